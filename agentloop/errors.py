@@ -1,0 +1,72 @@
+"""Every error of the runtime, named after the boundary it crossed.
+
+    AgentLoopError
+     ├─ SettingsError          a setting, in a file or on the command line
+     ├─ ModelError             a model folder, its tokenizer or its chat template
+     ├─ RequestError           what a caller asked for: a message, a field, a tool
+     │   └─ PromptTooLong
+     └─ ServerError            an inference server (infrastructure: retried, never a reward)
+         ├─ ServerStartError
+         ├─ ServerUnavailable  no connection, or it broke
+         └─ ServerRefused      the server answered, with an error
+
+A rollout that fails is not an error but data: a `Trajectory` with its `StopReason`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AgentLoopError",
+    "ModelError",
+    "PromptTooLong",
+    "RequestError",
+    "ServerError",
+    "ServerRefused",
+    "ServerStartError",
+    "ServerUnavailable",
+    "SettingsError",
+]
+
+
+class AgentLoopError(Exception):
+    """Base of every error that agentloop raises on purpose."""
+
+
+class SettingsError(AgentLoopError):
+    """A setting is unknown or has a bad value; the message names it and where it stands."""
+
+
+class ModelError(AgentLoopError):
+    """A model folder cannot be used: no tokenizer, no chat template, a template of another kind."""
+
+
+class RequestError(AgentLoopError):
+    """What a caller asked for is not possible; the message names the field."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt leaves no room for a single token of response."""
+
+
+class ServerError(AgentLoopError):
+    """An inference server failed. Infrastructure: worth a retry elsewhere."""
+
+
+class ServerStartError(ServerError):
+    """A server that we started did not become ready; the message ends with its log's tail."""
+
+
+class ServerUnavailable(ServerError):
+    """A server could not be reached, or the connection broke before the answer was whole."""
+
+
+class ServerRefused(ServerError):
+    """A server answered a request with an error of its own.
+
+    Attributes:
+        status: the HTTP status.
+    """
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
