@@ -1,0 +1,33 @@
+"""Untrusted Python, run in warm containers (or confined local processes), one process per call.
+
+async with Pool() as pool:
+    result = await pool.run("print(6 * 7)")
+    async with pool.session() as session:
+        await session.run("x = 41")
+        (await session.run("x + 1")).result  # '42'
+"""
+
+from sandbox.errors import (
+    Overloaded,
+    ProtocolError,
+    SandboxError,
+    SandboxUnavailable,
+    SessionLost,
+)
+from sandbox.pool import Pool, Session
+from sandbox.results import CallError, CallResult, CallStatus
+from sandbox.settings import PoolSettings
+
+__all__ = [
+    "CallError",
+    "CallResult",
+    "CallStatus",
+    "Overloaded",
+    "Pool",
+    "PoolSettings",
+    "ProtocolError",
+    "SandboxError",
+    "SandboxUnavailable",
+    "Session",
+    "SessionLost",
+]

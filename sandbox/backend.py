@@ -1,0 +1,57 @@
+"""What the pool needs of a place where workers run. container.py and process.py are two."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from sandbox.link import Link
+from sandbox.settings import PoolSettings
+
+_uid_slices = itertools.count()
+UIDS_PER_WORKER = 1024
+FIRST_UID = 1_000_000_000
+
+
+def next_uid_base() -> int:
+    """The first of a range of uids that no other worker on this host uses.
+
+    RLIMIT_NPROC counts a uid's processes host-wide, so two workers may not share one.
+    """
+    process = os.getpid() % (1 << 16) * 16
+    return FIRST_UID + (process + next(_uid_slices) % 16) * UIDS_PER_WORKER
+
+
+def worker_settings(settings: PoolSettings, **more: Any) -> dict[str, Any]:
+    """The command line of a worker (sandbox/worker.py, Settings)."""
+    return {
+        "slots": settings.slots_per_worker,
+        "sessions": settings.sessions_per_worker,
+        "levels": [[], *settings.preload],
+        "keep_output_bytes": settings.keep_output_bytes,
+        "max_output_bytes": settings.max_output_bytes,
+        "memory_bytes": settings.memory_mib << 20,
+        "processes": settings.processes_per_call,
+        **more,
+    }
+
+
+class Backend(Protocol):
+    """A place where workers run."""
+
+    name: str
+
+    def worker(self, worker_id: str) -> AbstractAsyncContextManager[Link]:
+        """A started worker; leaving the context removes it with all that it ran.
+
+        Raises SandboxUnavailable with the reason where it doesn't come up.
+        """
+        ...
+
+    @property
+    def layers(self) -> Mapping[str, str]:
+        """Which walls stand between a call and the host, in plain words."""
+        ...

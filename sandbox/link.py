@@ -1,0 +1,116 @@
+"""The supervisor's side of one worker: who is waiting for which answer.
+
+Decisions are synchronous: a frame that arrives settles its call and frees its slot in the same
+step, and the owner (the pool) is told by a callback. There is no reader task to fall behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+from sandbox.errors import ProtocolError
+from sandbox.protocol import FrameReader, encode
+
+_ids = itertools.count(1)
+
+
+def next_id() -> int:
+    return next(_ids)
+
+
+class Pending:
+    """A call that a worker has and has not answered. `reply` stays None if the worker is lost."""
+
+    __slots__ = ("done", "reply")
+
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        self.reply: dict[str, Any] | None = None
+
+
+class Link:
+    """Frames to and from one worker, over whatever carries bytes."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.ready = anyio.Event()
+        self.lost = anyio.Event()
+        self.hello: dict[str, Any] = {}
+        self.why = ""  # set when the worker told why it dies, or when we know
+        self.pending: dict[int, Pending] = {}
+        self.lost_sessions: set[int] = set()
+        self.write: Callable[[bytes], None] = lambda data: None
+        self.on_settled: Callable[[], None] = lambda: None
+        self._reader = FrameReader()
+
+    def submit(self, message: dict[str, Any]) -> Pending:
+        """Send a call; its answer arrives in the Pending."""
+        pending = self.pending[message["id"]] = Pending()
+        if self.lost.is_set():
+            self._settle(message["id"], None)
+        else:
+            self.write(encode(message))
+        return pending
+
+    def tell(self, message: dict[str, Any]) -> None:
+        if not self.lost.is_set():
+            self.write(encode(message))
+
+    def feed(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                self._on_message(message)
+        except ProtocolError as error:
+            self.lose(str(error))
+
+    def lose(self, why: str) -> None:
+        """The worker is gone: every open call is settled without an answer."""
+        if self.lost.is_set():
+            return
+        self.why = self.why or why
+        self.lost.set()
+        for call_id in list(self.pending):
+            self._settle(call_id, None)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        match message.get("op"):
+            case "done":
+                self._settle(message["id"], message)
+            case "ready":
+                self.hello = message
+                self.ready.set()
+            case "session_lost":
+                self.lost_sessions.add(message["session"])
+            case "fatal":
+                self.why = str(message.get("why"))
+            case other:
+                raise ProtocolError(f"unknown message {other!r}")
+
+    def _settle(self, call_id: int, reply: dict[str, Any] | None) -> None:
+        pending = self.pending.pop(call_id, None)
+        if pending is not None:
+            pending.reply = reply
+            pending.done.set()
+            self.on_settled()
+
+
+class SocketProtocol(asyncio.Protocol):
+    """A Link over a socket: bytes go straight from the loop into the frame reader."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._link.write = transport.write
+
+    def data_received(self, data: bytes) -> None:
+        self._link.feed(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._link.lose(f"its connection ended{f' ({error})' if error else ''}")

@@ -1,0 +1,67 @@
+"""Frames between the supervisor and a worker: four bytes of length (big endian), then JSON.
+
+To the worker            run {id, code, stdin, timeout_s, session?}   kill {id}   close {session}
+From the worker          ready {pid, python, kill_by, layers}         done {id, status, ...}
+                         session_lost {session}                       fatal {why}
+
+A worker is trusted as far as its own calls go: the code inside can reach neither the connection
+nor the process that writes to it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import orjson
+
+from sandbox.errors import ProtocolError
+
+HEADER = struct.Struct(">I")
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One frame. Strings with lone surrogates pass (the worker replaces them)."""
+    try:
+        body = orjson.dumps(message)
+    except TypeError:
+        body = json.dumps(message).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes; the most is {MAX_FRAME_BYTES}")
+    return HEADER.pack(len(body)) + body
+
+
+class FrameReader:
+    """Bytes in, messages out."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that `data` completes. Raises ProtocolError where none can follow."""
+        self._buffer += data
+        messages: list[dict[str, Any]] = []
+        start = 0
+        while len(self._buffer) - start >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer, start)
+            if size > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {size} bytes; the most is {MAX_FRAME_BYTES}")
+            end = start + HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            messages.append(self._parse(bytes(self._buffer[start + HEADER.size : end])))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+    @staticmethod
+    def _parse(body: bytes) -> dict[str, Any]:
+        try:
+            message = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise ProtocolError(f"not JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise ProtocolError(f"a message is an object, not {type(message).__name__}")
+        return message
