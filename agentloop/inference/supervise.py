@@ -1,0 +1,496 @@
+"""The SGLang servers that we start ourselves, and must stop.
+
+    sglang_servers ──> one guardian a server ──> SGLang and its children
+         │  polls /ready, watches the guardian         (guardian.py says who kills what)
+         └─ on the way out: closes each guardian's stdin, waits, kills
+
+A server that dies while it starts fails the start, with its log's tail; one that dies later is
+reported by `ServerProcess.wait_dead`. Not covered: restarting it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import httpx
+import orjson
+from anyio.abc import Process
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
+
+from agentloop.errors import ModelError, ServerStartError
+from agentloop.inference.cpu import INSTALL_COMMAND, OVERLAY, has_accelerator
+
+__all__ = ["Launch", "ServerProcess", "ServerSettings", "plan", "running", "sglang_servers"]
+
+_GUARDIAN = Path(__file__).with_name("guardian.py")
+_POLL_S = 0.1
+_TAIL_LINES = 30
+_TAIL_BYTES = 256 * 1024
+_MAX_LINE = 300
+_GUARDIAN_GRACE_S = 15.0
+# Outside the range that kernels hand out for outgoing connections, so that a port found free
+# is still free when the server binds it, many seconds later.
+_PORTS = range(20_000, 30_000)
+_CPU_KV_TOKENS = 65_536
+_CPU_KV_BYTES = 2 * 1024**3
+_OURS = ("--model-path", "--host", "--port", "--nccl-port", "--tp-size", "--base-gpu-id")
+
+
+class ServerSettings(BaseModel, extra="forbid", frozen=True):
+    """How one's own servers are started. They listen on loopback.
+
+    Attributes:
+        count: servers to start, each with its own copy of the model.
+        port: of the first server, the others follow; 0 finds free ones.
+        device: "auto" is "cuda" where there is an accelerator, else "cpu".
+        dtype: of weights and KV cache; None is float32 on a CPU, the model's own on a GPU.
+        max_total_tokens: size of the KV cache; None is what fits.
+        tp_size: GPUs a server.
+        threads: OpenMP threads a server, on a CPU. More than one pays only on idle cores.
+        extra_args: more of SGLang's own options, last on its command line.
+        start_timeout_s: from the start until a server is ready.
+        stop_timeout_s: between asking a server to end and killing it; None is 0 on a CPU, where
+            there is nothing to release, and 15 on a GPU.
+    """
+
+    count: PositiveInt = 1
+    port: int = Field(default=0, ge=0, le=65_535)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: str | None = None
+    max_total_tokens: PositiveInt | None = None
+    tp_size: PositiveInt = 1
+    threads: PositiveInt = 1
+    extra_args: tuple[str, ...] = ()
+    start_timeout_s: PositiveFloat = 300.0
+    stop_timeout_s: float | None = Field(default=None, ge=0)
+
+    @field_validator("extra_args")
+    @classmethod
+    def _not_what_we_set(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in value:
+            if argument.split("=")[0] in _OURS:
+                raise ValueError(f"{argument} is set by the runtime")
+        return value
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that it takes to start one server, again if need be."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(repr=False)
+    url: str
+    model_path: str
+    log_path: Path
+    start_timeout_s: float
+    stop_timeout_s: float
+
+
+class ServerProcess:
+    """A server that runs under its guardian."""
+
+    def __init__(self, launch: Launch, guardian: Process) -> None:
+        self.launch = launch
+        self._guardian = guardian
+        self._pid: int | None = None
+
+    @property
+    def url(self) -> str:
+        return self.launch.url
+
+    @property
+    def log_path(self) -> Path:
+        return self.launch.log_path
+
+    @property
+    def model_path(self) -> str:
+        return self.launch.model_path
+
+    @property
+    def pid(self) -> int | None:
+        """Of SGLang's first process, which leads its session; None until it runs."""
+        return self._pid
+
+    @property
+    def alive(self) -> bool:
+        return self._guardian.returncode is None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status as a shell gives it (128 + signal); None while it runs."""
+        return self._guardian.returncode
+
+    async def wait_dead(self) -> str:
+        """Wait until nothing of the server is left; returns how it ended, and its log's tail."""
+        await self._guardian.wait()
+        return self._epitaph()
+
+    async def ready(self, on_progress: Callable[[str], None]) -> None:
+        """Wait until the server takes requests.
+
+        Raises:
+            ServerStartError: it died, or `start_timeout_s` is over.
+        """
+        started = anyio.current_time()
+        try:
+            with anyio.fail_after(self.launch.start_timeout_s):
+                await self._read_pid()
+                await self._poll(on_progress)
+        except TimeoutError as error:
+            raise ServerStartError(
+                f"{self.launch.name} was not ready after {self.launch.start_timeout_s:g} s "
+                f"(`start_timeout_s`).\n{_tail(self.log_path)}"
+            ) from error
+        took_s = anyio.current_time() - started
+        on_progress(f"{self.launch.name}: ready at {self.url} after {took_s:.1f} s")
+
+    async def stop(self) -> None:
+        """End the server and all its processes. Cancellation does not interrupt it."""
+        with anyio.move_on_after(self.launch.stop_timeout_s + _GUARDIAN_GRACE_S, shield=True):
+            if self._guardian.stdin is not None:
+                await self._guardian.stdin.aclose()
+            await self._guardian.wait()
+        with anyio.CancelScope(shield=True):
+            await self._guardian.aclose()  # kills it if it still runs, and so the server
+
+    async def _read_pid(self) -> None:
+        assert self._guardian.stdout is not None
+        try:
+            self._pid = int(await self._guardian.stdout.receive())
+        except anyio.EndOfStream:
+            await self._guardian.wait()
+            raise ServerStartError(self._epitaph()) from None
+
+    async def _poll(self, on_progress: Callable[[str], None]) -> None:
+        stage = ""
+        async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
+            while not await _answers(client):
+                if not self.alive:
+                    raise ServerStartError(self._epitaph())
+                if (now := _stage(self.log_path)) != stage:
+                    stage = now
+                    on_progress(f"{self.launch.name}: {stage}")
+                await anyio.sleep(_POLL_S)
+            # SGLang does this itself after a warm-up, which we skip on a CPU: without it a full
+            # collection stalls every stream.
+            with anyio.move_on_after(5):
+                await client.post("/freeze_gc")
+
+    def _epitaph(self) -> str:
+        code = self._guardian.returncode
+        log = _tail(self.log_path)
+        hint = _hint(log, code)
+        return "\n".join(
+            part
+            for part in (
+                f"{self.launch.name} {_describe(code)}. Its command: "
+                f"{' '.join(self.launch.command)}",
+                hint,
+                log,
+            )
+            if part
+        )
+
+
+@asynccontextmanager
+async def sglang_servers(
+    model_path: Path | str,
+    settings: ServerSettings,
+    *,
+    log_dir: Path,
+    on_progress: Callable[[str], None],
+) -> AsyncIterator[list[ServerProcess]]:
+    """Start servers side by side; yields them once all are ready; ends them on the way out.
+
+    Args:
+        model_path: a model folder, or a name that SGLang may download.
+        log_dir: gets one log a server; made if missing.
+        on_progress: called with a sentence whenever something changes.
+
+    Raises:
+        ModelError: `model_path` is a folder that holds no model.
+        ServerStartError: SGLang is not installed, a port is taken, a server died or took too
+            long.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise ServerStartError(_NOT_INSTALLED)
+    launches = plan(model_path, settings, log_dir=log_dir)
+    where = "CPU" if "cpu" in launches[0].command else "GPU"
+    on_progress(f"Starting {len(launches)} SGLang server(s) on the {where}; logs in {log_dir}")
+    async with running(launches, on_progress=on_progress) as servers:
+        yield servers
+
+
+@asynccontextmanager
+async def running(
+    launches: Iterable[Launch], *, on_progress: Callable[[str], None]
+) -> AsyncIterator[list[ServerProcess]]:
+    """`sglang_servers` for commands of any kind that answer `GET /ready`."""
+    servers: list[ServerProcess] = []
+    try:
+        for launch in launches:
+            # A cancellation between the fork and the append would lose the process.
+            with anyio.CancelScope(shield=True):
+                servers.append(ServerProcess(launch, await _spawn(launch)))
+        await _all_ready(servers, on_progress)
+        yield servers
+    finally:
+        await _stop_all(servers)
+
+
+async def _spawn(launch: Launch) -> Process:
+    launch.log_path.parent.mkdir(parents=True, exist_ok=True)
+    guardian = (sys.executable, "-I", str(_GUARDIAN))
+    with launch.log_path.open("wb") as log:
+        return await anyio.open_process(
+            [*guardian, "--stop-timeout-s", str(launch.stop_timeout_s), "--", *launch.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=launch.environment,
+            start_new_session=True,  # Ctrl-C in a terminal is ours to handle
+        )
+
+
+async def _all_ready(servers: list[ServerProcess], on_progress: Callable[[str], None]) -> None:
+    failed: list[ServerStartError] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(server: ServerProcess) -> None:
+            try:
+                await server.ready(on_progress)
+            except ServerStartError as error:
+                failed.append(error)
+                tasks.cancel_scope.cancel()
+
+        for server in servers:
+            tasks.start_soon(wait, server)
+    if failed:
+        raise failed[0]
+
+
+async def _stop_all(servers: list[ServerProcess]) -> None:
+    with anyio.CancelScope(shield=True):
+        async with anyio.create_task_group() as tasks:
+            for server in servers:
+                tasks.start_soon(server.stop)
+
+
+async def _answers(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready")).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> list[Launch]:
+    """What to run for these settings, on this machine.
+
+    Raises:
+        ModelError, ServerStartError: as `sglang_servers`.
+    """
+    folder = _model_folder(model_path)
+    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not has_accelerator())
+    stop_timeout_s = 0.0 if on_cpu else 15.0
+    if settings.stop_timeout_s is not None:
+        stop_timeout_s = settings.stop_timeout_s
+    launches = []
+    for index, (port, side_port) in enumerate(_ports(settings)):
+        arguments = [
+            *("--model-path", str(folder or model_path)),
+            *("--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(side_port)),
+            *("--enable-metrics", "--incremental-streaming-output"),
+            *("--log-level-http", "warning"),
+            *(_cpu_arguments(folder, settings) if on_cpu else _gpu_arguments(index, settings)),
+            *settings.extra_args,
+        ]
+        launches.append(
+            Launch(
+                name=f"SGLang server {index + 1}",
+                command=(sys.executable, "-m", "sglang.launch_server", *arguments),
+                environment=_environment(settings, on_cpu=on_cpu, offline=folder is not None),
+                url=f"http://127.0.0.1:{port}",
+                model_path=str(folder or model_path),
+                log_path=log_dir / f"sglang-{index + 1}.log",
+                start_timeout_s=settings.start_timeout_s,
+                stop_timeout_s=stop_timeout_s,
+            )
+        )
+    return launches
+
+
+def _model_folder(model_path: Path | str) -> Path | None:
+    """The folder, made absolute; None for the name of a model to download."""
+    folder = Path(model_path).expanduser()
+    if not folder.exists():
+        if isinstance(model_path, Path) or str(model_path).startswith(("/", ".", "~")):
+            raise ModelError(f"the model folder {folder} does not exist")
+        return None
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is no model folder: it has no config.json")
+    return folder.resolve()
+
+
+def _cpu_arguments(folder: Path | None, settings: ServerSettings) -> list[str]:
+    tokens = settings.max_total_tokens or _cpu_kv_tokens(folder)
+    return [
+        *("--device", "cpu", "--dtype", settings.dtype or "float32"),
+        *("--max-total-tokens", str(tokens)),
+        *("--tp-size", str(settings.tp_size)),
+        "--skip-server-warmup",
+        "--sleep-on-idle",  # otherwise an idle server keeps a core busy
+    ]
+
+
+def _gpu_arguments(index: int, settings: ServerSettings) -> list[str]:
+    arguments = ["--tp-size", str(settings.tp_size)]
+    arguments += ["--base-gpu-id", str(index * settings.tp_size)]
+    if settings.dtype is not None:
+        arguments += ["--dtype", settings.dtype]
+    if settings.max_total_tokens is not None:
+        arguments += ["--max-total-tokens", str(settings.max_total_tokens)]
+    return arguments
+
+
+def _cpu_kv_tokens(folder: Path | None) -> int:
+    """As many tokens as a fixed share of memory holds, in float32; SGLang would take it all."""
+    if folder is None:
+        return _CPU_KV_TOKENS
+    config = orjson.loads((folder / "config.json").read_bytes())
+    config = config.get("text_config", config)
+    try:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        bytes_a_token = 2 * config["num_hidden_layers"] * kv_heads * head_dim * 4
+    except KeyError as error:
+        raise ModelError(f"{folder / 'config.json'} has no {error}") from error
+    return int(min(_CPU_KV_TOKENS, _CPU_KV_BYTES // bytes_a_token))
+
+
+def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> dict[str, str]:
+    environment = dict(os.environ)
+    # Where pip left no bytecode, the first start has to keep what it compiles.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment["PYTHONUNBUFFERED"] = "1"
+    if offline:
+        environment["HF_HUB_OFFLINE"] = "1"
+    if on_cpu:
+        path = [str(OVERLAY), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        environment["OMP_NUM_THREADS"] = str(settings.threads)
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    return environment
+
+
+def _ports(settings: ServerSettings) -> list[tuple[int, int]]:
+    """A port to listen on and one for SGLang's own processes, for each server."""
+    candidates = iter(random.sample(_PORTS, len(_PORTS)))
+    free = (port for port in candidates if _is_free(port))
+    if settings.port == 0:
+        return [(next(free), next(free)) for _ in range(settings.count)]
+    asked = [settings.port + index for index in range(settings.count)]
+    for port in asked:
+        if not _is_free(port):
+            raise ServerStartError(f"port {port} is in use (`port` 0 finds free ones)")
+    return [(port, next(free)) for port in asked]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+# What a log says, and what that means to whoever reads the error.
+
+_NOT_INSTALLED = (
+    f"SGLang is not installed. On a CPU: `{INSTALL_COMMAND}`; "
+    "on a GPU: `pip install 'agentloop[sglang]'`"
+)
+_HINTS = (
+    ("No module named 'sglang'", _NOT_INSTALLED),
+    ("No module named", f"A package that SGLang imports is missing: `{INSTALL_COMMAND}`"),
+    ("address already in use", "Another program took its port in the meantime: start again"),
+    ("out of memory", "There is not enough GPU memory: lower `max_total_tokens`"),
+    ("Not enough memory", "There is not enough memory: lower `max_total_tokens`"),
+    ("Cannot allocate memory", "There is not enough memory: lower `max_total_tokens` or `count`"),
+)
+_STAGES = (
+    ("Uvicorn running", "answering"),
+    ("Capture", "capturing CUDA graphs"),
+    ("KV Cache is allocated", "laying out the KV cache"),
+    ("Load weight begin", "loading the weights"),
+    ("", "importing SGLang"),
+)
+_NOISE = re.compile(
+    r"UserWarning|DeprecationWarning|warnings\.warn\(|server_args=|Ignore import error when"
+    r"|^\s*$|sglang serve"
+)
+_NOISY_BLOCK = "post-warmup freeze_gc failed"  # the traceback of a harmless request
+_STAMP = re.compile(r"\[\d{4}-|INFO:")
+
+
+def _describe(code: int | None) -> str:
+    if code is None:
+        return "still runs"
+    if code > 128:
+        try:
+            return f"was killed by {signal.Signals(code - 128).name}"
+        except ValueError:
+            pass
+    return f"ended with exit status {code}"
+
+
+def _hint(log: str, code: int | None) -> str:
+    for said, hint in _HINTS:
+        if said in log:
+            return hint + "."
+    if code == 128 + signal.SIGKILL:
+        return "If nobody killed it, the machine ran out of memory."
+    return ""
+
+
+def _read_end(path: Path) -> str:
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - _TAIL_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError as error:
+        return f"(its log cannot be read: {error})"
+
+
+def _stage(path: Path) -> str:
+    text = _read_end(path)
+    return next(stage for said, stage in _STAGES if said in text)
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a log that may say why, without what every start prints."""
+    lines: list[str] = []
+    in_block = False
+    for line in _read_end(path).splitlines():
+        in_block = _NOISY_BLOCK in line or (in_block and not _STAMP.match(line))
+        if not in_block and not _NOISE.search(line):
+            lines.append(line[:_MAX_LINE])
+    tail = lines[-_TAIL_LINES:] or ["(it is empty)"]
+    return "\n".join([f"The end of its log, {path}:", *(f"  {line}" for line in tail)])
