@@ -1,0 +1,175 @@
+"""The tools an episode offers: the two built-in ones, and tools of any name.
+
+Names of custom tools are mostly invented, so that the model must copy them from the system
+line instead of knowing them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+from string import ascii_lowercase
+from typing import Any
+
+from learner.small_model.problems import OPS, Calc, Op, held_out
+
+
+class Style(StrEnum):
+    """How a tool wants its arguments."""
+
+    PYTHON = "python"
+    JUPYTER = "jupyter"
+    OPERANDS = "operands"
+    EXPRESSION = "expression"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    parameters: tuple[str, ...]
+    style: Style
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        kind = "integer" if self.style is Style.OPERANDS else "string"
+        properties = {name: {"type": kind} for name in self.parameters}
+        parameters = {"type": "object", "properties": properties}
+        return {"type": "function", "function": {"name": self.name, "parameters": parameters}}
+
+    def arguments(self, calc: Calc) -> dict[str, int | str]:
+        """What the teacher passes to have `calc` computed."""
+        match self.style:
+            case Style.PYTHON:
+                return {"code": f"{calc.op.imports}print({calc.expression})"}
+            case Style.JUPYTER:
+                return {"code": f"{calc.op.imports}{calc.expression}"}
+            case Style.OPERANDS:
+                return {self.parameters[0]: calc.a, self.parameters[1]: calc.b}
+            case Style.EXPRESSION:
+                return {self.parameters[0]: calc.expression}
+
+    def call(self, arguments: dict[str, int | str]) -> str:
+        body = json.dumps({"name": self.name, "arguments": arguments})
+        return f"<tool_call>\n{body}\n</tool_call>"
+
+
+PYTHON = Tool("python_code_with_standard_io", ("code", "input"), Style.PYTHON)
+JUPYTER = Tool("jupyter_code", ("code",), Style.JUPYTER)
+
+BY_MEANING = {
+    "add": ("add", "plus", "add_numbers", "sum_two", "addition"),
+    "sub": ("subtract", "minus", "sub", "difference", "subtract_numbers"),
+    "mul": ("multiply", "times", "mul", "product", "multiply_numbers"),
+    "div": ("divide", "quotient", "integer_divide", "div"),
+    "mod": ("modulo", "remainder", "mod"),
+    "gcd": ("gcd", "greatest_common_divisor"),
+    "pow": ("power", "pow", "raise_to_power"),
+}
+_WORDS = (
+    "add", "sum", "my", "multiply", "times", "number", "value", "first", "second", "left", "right",
+    "calc", "compute", "math", "do", "run", "tool", "op", "arith", "fast", "safe", "int", "eval",
+    "get", "apply", "operand", "arg", "base", "exponent", "factor", "term", "num", "one", "two",
+    "result", "simple", "best", "helper", "call", "service", "remote", "local", "big", "old", "new",
+    "total", "product", "divide", "power", "gcd", "solve", "query", "text", "input", "expr",
+    "calculator", "calculate", "evaluate", "expression", "formula", "machine", "worker", "abacus",
+)  # fmt: skip
+_PAIRS = (
+    ("a", "b"), ("x", "y"), ("left", "right"), ("first", "second"), ("n", "m"), ("p", "q"),
+    ("lhs", "rhs"), ("first_number", "second_number"), ("num1", "num2"), ("i", "j"), ("u", "v"),
+    ("value_a", "value_b"), ("x1", "x2"), ("number_one", "number_two"), ("base", "exponent"),
+)  # fmt: skip
+_ONES = ("expression", "expr", "formula", "text", "query", "input", "code", "s", "q", "problem")
+_COMMON = {name for names in BY_MEANING.values() for name in names}
+
+
+def identifier(rng: Random, *, unseen: bool) -> str:
+    """A name for a tool or a parameter; the split of unseen names is by hash."""
+    while True:
+        roll = rng.random()
+        if roll < 0.35:
+            name = "_".join(rng.choice(_WORDS) for _ in range(rng.choice((1, 2, 2, 3))))
+        elif roll < 0.75:
+            name = "_".join(_syllables(rng) for _ in range(rng.choice((1, 1, 2, 3))))
+        elif roll < 0.85:
+            name = rng.choice(_WORDS) + rng.choice(_WORDS).title()
+        elif roll < 0.93:
+            name = "".join(rng.choices(ascii_lowercase, k=rng.randint(2, 8)))
+        else:
+            name = f"{_syllables(rng)}{rng.randrange(100)}"
+        if rng.random() < 0.04:
+            name = name.upper()
+        if (held_out(name) and name not in _COMMON) is unseen:
+            return name
+
+
+def _syllables(rng: Random) -> str:
+    return "".join(
+        rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice(("", "", "n", "r", "s"))
+        for _ in range(rng.randint(1, 3))
+    )
+
+
+def custom(rng: Random, style: Style, *, unseen: bool) -> Tool:
+    """A tool of two operands, or of one expression."""
+    name = identifier(rng, unseen=unseen)
+    if not unseen and rng.random() < 0.12:
+        name = rng.choice(sorted(_COMMON))
+    if style is Style.EXPRESSION:
+        one = identifier(rng, unseen=unseen)
+        if not unseen and rng.random() < 0.3:
+            one = rng.choice(_ONES)
+        return Tool(name, (one,), style)
+    pair = (identifier(rng, unseen=unseen), identifier(rng, unseen=unseen))
+    if pair[0] == pair[1] or (not unseen and rng.random() < 0.35):
+        pair = rng.choice(_PAIRS)
+    return Tool(name, pair, style)
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The tools of one episode, and which of them serves a calculation.
+
+    `meanings` maps operations to tools where several custom tools are on offer.
+    """
+
+    tools: tuple[Tool, ...]
+    chosen: Tool | None = None
+    meanings: tuple[tuple[str, Tool], ...] = ()
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The operations that this box serves."""
+        served = dict(self.meanings)
+        return OPS if self.chosen else tuple(op for op in OPS if op.name in served)
+
+    def pick(self, calc: Calc) -> Tool | None:
+        return dict(self.meanings).get(calc.op.name, self.chosen)
+
+
+def toolbox(rng: Random, styles: tuple[Style, ...], *, unseen: bool) -> Toolbox:
+    """A box whose preferred tool has one of `styles`; built-in ones may lie beside a custom one."""
+    style = rng.choice(styles)
+    if style is Style.PYTHON:
+        return Toolbox(_shuffled(rng, PYTHON, *([JUPYTER] if rng.random() < 0.3 else [])), PYTHON)
+    if style is Style.JUPYTER:
+        return Toolbox((JUPYTER,), JUPYTER)
+    tool = custom(rng, style, unseen=unseen)
+    beside = rng.choices(((), (PYTHON,), (JUPYTER,), (PYTHON, JUPYTER)), (60, 20, 8, 12))[0]
+    return Toolbox(_shuffled(rng, tool, *beside), tool)
+
+
+def by_meaning(rng: Random) -> Toolbox:
+    """Two to four tools with telling names: the one that fits is called, else Python if there."""
+    pair = rng.choice(_PAIRS[:6])
+    names = rng.sample(sorted(BY_MEANING), rng.randint(2, 4))
+    meanings = tuple((op, Tool(rng.choice(BY_MEANING[op]), pair, Style.OPERANDS)) for op in names)
+    tools = [tool for _, tool in meanings]
+    if rng.random() < 0.5:
+        return Toolbox(_shuffled(rng, *tools), None, meanings)
+    return Toolbox(_shuffled(rng, PYTHON, *tools), PYTHON, meanings)
+
+
+def _shuffled(rng: Random, *tools: Tool) -> tuple[Tool, ...]:
+    return tuple(rng.sample(tools, len(tools)))

@@ -1,0 +1,164 @@
+"""Plain supervised training of the small model.
+
+sample -> render -> ids and mask -> batches of similar length -> Muon. One process, a fixed
+number of threads: the same seed gives the same weights on the same machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+from learner.small_model.episodes import Episode, sample
+from learner.small_model.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from learner.small_model.tokenizer import END, PAD, START, VOCAB_SIZE, build, render
+
+THREADS = 2
+MAX_LENGTH = 4096
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`batch_tokens` counts padding; a longer sample than `max_tokens` is left out."""
+
+    steps: int = 1000
+    seed: int = 0
+    learning_rate: float = 3e-3
+    batch_tokens: int = 8192
+    max_tokens: int = 1600
+    pool: int = 512
+    warmup: int = 50
+    weight_decay: float = 0.05
+
+
+def architecture(tokenizer: Any) -> Any:
+    """Qwen3, small: 0.85 million parameters."""
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+    )
+
+
+def make_tokenizer(seed: int, num_episodes: int = 3000) -> Any:
+    rng = Random(f"tokenizer {seed}")
+    episodes = (sample(rng) for _ in range(num_episodes))
+    return build((render(e.messages, e.tools) for e in episodes), MAX_LENGTH)
+
+
+def encode(tokenizer: Any, episodes: list[Episode]) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels [T] of each episode; labels are set on what the model is to say."""
+    texts = [
+        tokenizer.apply_chat_template(e.messages, tools=e.tools or None, tokenize=False)
+        for e in episodes
+    ]
+    start, end = tokenizer.convert_tokens_to_ids([START, END])
+    head = tokenizer.encode(f"{START}assistant\n<reason>")
+    plain = head[:-1]
+    encoded = []
+    for episode, ids in zip(episodes, tokenizer(texts)["input_ids"], strict=True):
+        labels = [_IGNORED] * len(ids)
+        trained = iter(episode.trained)
+        for at in [i for i, token in enumerate(ids) if token == start]:
+            if ids[at : at + len(plain)] == plain and next(trained):
+                first, last = at + len(head), ids.index(end, at)
+                labels[first : last + 1] = ids[first : last + 1]
+        encoded.append((ids, labels))
+    return encoded
+
+
+def batches(tokenizer: Any, settings: Settings) -> Iterator[tuple[Any, Any]]:
+    """Endless batches: ids and labels [B, T], padded on the right."""
+    rng = Random(f"episodes {settings.seed}")
+    pad = tokenizer.pad_token_id
+    while True:
+        pool = encode(tokenizer, [sample(rng) for _ in range(settings.pool)])
+        pool = sorted(
+            (p for p in pool if len(p[0]) <= settings.max_tokens), key=lambda p: len(p[0])
+        )
+        groups: list[list[tuple[list[int], list[int]]]] = [[]]
+        for pair in pool:
+            if len(pair[0]) * (len(groups[-1]) + 1) > settings.batch_tokens:
+                groups.append([])
+            groups[-1].append(pair)
+        rng.shuffle(groups)
+        for group in groups:
+            width = len(group[-1][0])
+            ids = [pair[0] + [pad] * (width - len(pair[0])) for pair in group]
+            labels = [pair[1] + [_IGNORED] * (width - len(pair[1])) for pair in group]
+            yield torch.tensor(ids), torch.tensor(labels)
+
+
+def loss_of(model: Any, ids: Any, labels: Any) -> Any:
+    """Mean cross-entropy over the labelled positions; logits for those alone."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    targets = labels[:, 1:]
+    chosen = targets != _IGNORED
+    logits = model.lm_head(hidden[:, :-1][chosen])
+    return torch.nn.functional.cross_entropy(logits, targets[chosen])
+
+
+def train(
+    tokenizer: Any, settings: Settings, progress: Callable[[int, float], None] = lambda *_: None
+) -> Any:
+    """The trained model in float32. `progress` gets the step and its loss."""
+    torch.set_num_threads(THREADS)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(settings.seed)
+    model = Qwen3ForCausalLM(architecture(tokenizer)).float().train()
+    optimizers = _optimizers(model, settings)
+    stream = batches(tokenizer, settings)
+    for step in range(settings.steps):
+        loss = loss_of(model, *next(stream))
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * _schedule(step, settings)
+            optimizer.step()
+        progress(step + 1, loss.item())
+    return model.eval()
+
+
+def _optimizers(model: Any, settings: Settings) -> tuple[Any, Any]:
+    """Muon for the matrices inside, AdamW for embeddings and norms.
+
+    Muon learns to copy (names, digits) in about two thirds of the steps that AdamW alone takes.
+    """
+    inside = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
+    kept = {id(parameter) for parameter in inside}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in kept]
+    muon = torch.optim.Muon(
+        inside,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    adam = torch.optim.AdamW(
+        outside, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    return muon, adam
+
+
+def _schedule(step: int, settings: Settings) -> float:
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    return 0.5 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,74 @@
+"""The recipe with torch: masks, determinism, and the shipped model at work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+
+from agentloop.models import SMALL
+from learner.small_model import ship
+from learner.small_model.__main__ import main
+from learner.small_model.episodes import sample
+from learner.small_model.evaluate import SKILLS, run
+from learner.small_model.train import Settings, encode, make_tokenizer, train
+
+pytestmark = pytest.mark.real
+
+TINY = Settings(steps=3, batch_tokens=1024, pool=16, warmup=1)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> tuple[Any, Any]:
+    return ship.load(SMALL)
+
+
+def test_labels_cover_exactly_what_the_assistant_says(shipped: tuple[Any, Any]) -> None:
+    _, tokenizer = shipped
+    rng = Random(5)
+    episodes = [sample(rng) for _ in range(50)]
+    for episode, (ids, labels) in zip(episodes, encode(tokenizer, episodes), strict=True):
+        assert len(ids) == len(labels)
+        learned = tokenizer.decode([label for label in labels if label >= 0])
+        said = [m["content"] for m in episode.messages if m["role"] == "assistant"]
+        pairs = zip(said, episode.trained, strict=True)
+        expected = "".join(f"{text}<|im_end|>" for text, trained in pairs if trained)
+        # <reason> belongs to the prompt.
+        assert learned == expected.replace("<reason>", "")
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    def digest(seed: int, name: str) -> str:
+        tokenizer = make_tokenizer(seed, num_episodes=100)
+        settings = Settings(**{**TINY.__dict__, "seed": seed})
+        ship.save(train(tokenizer, settings), tokenizer, tmp_path / name)
+        return ship.digest(tmp_path / name)
+
+    assert digest(1, "a") == digest(1, "b") != digest(2, "c")
+
+
+def test_training_lowers_the_loss() -> None:
+    tokenizer = make_tokenizer(0, num_episodes=100)
+    losses: list[float] = []
+    settings = Settings(steps=12, batch_tokens=1024, pool=16, warmup=2)
+    train(tokenizer, settings, lambda _, loss: losses.append(loss))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("skill", SKILLS[:9], ids=lambda skill: skill.name)
+def test_the_shipped_model_solves_held_out_problems(shipped: tuple[Any, Any], skill: Any) -> None:
+    rng = Random(f"test {skill.name}")
+    cases = [skill.case(rng) for _ in range(10)]
+    run(*shipped, cases)
+    wrong = [case.wrong for case in cases if case.wrong]
+    assert len(wrong) <= 2, wrong
+
+
+def test_a_number_of_steps_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", "nowhere", "--steps", "0"])
+    assert "--steps must be at least 1" in capsys.readouterr().err
