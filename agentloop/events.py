@@ -5,8 +5,11 @@ Events of one rollout arrive in order. Times are not repeated here where the tra
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import anyio
 
 from agentloop.trajectory import ToolCall, ToolResult, Trajectory, Turn
 
@@ -15,6 +18,7 @@ __all__ = [
     "CallStarted",
     "Emit",
     "Event",
+    "Feed",
     "RolloutFinished",
     "RolloutStarted",
     "TokensSampled",
@@ -101,3 +105,58 @@ Emit = Callable[[Event], None]
 
 def ignore(event: Event) -> None:
     """The reader that keeps nothing."""
+
+
+class Feed:
+    """Events of one rollout for one reader: call it to add, iterate over it to read.
+
+    Adding never waits. A reader that lags finds adjacent `TokensSampled` of a turn joined into
+    one, so what it has not read is bounded by the rollout's own budget.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._tokens: list[TokensSampled] = []  # adjacent, not yet joined
+        self._added = anyio.Event()
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, TokensSampled):
+            if self._tokens and self._tokens[0].turn != event.turn:
+                self._join()
+            self._tokens.append(event)
+        else:
+            self._join()
+            self._events.append(event)
+        self._added.set()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """No more will come; the reader gets `error` after the last event."""
+        self._closed, self._error = True, error
+        self._added.set()
+
+    def __aiter__(self) -> Feed:
+        return self
+
+    async def __anext__(self) -> Event:
+        while True:
+            if not self._events:
+                self._join()
+            if self._events:
+                return self._events.popleft()
+            if self._closed:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._added = anyio.Event()
+            await self._added.wait()  # no deadline: the rollout has one, and then closes this
+
+    def _join(self) -> None:
+        if not self._tokens:
+            return
+        first = self._tokens[0]
+        ids = [token for event in self._tokens for token in event.ids]
+        text = "".join(event.text for event in self._tokens)
+        self._events.append(TokensSampled(first.rollout_id, first.turn, ids, text))
+        self._tokens.clear()

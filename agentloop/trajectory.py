@@ -8,7 +8,7 @@ is exactly what stands before it. Text is decoded from ids for people, and never
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -84,8 +84,9 @@ class CallStatus(StrEnum):
 class ToolCall:
     """A tool call as the model wrote it.
 
-    `start` and `end` delimit it, markers included, in the turn's `output_ids`. Where it could
-    not be decoded, `error` says why, for the model to read, and `name` may be empty.
+    `start` and `end` delimit it, markers included, in the turn's `output_ids` (where the opening
+    marker is text of several tokens, `start` is the last of them). Where it could not be decoded,
+    `error` says why, for the model to read, and `name` may be empty.
     """
 
     id: str
@@ -221,3 +222,13 @@ class Trajectory:
     def text(self) -> str:
         """What the model wrote in its last turn, markers included."""
         return self.turns[-1].text if self.turns else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON: the turns, and the ids with what stands beside each."""
+        return {
+            **asdict(self),
+            "ids": self.ids,
+            "mask": self.mask,
+            "logprobs": self.logprobs,
+            "versions": self.versions,
+        }

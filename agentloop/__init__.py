@@ -1,0 +1,68 @@
+"""An asyncio-first runtime for tool-using language-model agents.
+
+import anyio
+import agentloop
+
+def multiply(a: int, b: int) -> int:
+    "Multiply two integers."
+    return a * b
+
+async def main() -> None:
+    async with agentloop.Runtime() as runtime:
+        trajectory = await runtime.rollout("What is 37 times 48?", tools=[multiply])
+        print(trajectory.text)
+
+anyio.run(main)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentloop.agent.rollout import Budget
+    from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
+    from agentloop.inference.sglang import Sampling
+    from agentloop.runtime import Runtime, Settings
+    from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory, Turn
+
+__all__ = [
+    "AgentLoopError",
+    "Budget",
+    "CallStatus",
+    "RequestError",
+    "Runtime",
+    "Sampling",
+    "ServerError",
+    "Settings",
+    "SettingsError",
+    "StopReason",
+    "ToolCall",
+    "ToolResult",
+    "Trajectory",
+    "Turn",
+]
+
+_HOMES = {
+    "agentloop.agent.rollout": ("Budget",),
+    "agentloop.errors": ("AgentLoopError", "RequestError", "ServerError", "SettingsError"),
+    "agentloop.inference.sglang": ("Sampling",),
+    "agentloop.runtime": ("Runtime", "Settings"),
+    "agentloop.trajectory": (
+        "CallStatus",
+        "StopReason",
+        "ToolCall",
+        "ToolResult",
+        "Trajectory",
+        "Turn",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: `agentloop --help` and the learner need none of it.
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'agentloop' has no attribute {name!r}")

@@ -1,0 +1,53 @@
+"""`agentloop COMMAND`: each command is a module of its own, imported when it is asked for."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "serve": "serve the agent over HTTP (OpenAI's protocol)",
+    "chat": "ask the agent in a terminal",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The entry point; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command, *rest = arguments or ["--help"]
+    if command in ("-h", "--help"):
+        print(_help())
+        return 0
+    if command in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"agentloop {version('agentloop')}")
+        return 0
+    if command not in _COMMANDS:
+        print(f"agentloop: error: unknown command {command!r}\n\n{_help()}", file=sys.stderr)
+        return 2
+    status: int = import_module(f"agentloop.{command}").main(rest)
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: agentloop COMMAND [ARGUMENTS]",
+            "",
+            "Runs tool-using language-model agents.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "agentloop COMMAND --help says more; agentloop --version says which this is.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

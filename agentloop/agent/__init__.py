@@ -1,0 +1,1 @@
+"""One trajectory: messages to ids, tokens to tool calls, and back."""

@@ -1,0 +1,303 @@
+"""Messages to token ids, append-only.
+
+The model's own chat template is the truth about its markup, and everything else is data:
+
+- `prompt()` renders the template over *placeholders*, so that what a user or a tool wrote is
+  encoded apart from the markup and can never become a control token;
+- `observation()` is what the template puts between an assistant's turn and the next generation
+  prompt, so that each turn's prompt is the last one's ids, then what was sampled, then this.
+
+Nothing that was sampled is ever decoded and tokenised again. Works with any Hugging Face template
+that renders contents verbatim and knows the `tool` role; one that does not is refused, by name.
+Not covered: images and audio.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from agentloop.errors import ModelError, RequestError
+from agentloop.trajectory import Message, Turn
+
+__all__ = ["ChatFormat", "TextStream"]
+
+Render = Callable[..., str]
+
+
+class ChatFormat:
+    """The chat template and tokenizer of one model.
+
+    Attributes:
+        vocab_size: ids at or above it must never reach a server.
+        end_id: the token that ends an assistant's turn.
+        generation_prompt: the template's text between the last message and the model's first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, render: Render, *, end_token: str) -> None:
+        """`render(messages, tools=None, add_generation_prompt=False)` gives the template's text.
+
+        Raises:
+            ModelError: the template cannot be used for a tool-using agent.
+        """
+        self.tokenizer = tokenizer
+        self._render = render
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        self._control_ids = frozenset(added)
+        spelled = sorted((token.content for token in added.values()), key=len, reverse=True)
+        self._control_re = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
+        end_id = tokenizer.token_to_id(end_token)
+        if end_id is None:
+            raise ModelError(f"the tokenizer has no end-of-turn token {end_token!r}")
+        self.end_id: int = end_id
+        self._end_token = end_token
+        self._learn_observation()
+
+    @classmethod
+    def load(cls, model_path: str | Path) -> ChatFormat:
+        """Read the tokenizer and the template of a model folder (or of a cached hub name).
+
+        Raises:
+            ModelError: there is none, or it is of a kind that cannot be used.
+        """
+        from transformers import AutoTokenizer  # 0.7 s: paid by those who load a model
+
+        try:
+            hf = AutoTokenizer.from_pretrained(str(model_path))
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"no usable tokenizer in {str(model_path)!r}: {error}") from error
+        backend = getattr(hf, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ModelError(f"{str(model_path)!r} has no fast tokenizer (tokenizer.json)")
+        if not hf.chat_template:
+            raise ModelError(f"the tokenizer of {str(model_path)!r} has no chat template")
+
+        def render(
+            messages: Sequence[Message],
+            tools: Sequence[Mapping[str, Any]] | None = None,
+            add_generation_prompt: bool = False,
+        ) -> str:
+            text = hf.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+            return str(text)
+
+        return cls(backend, render, end_token=str(hf.eos_token))
+
+    @property
+    def opened_thought(self) -> str:
+        """The tag with which the generation prompt opens a thought, or nothing."""
+        match = re.search(r"<(?:reason|think)>\s*$", self.generation_prompt)
+        return match.group() if match else ""
+
+    def messages_of(self, turns: Iterable[Turn]) -> list[Message]:
+        """A trajectory's turns as messages, for a conversation that goes on after it.
+
+        For a new prompt alone: what stands after a turn's calls and in them is rendered anew.
+        """
+        messages: list[Message] = []
+        for turn in turns:
+            said = turn.text.partition("<tool_call>")[0].removesuffix(self._end_token)
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": self.opened_thought + said.rstrip("\n"),
+            }
+            if turn.calls:
+                message["tool_calls"] = [
+                    {
+                        "id": call.id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in turn.calls
+                ]
+            messages.append(message)
+            messages += [
+                {"role": "tool", "tool_call_id": result.call_id, "content": result.content}
+                for result in turn.results
+            ]
+        return messages
+
+    def token_id(self, text: str) -> int | None:
+        """The id of `text` where it is one token of the vocabulary, else None."""
+        found: int | None = self.tokenizer.token_to_id(text)
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Encode data: no part of it becomes an added token, whatever it spells."""
+        pieces, start = [], 0
+        # Each look-alike is cut after its first character, so that neither side spells it.
+        while match := self._control_re.search(text, start):
+            pieces.append(text[start : match.start() + 1])
+            start = match.start() + 1
+        pieces.append(text[start:])
+        ids = [token for piece in pieces for token in self._encode(piece)]
+        if not self._control_ids.isdisjoint(ids):  # a normalizer made one from other characters
+            ids = [token for char in text for token in self._encode(char)]
+            ids = [token for token in ids if token not in self._control_ids]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text for people and parsers, control tokens included."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """The ids of a conversation, up to and including the generation prompt.
+
+        Args:
+            messages: in the terms of OpenAI; `content` a string, parts of type text, or None.
+            tools: JSON schemas, as from `agentloop.agent.tools`.
+
+        Raises:
+            RequestError: a message cannot be rendered; names it.
+        """
+        if not messages:
+            raise RequestError("messages: at least one is needed")
+        mark = _Placeholders()
+        marked = [_marked(index, message, mark) for index, message in enumerate(messages)]
+        try:
+            text = self._render(marked, tools=tools, add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like (jinja2, KeyError, ...)
+            raise RequestError(f"messages: the model's chat template says: {error}") from error
+        return self._encode_marked(text, mark)
+
+    def observation(self, contents: Sequence[str | list[int]]) -> list[int]:
+        """What follows an assistant's turn: the tools' responses and a new generation prompt.
+
+        Args:
+            contents: one per call, in the order of the calls; text, or ids (already truncated).
+        """
+        before, between, after = self._around_responses
+        ids = list(before)
+        for index, content in enumerate(contents):
+            if index:
+                ids += between
+            ids += self.encode(content) if isinstance(content, str) else content
+        return ids + after
+
+    def _encode(self, text: str) -> list[int]:
+        whole = text.encode("utf-8", "replace").decode()  # a lone surrogate has no tokens
+        ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=False).ids
+        return ids
+
+    def _encode_marked(self, text: str, mark: _Placeholders) -> list[int]:
+        ids: list[int] = []
+        pieces = mark.split(text)
+        for index, piece in enumerate(pieces):
+            # Odd pieces are the names of placeholders, even ones the template's markup.
+            ids += self.encode(mark.contents[int(piece)]) if index % 2 else self._encode(piece)
+        return ids
+
+    def _learn_observation(self) -> None:
+        """Read off the template what stands before, between and after two tool responses."""
+        mark = _Placeholders()
+        asked = {"role": "user", "content": mark("question")}
+        call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
+        said = {"role": "assistant", "content": mark("said"), "tool_calls": [call]}
+        responses = [
+            {"role": "tool", "name": "tool", "content": mark(text)} for text in ("first", "second")
+        ]
+        try:
+            text = self._render([asked, said, *responses], add_generation_prompt=True)
+        except Exception as error:  # as in prompt()
+            raise ModelError(f"the chat template cannot render tool responses: {error}") from error
+        pieces = mark.split(text)
+        if [pieces[i] for i in range(1, len(pieces), 2)] != ["0", "1", "2", "3"]:
+            raise ModelError("the chat template drops, repeats or reorders tool responses")
+        _, _, _, _, after_said, _, between, _, after = pieces
+        end = after_said.find(self._end_token)
+        if end < 0:
+            raise ModelError(f"the chat template does not end a turn with {self._end_token!r}")
+        before = after_said[end + len(self._end_token) :]
+        self.generation_prompt = self._generation_prompt(after)
+        self._around_responses = (
+            self._encode(before),
+            self._encode(between),
+            self._encode(after),
+        )
+
+    def _generation_prompt(self, after: str) -> str:
+        mark = _Placeholders()
+        response = {"role": "tool", "name": "tool", "content": mark("response")}
+        asked = {"role": "user", "content": mark("question")}
+        call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
+        said = {"role": "assistant", "content": mark("said"), "tool_calls": [call]}
+        closed = mark.split(self._render([asked, said, response]))[-1]
+        return after.removeprefix(closed)
+
+
+class TextStream:
+    """Token ids in, text out as soon as it is whole UTF-8; `flush()` gives what is held back."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._held: list[int] = []
+
+    def feed(self, ids: Sequence[int]) -> str:
+        text = ""
+        for token in ids:
+            self._held.append(token)
+            piece = self._stream.step(self._chat.tokenizer, token)
+            if piece is not None:
+                text += piece
+                self._held.clear()
+        return text
+
+    def flush(self) -> str:
+        held, self._held = self._held, []
+        return self._chat.decode(held) if held else ""
+
+
+class _Placeholders:
+    """Stand-ins for contents while a template is rendered.
+
+    Random, so that no content can spell one; of plain letters, so that no template changes it.
+    """
+
+    def __init__(self) -> None:
+        self.contents: list[str] = []
+        self._tag = secrets.token_hex(8)
+
+    def __call__(self, content: str) -> str:
+        self.contents.append(content)
+        return f"PH{self._tag}N{len(self.contents) - 1}E"
+
+    def split(self, text: str) -> list[str]:
+        return re.split(f"PH{self._tag}N(\\d+)E", text)
+
+
+def _marked(index: int, message: Message, mark: _Placeholders) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise RequestError(f"messages[{index}].role: {role!r} is not a role")
+    content = _text(index, message.get("content"))
+    marked = {**message, "role": "system" if role == "developer" else role}
+    # An assistant's past turn goes through the template as it is: templates cut thoughts from it.
+    marked["content"] = content if role == "assistant" or not content else mark(content)
+    return marked
+
+
+def _text(index: int, content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(texts)  # type: ignore[arg-type]
+    raise RequestError(f"messages[{index}].content: a string or parts of type text are expected")

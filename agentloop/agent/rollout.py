@@ -1,0 +1,331 @@
+"""One trajectory: generate, dispatch, observe, repeat.
+
+    prompt ids ──> generate ──tokens──> tool stream ──call──> tool (a task of the turn) ──┐
+         ▲                                                                               │
+         └── ids + sampled + observation <── results, in the order of the calls <────────┘
+
+A call runs from the moment its last token arrives, while the turn goes on. The turn's task group
+waits for its calls; if the turn breaks, they are cancelled with it. The trajectory is the same as
+if each call had run after its turn, one by one.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import anyio
+import pydantic
+
+from agentloop.agent.chat_format import ChatFormat, TextStream
+from agentloop.agent.tool_stream import ToolCallStream
+from agentloop.agent.tools import Tool, ToolFunction, ToolOutput, Tools
+from agentloop.errors import PromptTooLong, ServerError
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    Emit,
+    RolloutFinished,
+    RolloutStarted,
+    TokensSampled,
+    TurnFinished,
+    TurnMoved,
+    TurnStarted,
+    ignore,
+)
+from agentloop.inference.router import Generation
+from agentloop.inference.sglang import Chunk, Sampling
+from agentloop.trajectory import (
+    CallStatus,
+    Message,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnEnd,
+    VersionSpan,
+)
+
+__all__ = ["Budget", "Engine", "Rollout"]
+
+
+class Budget(pydantic.BaseModel):
+    """What one rollout may use. Reaching a bound ends it, with that as its `StopReason`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    max_turns: int = pydantic.Field(10, ge=1, description="Generations.")
+    max_response_tokens: int = pydantic.Field(
+        8192, ge=1, description="Tokens after the prompt, tool responses included."
+    )
+    max_turn_tokens: int | None = pydantic.Field(
+        None, ge=1, description="Tokens sampled in one turn; none: the response's budget."
+    )
+    max_tool_response_tokens: int = pydantic.Field(
+        512, ge=8, description="A longer tool response keeps its head and its tail."
+    )
+    timeout_s: float = pydantic.Field(600.0, gt=0, description="Wall time, queues included.")
+
+
+class Engine(Protocol):
+    """Where tokens come from: `agentloop.inference.router.Router`."""
+
+    @property
+    def context_length(self) -> int: ...
+
+    def generate(
+        self,
+        generation: Generation,
+        *,
+        vocab_size: int,
+        on_placed: Callable[[str, str], None],
+        on_moved: Callable[[str, str], None],
+    ) -> AsyncGenerator[Chunk, None]: ...
+
+    def forget(self, key: str) -> None: ...
+
+
+class _Broken(Exception):
+    """A call was lost to the infrastructure, and so is the rollout."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Everything that a rollout is given. Run it once, with `run()`."""
+
+    engine: Engine
+    chat: ChatFormat
+    messages: Sequence[Message]
+    tools: Sequence[Tool | ToolFunction] = ()
+    sampling: Sampling = field(default_factory=lambda: Sampling())
+    budget: Budget = field(default_factory=lambda: Budget())
+    emit: Emit = ignore
+    with_text: bool = True  # decode as tokens arrive; training does without
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _started: float = 0.0
+    _tools: Tools = field(init=False)
+    _trajectory: Trajectory = field(init=False)
+
+    async def run(self) -> Trajectory:
+        """The trajectory, however it ended.
+
+        Raises:
+            RequestError: what was asked for is not possible (no part of it has run).
+        """
+        self._started = anyio.current_time()
+        self._tools = Tools(self.tools)
+        prompt_ids = self.chat.prompt(self.messages, self._tools.schemas)
+        if len(prompt_ids) >= self.engine.context_length:
+            raise PromptTooLong(
+                f"messages: they make {len(prompt_ids)} tokens; the model's context is "
+                f"{self.engine.context_length}"
+            )
+        self._trajectory = Trajectory(self.id, prompt_ids, created_unix_s=time.time())
+        self.emit(RolloutStarted(self.id, len(prompt_ids)))
+        trajectory = self._trajectory
+        trajectory.stop_reason = StopReason.TIME_BUDGET  # unless the turns end it sooner
+        with anyio.move_on_after(self.budget.timeout_s):
+            try:
+                async with self._tools:
+                    trajectory.stop_reason = await self._turns()
+            except ExceptionGroup as group:
+                error = _cause(group)
+                if not isinstance(error, ServerError | _Broken):
+                    raise error from group
+                trajectory.stop_reason = StopReason.INFRASTRUCTURE
+                trajectory.error = str(error)
+        self.engine.forget(self.id)
+        trajectory.elapsed_s = self._now()
+        self.emit(RolloutFinished(self.id, trajectory))
+        return trajectory
+
+    async def _turns(self) -> StopReason:
+        ids = list(self._trajectory.prompt_ids)
+        budget_left = self.budget.max_response_tokens
+        while True:
+            room = min(budget_left, self.engine.context_length - len(ids))
+            if room <= 0:
+                return StopReason.TOKEN_BUDGET
+            turn = await self._turn(ids, min(room, self.budget.max_turn_tokens or room))
+            if turn.end is TurnEnd.LENGTH:
+                return StopReason.TOKEN_BUDGET
+            if any(result.status is CallStatus.CALLER for result in turn.results):
+                return StopReason.CALLER_TOOLS
+            if not turn.calls:
+                return StopReason.ANSWERED
+            if len(self._trajectory.turns) >= self.budget.max_turns:
+                return StopReason.TURN_BUDGET
+            observation = self._observe(turn)
+            room -= len(turn.output_ids)
+            if len(observation) >= room:  # no token could follow it
+                return StopReason.TOKEN_BUDGET
+            turn.observation_ids = observation
+            budget_left -= len(turn.output_ids) + len(observation)
+            ids += turn.output_ids
+            ids += observation
+
+    async def _turn(self, ids: list[int], max_new_tokens: int) -> Turn:
+        index = len(self._trajectory.turns)
+        turn = Turn(started_s=self._now())
+        self._trajectory.turns.append(turn)
+        self.emit(TurnStarted(self.id, index))
+        results: dict[str, ToolResult] = {}
+        try:
+            async with anyio.create_task_group() as calls:
+
+                def dispatch(call: ToolCall) -> None:
+                    turn.calls.append(call)
+                    self.emit(CallStarted(self.id, index, call))
+                    calls.start_soon(self._call, index, call, self._now(), results)
+
+                await self._generate(index, turn, ids, max_new_tokens, dispatch)
+                if turn.end is TurnEnd.LENGTH:
+                    # Nothing will read what they answer, so whether they got that far in time
+                    # must not make a difference to the record.
+                    calls.cancel_scope.cancel()
+                    results.clear()
+        finally:
+            turn.ended_s = self._now()
+            turn.results = [results[call.id] for call in turn.calls if call.id in results]
+            self.emit(TurnFinished(self.id, index, turn))
+        return turn
+
+    async def _generate(
+        self,
+        index: int,
+        turn: Turn,
+        ids: list[int],
+        max_new_tokens: int,
+        dispatch: Callable[[ToolCall], None],
+    ) -> None:
+        stream = ToolCallStream(self.chat, id_prefix=f"call_{self.id[:12]}_{index}")
+        text = TextStream(self.chat) if self.with_text else None
+        generation = Generation(
+            rid=f"{self.id}-{index}",
+            key=self.id,
+            ids=ids,
+            sampling=self.sampling,
+            max_new_tokens=max_new_tokens,
+            stop_ids=(self.chat.end_id,),
+        )
+
+        def moved(server: str, reason: str) -> None:
+            self.emit(TurnMoved(self.id, server, reason))
+
+        chunks = self.engine.generate(
+            generation,
+            vocab_size=self.chat.vocab_size,
+            on_placed=lambda server, _: turn.servers.append(server),
+            on_moved=moved,
+        )
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    self._take(index, turn, chunk, text)
+                    for call in stream.feed(chunk.ids):
+                        dispatch(call)
+        finally:
+            turn.generated_s = self._now()
+            if text is None:
+                turn.text = self.chat.decode(turn.output_ids)
+            elif held := text.flush():
+                turn.text += held
+                self.emit(TokensSampled(self.id, index, [], held))
+        if turn.end is TurnEnd.STOP:
+            for call in stream.finish():
+                dispatch(call)
+
+    def _take(self, index: int, turn: Turn, chunk: Chunk, text: TextStream | None) -> None:
+        if turn.first_token_s is None and chunk.ids:
+            turn.first_token_s = self._now()
+        start = len(turn.output_ids)
+        turn.output_ids += chunk.ids
+        turn.logprobs += chunk.logprobs
+        if chunk.ids:
+            _extend_versions(turn.versions, chunk.version, start, len(turn.output_ids))
+        if chunk.end is not None:
+            turn.end = chunk.end
+            turn.cached_tokens = chunk.cached_tokens
+            if chunk.versions:  # the server's own account of the whole response
+                keep = chunk.versions[0].start
+                turn.versions = _clip_versions(turn.versions, keep) + list(chunk.versions)
+        piece = ""
+        if text is not None:
+            piece = text.feed(chunk.ids)
+            turn.text += piece
+        if chunk.ids and self.emit is not ignore:
+            self.emit(TokensSampled(self.id, index, chunk.ids, piece))
+
+    async def _call(
+        self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
+    ) -> None:
+        if call.error is not None:
+            output = ToolOutput(CallStatus.MALFORMED, f"[malformed tool call] {call.error}")
+        else:
+            output = await self._tools.run(call.name, call.arguments)
+        started_s = dispatched_s
+        if output.started_s is not None:
+            started_s = output.started_s - self._started
+        result = ToolResult(
+            call.id, call.name, output.status, output.content, dispatched_s, started_s, self._now()
+        )
+        results[call.id] = result
+        self.emit(CallFinished(self.id, index, result))
+        if output.status is CallStatus.INFRASTRUCTURE:
+            raise _Broken(f"{call.name}: {output.content}")
+
+    def _observe(self, turn: Turn) -> list[int]:
+        limit = self.budget.max_tool_response_tokens
+        contents = [_truncate(self.chat, result.content, limit) for result in turn.results]
+        return self.chat.observation(contents)
+
+    def _now(self) -> float:
+        return anyio.current_time() - self._started
+
+
+def _truncate(chat: ChatFormat, content: str, limit: int) -> list[int]:
+    """At most `limit` tokens and the note between them: the head and the tail of `content`."""
+    # Encoding megabytes would block the loop; no tokenizer averages 16 characters a token.
+    if len(content) > 32 * limit:
+        content = content[: 16 * limit] + content[-16 * limit :]
+    ids = chat.encode(content)
+    if len(ids) <= limit:
+        return ids
+    head = (limit + 1) // 2
+    tail = limit - head
+    note = chat.encode(f"\n[... {len(ids) - limit} tokens left out ...]\n")
+    return ids[:head] + note + ids[len(ids) - tail :]
+
+
+def _extend_versions(spans: list[VersionSpan], version: str, start: int, end: int) -> None:
+    if spans and spans[-1].version == version:
+        spans[-1] = VersionSpan(version, spans[-1].start, end)
+    else:
+        spans.append(VersionSpan(version, start, end))
+
+
+def _clip_versions(spans: list[VersionSpan], end: int) -> list[VersionSpan]:
+    return [
+        VersionSpan(span.version, span.start, min(span.end, end))
+        for span in spans
+        if span.start < end
+    ]
+
+
+def _cause(group: ExceptionGroup[Exception]) -> Exception:
+    """The error that counts: one that is not infrastructure's, if there is such a one."""
+    leaves: list[Exception] = []
+    pending: list[Exception] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, ExceptionGroup):
+            pending += error.exceptions
+        else:
+            leaves.append(error)
+    ours = (error for error in leaves if not isinstance(error, ServerError | _Broken))
+    return next(ours, leaves[0])

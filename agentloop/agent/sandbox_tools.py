@@ -1,0 +1,177 @@
+"""The built-in tools: a model's own code, run in the sandbox and nowhere else.
+
+`python_code_with_standard_io` is a fresh program per call; `jupyter_code` is a notebook whose
+state lasts for the trajectory. Names and parameters as in rStar2-Agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import anyio
+
+from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
+from agentloop.trajectory import CallStatus
+from sandbox import CallResult, Pool, Session, SessionLost
+from sandbox import CallStatus as SandboxStatus
+
+__all__ = ["JupyterCode", "PythonCode", "describe"]
+
+_STRING = {"type": "string"}
+# What ends a session's process, by the model's own doing.
+_ENDS_SESSION = (
+    SandboxStatus.TIMEOUT,
+    SandboxStatus.OOM,
+    SandboxStatus.KILLED,
+    SandboxStatus.OUTPUT_LIMIT,
+)
+
+
+class PythonCode:
+    """`python_code_with_standard_io`: a program and its standard input."""
+
+    name = "python_code_with_standard_io"
+    schema: ClassVar[Schema] = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Execute Python code with standard input and capture standard output. "
+            "Each call is a program of its own.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "code": {**_STRING, "description": "The Python program."},
+                    "input": {**_STRING, "description": "Its standard input. Default: empty."},
+                },
+                "required": ["code"],
+            },
+        },
+    }
+
+    def __init__(self, pool: Pool, *, timeout_s: float = 4.0) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[RunTool]:
+        yield self._run
+
+    async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+        if wrong := _wrong(arguments, required="code", optional="input"):
+            return wrong
+        result = await self._pool.run(
+            arguments["code"], stdin=arguments.get("input", ""), timeout_s=self._timeout_s
+        )
+        return _output(result)
+
+
+class JupyterCode:
+    """`jupyter_code`: a notebook cell; globals last, and the last expression's value is shown."""
+
+    name = "jupyter_code"
+    schema: ClassVar[Schema] = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Execute Python code in a Jupyter-like notebook. State persists between "
+            "calls; the value of the last expression is shown.",
+            "parameters": {
+                "type": "object",
+                "properties": {"code": {**_STRING, "description": "The cell's code."}},
+                "required": ["code"],
+            },
+        },
+    }
+
+    def __init__(self, pool: Pool, *, timeout_s: float = 4.0) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[RunTool]:
+        async with self._pool.session() as session:
+            yield _Notebook(session, self._timeout_s).run
+
+
+class _Notebook:
+    """One session. Cells run one at a time, in the order in which they were called."""
+
+    def __init__(self, session: Session, timeout_s: float) -> None:
+        self._session = session
+        self._timeout_s = timeout_s
+        self._turn = anyio.Lock()
+        self._ended = False
+
+    async def run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+        if wrong := _wrong(arguments, required="code"):
+            return wrong
+        async with self._turn:
+            if self._ended:
+                raise Reopen
+            try:
+                result = await self._session.run(arguments["code"], timeout_s=self._timeout_s)
+            except SessionLost as error:
+                # Not by the model's doing: what it had computed is gone, and so is the rollout.
+                return ToolOutput(CallStatus.INFRASTRUCTURE, f"the notebook was lost: {error}")
+            output = _output(result)
+            if result.status in _ENDS_SESSION:
+                self._ended = True
+                note = "\n[note] the notebook was restarted: its variables are gone"
+                return ToolOutput(output.status, output.content + note, output.started_s)
+            return output
+
+
+def describe(result: CallResult) -> str:
+    """What a model reads of a call: its output, then how it ended where it did not end well."""
+    parts = []
+    if result.stdout.strip():
+        parts.append(result.stdout.rstrip("\n"))
+    if result.result is not None:
+        parts.append(result.result)
+    if result.stderr.strip():
+        parts.append("[stderr]\n" + result.stderr.rstrip("\n"))
+    if ending := _ending(result):
+        parts.append(ending)
+    return "\n".join(parts) or "(no output)"
+
+
+def _ending(result: CallResult) -> str:
+    match result.status:
+        case SandboxStatus.OK:
+            return ""
+        case SandboxStatus.ERROR if result.error is not None:
+            where = f" (line {result.error.line})" if result.error.line else ""
+            return f"[error] {result.error.type}: {result.error.message}{where}"
+        case SandboxStatus.ERROR:
+            return f"[error] exit code {result.exit_code}"
+        case SandboxStatus.TIMEOUT:
+            return f"[timeout] stopped after {result.run_s:.3g} s"
+        case SandboxStatus.OOM:
+            return "[out of memory]"
+        case SandboxStatus.OUTPUT_LIMIT:
+            return f"[output limit] stopped after {result.stdout_bytes + result.stderr_bytes} bytes"
+        case SandboxStatus.KILLED:
+            return f"[killed] by signal {result.signal}"
+        case _:
+            return f"[{result.status}]"
+
+
+def _output(result: CallResult) -> ToolOutput:
+    started_s = None if result.started_ns is None else result.started_ns / 1e9
+    if result.status.infrastructure:
+        return ToolOutput(CallStatus.INFRASTRUCTURE, describe(result), started_s)
+    return ToolOutput(CallStatus(result.status.value), describe(result), started_s)
+
+
+def _wrong(arguments: Mapping[str, Any], *, required: str, optional: str = "") -> ToolOutput | None:
+    problems = [f"{required}: missing"] if required not in arguments else []
+    for name, value in arguments.items():
+        if name not in (required, optional):
+            problems.append(f"{name}: unknown")
+        elif not isinstance(value, str):
+            problems.append(f"{name}: a string is expected")
+    if not problems:
+        return None
+    return ToolOutput(CallStatus.BAD_ARGUMENTS, f"[bad arguments] {'; '.join(problems)}")

@@ -1,0 +1,183 @@
+"""A stream of token ids in, tool calls out, each the moment it closes.
+
+Hermes form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Where the model has the
+markers as single tokens, the stream is scanned by id and only the call's own tokens are decoded,
+once; where it has not, the text is scanned for them. A call that cannot be decoded is still a
+call: its `error` tells the model what was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from agentloop.agent.chat_format import ChatFormat, TextStream
+from agentloop.trajectory import ToolCall
+
+__all__ = ["CLOSE", "OPEN", "ToolCallStream", "decode_call"]
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_MAX_CALL_TOKENS = 65_536
+
+
+class ToolCallStream:
+    """The tool calls of one turn.
+
+    Feed every sampled id once, in order. Calls that `feed` returns are closed and can run.
+    """
+
+    def __init__(self, chat: ChatFormat, *, id_prefix: str = "call") -> None:
+        self._chat = chat
+        self._id_prefix = id_prefix
+        self._position = 0  # ids seen
+        self._count = 0  # calls seen
+        self._open_at: int | None = None
+        self._inside: list[int] = []
+        self._open_id = chat.token_id(OPEN)
+        self._close_id = chat.token_id(CLOSE)
+        by_id = self._open_id is not None and self._close_id is not None
+        self._text = None if by_id else _TextScan(chat)
+
+    def feed(self, ids: Sequence[int]) -> list[ToolCall]:
+        """Take the next ids; return the calls that they close."""
+        if self._text is not None:
+            return self._feed_text(ids)
+        # The common frame lies outside of any call and opens none.
+        if self._open_at is None and self._open_id not in ids and self._close_id not in ids:
+            self._position += len(ids)
+            return []
+        calls = []
+        for token in ids:
+            if token == self._open_id:
+                if self._open_at is not None:
+                    calls.append(self._unclosed(self._position, "another one opened inside it"))
+                self._open_at, self._inside = self._position, []
+            elif token == self._close_id and self._open_at is not None:
+                raw = self._chat.decode(self._inside)
+                calls.append(self._close(raw, self._open_at, self._position + 1))
+            elif self._open_at is not None:
+                self._inside.append(token)
+            self._position += 1
+        if self._open_at is not None and len(self._inside) > _MAX_CALL_TOKENS:
+            calls.append(self._unclosed(self._position, f"it exceeds {_MAX_CALL_TOKENS} tokens"))
+        return calls
+
+    def finish(self) -> list[ToolCall]:
+        """The model ended its turn: a call left open is malformed."""
+        if self._text is not None:
+            left = self._text.left()
+            if left is None:
+                return []
+            start, raw = left
+            return [self._failed(raw, start, self._position, "the turn ended before it closed")]
+        if self._open_at is None:
+            return []
+        return [self._unclosed(self._position, "the turn ended before it closed")]
+
+    def _feed_text(self, ids: Sequence[int]) -> list[ToolCall]:
+        assert self._text is not None
+        calls = []
+        for token in ids:
+            self._position += 1
+            for raw, start in self._text.feed(token, self._position):
+                calls.append(self._close(raw, start, self._position))
+        return calls
+
+    def _close(self, raw: str, start: int, end: int) -> ToolCall:
+        self._open_at, self._inside = None, []
+        name, arguments, error = decode_call(raw)
+        return self._call(raw, start, end, name, arguments, error)
+
+    def _unclosed(self, end: int, why: str) -> ToolCall:
+        assert self._open_at is not None
+        start, raw = self._open_at, self._chat.decode(self._inside)
+        self._open_at, self._inside = None, []
+        return self._failed(raw, start, end, why)
+
+    def _failed(self, raw: str, start: int, end: int, why: str) -> ToolCall:
+        error = f"the tool call was not closed with {CLOSE}: {why}"
+        return self._call(raw, start, end, "", {}, error)
+
+    def _call(
+        self,
+        raw: str,
+        start: int,
+        end: int,
+        name: str,
+        arguments: dict[str, Any],
+        error: str | None,
+    ) -> ToolCall:
+        call_id = f"{self._id_prefix}_{self._count}"
+        self._count += 1
+        return ToolCall(call_id, name, arguments, raw, start, end, error)
+
+
+class _TextScan:
+    """Finds the markers in text that arrives token by token, in linear time."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._stream = TextStream(chat)
+        self._buffer = ""
+        self._scanned = 0  # no marker begins before this
+        self._open_at: int | None = None
+
+    def feed(self, token: int, position: int) -> list[tuple[str, int]]:
+        """The raw texts, with their first token, of the calls that this token closes."""
+        self._buffer += self._stream.feed([token])
+        closed: list[tuple[str, int]] = []
+        while True:
+            marker = OPEN if self._open_at is None else CLOSE
+            at = self._buffer.find(marker, self._scanned)
+            if at < 0:
+                # Keep what may be the marker's beginning; outside of a call, nothing else.
+                keep = max(self._scanned, len(self._buffer) - len(marker) + 1)
+                if self._open_at is None:
+                    self._buffer, keep = self._buffer[keep:], 0
+                self._scanned = keep
+                return closed
+            if self._open_at is None:
+                self._open_at = max(0, position - 1)
+            else:
+                closed.append((self._buffer[:at], self._open_at))
+                self._open_at = None
+            self._buffer, self._scanned = self._buffer[at + len(marker) :], 0
+
+    def left(self) -> tuple[int, str] | None:
+        if self._open_at is None:
+            return None
+        return self._open_at, self._buffer + self._stream.flush()
+
+
+def decode_call(raw: str) -> tuple[str, dict[str, Any], str | None]:
+    """Name, arguments and None, or what could be read and what was wrong, for the model."""
+    try:
+        value = _json(raw)
+    except ValueError as error:
+        return "", {}, f"the tool call is not valid JSON: {error}"
+    if not isinstance(value, dict):
+        return "", {}, 'the tool call must be a JSON object {"name": ..., "arguments": {...}}'
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return "", {}, 'the tool call has no "name"'
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):  # some models quote them, as OpenAI's API does
+        try:
+            arguments = _json(arguments)
+        except ValueError as error:
+            return name, {}, f'"arguments" is not valid JSON: {error}'
+    if not isinstance(arguments, dict):
+        return name, {}, '"arguments" must be a JSON object'
+    return name, arguments, None
+
+
+def _json(text: str) -> Any:
+    """Parse what a model wrote: integers of any size stay exact, and code may hold raw newlines.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply to be read.
+    """
+    try:
+        return json.loads(text, strict=False)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

@@ -1,0 +1,166 @@
+"""`agentloop chat`: ask the agent in a terminal and watch it think, call and answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import anyio
+from rich.console import Console
+from rich.markup import escape
+
+from agentloop import console as commands
+from agentloop.agent.channels import Channel, Channels
+from agentloop.config import load_settings
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    Event,
+    TokensSampled,
+    TurnFinished,
+    TurnMoved,
+)
+from agentloop.runtime import Runtime, Settings
+from agentloop.trajectory import CallStatus, Message, StopReason, ToolCall, Trajectory
+
+__all__ = ["Transcript", "ask", "main"]
+
+_ENDINGS = {
+    StopReason.TURN_BUDGET: "it used all its turns",
+    StopReason.TOKEN_BUDGET: "it used all its tokens",
+    StopReason.TIME_BUDGET: "it ran out of time",
+    StopReason.INFRASTRUCTURE: "the infrastructure failed",
+}
+
+
+class Transcript:
+    """Prints what happens in a rollout as it happens: thoughts dim, calls framed, answer plain."""
+
+    def __init__(self, out: Console, *, reasoning_first: bool) -> None:
+        self._out = out
+        self._reasoning_first = reasoning_first
+        self._channels = Channels(reasoning=reasoning_first)
+        self._at_line_start = True
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case TokensSampled(text=text):
+                for channel, piece in self._channels.feed(text):
+                    self._write(piece, "dim" if channel is Channel.REASONING else "bold")
+            case CallStarted(call=call):
+                self._line(f"[cyan]\u25b6 {escape(call.name or 'malformed call')}[/cyan]")
+                self._block(_source(call), "cyan")
+            case CallFinished(result=result):
+                good = result.status is CallStatus.OK
+                color = "green" if good else "red"
+                took = result.ended_s - result.dispatched_s
+                self._line(f"[{color}]\u25c0 {result.status} in {took * 1000:.0f} ms[/{color}]")
+                self._block(result.content, color)
+            case TurnMoved(server=server):
+                self._line(f"[yellow]{escape(server)} failed; the turn goes on elsewhere[/yellow]")
+            case TurnFinished():
+                for channel, piece in self._channels.flush():
+                    self._write(piece, "dim" if channel is Channel.REASONING else "bold")
+                self._channels = Channels(reasoning=self._reasoning_first)
+                self._end_line()
+
+    def end(self, trajectory: Trajectory) -> None:
+        """The last line: why it ended, and what it took."""
+        self._end_line()
+        if ending := _ENDINGS.get(trajectory.stop_reason):
+            reason = f": {trajectory.error}" if trajectory.error else ""
+            self._line(f"[red]no answer: {escape(ending + reason)}[/red]")
+        self._line(
+            f"[dim]{len(trajectory.turns)} turns, {len(trajectory.calls)} calls, "
+            f"{trajectory.num_sampled_tokens} tokens in {trajectory.elapsed_s:.1f} s[/dim]"
+        )
+
+    def _write(self, text: str, style: str) -> None:
+        if self._at_line_start:
+            text = text.lstrip("\n")
+        if text:
+            self._out.print(text, style=style, end="", markup=False, highlight=False)
+            self._at_line_start = text.endswith("\n")
+
+    def _line(self, markup: str) -> None:
+        self._end_line()
+        self._out.print(markup, highlight=False)
+
+    def _block(self, text: str, color: str) -> None:
+        for line in text.splitlines() or [""]:
+            self._out.print(f"[{color}]  \u2502[/{color}] {escape(line)}", highlight=False)
+
+    def _end_line(self) -> None:
+        if not self._at_line_start:
+            self._out.print()
+            self._at_line_start = True
+
+
+def _source(call: ToolCall) -> str:
+    """A program as it is; other arguments as JSON."""
+    if call.error is not None:
+        return call.raw
+    code = call.arguments.get("code")
+    if isinstance(code, str) and not any(
+        call.arguments.get(key) for key in call.arguments if key != "code"
+    ):
+        return code
+    return json.dumps(call.arguments, ensure_ascii=False)
+
+
+async def ask(runtime: Runtime, messages: list[Message], out: Console) -> Trajectory:
+    """Run one rollout and print it as it goes."""
+    transcript = Transcript(out, reasoning_first=bool(runtime.chat.opened_thought))
+    trajectory = await runtime.rollout(messages, on_event=transcript)
+    transcript.end(trajectory)
+    return trajectory
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="agentloop chat",
+        description="Ask the agent, and watch its tool calls and their results as they stream. "
+        "Without a question it asks for one, and for more, until the end of the input.",
+    )
+    parser.add_argument("question", nargs="?", help='such as "What is 37 times 48?"')
+    commands.add_settings_arguments(parser)
+    options = parser.parse_args(arguments)
+    question, settings = options.question, list(options.settings)
+    if question is not None and _is_setting(question):
+        question, settings = None, [question, *settings]
+    if options.list_settings:
+        print(commands.settings_text(Settings))
+        return 0
+    return commands.run(lambda: _chat(question, settings))
+
+
+def _is_setting(text: str) -> bool:
+    return " " not in text and ("=" in text or text.endswith(".toml"))
+
+
+async def _chat(question: str | None, arguments: list[str]) -> int:
+    settings = load_settings(Settings, *commands.split_settings(arguments))
+    out = Console()
+    async with commands.started(settings) as runtime:
+        if question is not None:
+            trajectory = await ask(runtime, [{"role": "user", "content": question}], out)
+            return 0 if trajectory.stop_reason is StopReason.ANSWERED else 1
+        messages: list[Message] = []
+        while (line := await _read_line()) is not None:
+            messages.append({"role": "user", "content": line})
+            trajectory = await ask(runtime, messages, out)
+            messages += runtime.chat.messages_of(trajectory.turns)
+    return 0
+
+
+async def _read_line() -> str | None:
+    """A line of the standard input; None at its end. Blank ones are passed over."""
+    prompt = "\nyou> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = await anyio.to_thread.run_sync(input, prompt, abandon_on_cancel=True)
+        except EOFError:
+            return None
+        if line.strip():
+            return line.strip()

@@ -1,0 +1,204 @@
+"""Settings from TOML files and dotted overrides, into typed classes that live beside their owners.
+
+Later sources win: the class's defaults, the environment (`AGENTLOOP_SECTION__KEY`), files from
+left to right, overrides (`section.key=value`). A key that nobody knows is refused, with the
+nearest that somebody does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import pydantic
+from pydantic_settings import EnvSettingsSource
+
+from agentloop.errors import SettingsError
+
+__all__ = ["describe_settings", "load_settings", "to_toml"]
+
+_ENV_PREFIX = "AGENTLOOP_"
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+def load_settings(
+    model: type[M], files: Sequence[Path | str] = (), overrides: Sequence[str] = ()
+) -> M:
+    """Build `model` from every source.
+
+    Raises:
+        SettingsError: names the key, the value and the source of the first thing wrong.
+    """
+    merged: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, values in _layers(model, files, overrides):
+        _check_keys(model, values, source)
+        _merge(merged, values, sources, source)
+    try:
+        return model.model_validate(merged)
+    except pydantic.ValidationError as error:
+        raise SettingsError(_explain(error, sources)) from error
+
+
+def _layers(
+    model: type[pydantic.BaseModel], files: Sequence[Path | str], overrides: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "the environment", _environment(model)
+    for file in files:
+        yield str(file), _read_toml(Path(file))
+    for override in overrides:
+        yield f"override {override!r}", _parse_override(override)
+
+
+def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
+    values: dict[str, Any] = EnvSettingsSource(
+        model,  # type: ignore[arg-type]  # any model will do: it reads the fields alone
+        env_prefix=_ENV_PREFIX,
+        env_nested_delimiter="__",
+        case_sensitive=False,
+    )()
+    return values
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: {error}") from error
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key.strip()):
+        raise SettingsError(f"{override!r} is no setting: write section.key=value")
+    values: Any = _parse_value(text.strip())
+    for part in reversed(key.strip().split(".")):
+        values = {part.replace("-", "_"): values}
+    assert isinstance(values, dict)
+    return values
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value where it is one, else the text: quotes can be left out on a command line."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _merge(
+    into: dict[str, Any],
+    values: Mapping[str, Any],
+    sources: dict[str, str],
+    source: str,
+    at: str = "",
+) -> None:
+    for key, value in values.items():
+        path = f"{at}.{key}" if at else key
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value, sources, source, path)
+        elif isinstance(value, Mapping):
+            into[key] = {}
+            _merge(into[key], value, sources, source, path)
+        else:
+            into[key] = value
+            sources[path] = source
+
+
+def _check_keys(
+    model: type[pydantic.BaseModel], values: Mapping[str, Any], source: str, at: str = ""
+) -> None:
+    for key, value in values.items():
+        path = f"{at}.{key}" if at else key
+        field = model.model_fields.get(key)
+        if field is None:
+            raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
+        section = _section(field.annotation)
+        if section is None:
+            continue
+        if not isinstance(value, Mapping):
+            raise SettingsError(f"{source}: {path!r} is a section: set {path}.KEY")
+        _check_keys(section, value, source, path)
+
+
+def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
+            return candidate
+    return None
+
+
+def _suggest(model: type[pydantic.BaseModel], key: str, at: str) -> str:
+    here = [f"{at}.{name}" if at else name for name in model.model_fields]
+    near = difflib.get_close_matches(f"{at}.{key}" if at else key, here, n=1, cutoff=0.6)
+    if near:
+        return f" (did you mean {near[0]!r}?)"
+    return f" (known here: {', '.join(here)})"
+
+
+def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        path = ".".join(map(str, problem["loc"]))
+        named = next((sources[at] for at in _parents(path) if at in sources), None)
+        where = f" (from {named})" if named else ""
+        given = f", not {problem['input']!r}" if problem["type"] != "missing" else ""
+        lines.append(f"{path or 'settings'}: {problem['msg']}{given}{where}")
+    return "; ".join(lines)
+
+
+def _parents(path: str) -> Iterator[str]:
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        yield ".".join(parts[:length])
+
+
+def describe_settings(
+    model: type[pydantic.BaseModel], at: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Every setting as (dotted key, default, description), for --help."""
+    for name, field in model.model_fields.items():
+        path = f"{at}.{name}" if at else name
+        section = _section(field.annotation)
+        if section is not None:
+            yield from describe_settings(section, path)
+        else:
+            default = field.get_default(call_default_factory=True)
+            yield path, _toml_value(default), field.description or ""
+
+
+def to_toml(settings: pydantic.BaseModel) -> str:
+    """The settings as a TOML file that `load_settings` reads back; None is left out."""
+    return "\n".join(_toml_section(settings.model_dump(mode="json"), "")).strip() + "\n"
+
+
+def _toml_section(values: Mapping[str, Any], at: str) -> Iterator[str]:
+    plain = {k: v for k, v in values.items() if not isinstance(v, Mapping) and v is not None}
+    if at and plain:
+        yield f"\n[{at}]"
+    for key, value in plain.items():
+        yield f"{key} = {_toml_value(value)}"
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _toml_section(value, f"{at}.{key}" if at else key)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case None:
+            return ""
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return "[" + ", ".join(map(_toml_value, value)) + "]"
+        case _:
+            text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            return f'"{text}"'

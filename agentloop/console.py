@@ -1,0 +1,161 @@
+"""What every command shares: its arguments, its progress lines, its way to start and to stop."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import anyio
+
+from agentloop.errors import AgentLoopError
+
+if TYPE_CHECKING:
+    import pydantic
+
+    from agentloop.runtime import Runtime, Settings
+
+__all__ = [
+    "Progress",
+    "add_settings_arguments",
+    "run",
+    "settings_text",
+    "split_settings",
+    "started",
+]
+
+
+def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="FILE.toml | key=value",
+        help="settings files, later ones win, and dotted overrides, such as server.count=2",
+    )
+    parser.add_argument(
+        "--list-settings", action="store_true", help="print every setting with its default, and end"
+    )
+
+
+def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files and overrides, told apart by the equals sign."""
+    files = [argument for argument in arguments if "=" not in argument]
+    return files, [argument for argument in arguments if "=" in argument]
+
+
+def settings_text(model: type[pydantic.BaseModel]) -> str:
+    """Every setting on two lines: `key = default`, then what it means."""
+    from agentloop.config import describe_settings
+
+    lines = []
+    for key, default, description in describe_settings(model):
+        lines.append(f"{key} = {default or '(none)'}")
+        if description:
+            lines.append(f"    {description}")
+    return "\n".join(lines)
+
+
+class Progress:
+    """Plain words on stderr about what is going on; on a terminal with a spinner and a clock.
+
+    Use as a context manager; call it with what is done at the moment; `stop()` ends it early.
+    """
+
+    def __init__(self, title: str) -> None:
+        from rich.console import Console
+        from rich.progress import Progress as RichProgress
+        from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._title = title
+        self._last = ""
+        console = Console(stderr=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._spinner = RichProgress(*columns, console=console, transient=True)
+        self._plain = not console.is_terminal
+        self._task = self._spinner.add_task(title)
+
+    def __enter__(self) -> Self:
+        if self._plain:
+            self(self._title)
+        else:
+            self._spinner.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def __call__(self, line: str) -> None:
+        if self._plain and line != self._last:
+            print(line, file=sys.stderr, flush=True)
+        self._last = line
+        self._spinner.update(self._task, description=line)
+
+    def stop(self) -> None:
+        self._spinner.stop()
+
+
+@asynccontextmanager
+async def started(settings: Settings) -> AsyncIterator[Runtime]:
+    """A runtime, with progress shown while it starts."""
+    from agentloop.runtime import Runtime
+
+    with Progress("Starting the agent") as progress:
+        async with Runtime(settings, progress=progress) as runtime:
+            progress.stop()
+            yield runtime
+
+
+def run(main: Callable[[], Awaitable[int]]) -> int:
+    """Run a command on uvloop; SIGINT and SIGTERM cancel it, so that it cleans up.
+
+    Returns:
+        the exit status: 130 or 143 where a signal ended it, 2 for an error with a name.
+    """
+    try:
+        return anyio.run(
+            partial(_until_signal, main), backend_options={"use_uvloop": _has_uvloop()}
+        )
+    except AgentLoopError as error:
+        print(f"agentloop: error: {error}", file=sys.stderr)
+        return 2
+
+
+async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
+    status = 0
+
+    async def watch() -> None:
+        nonlocal status
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for number in signals:
+                status = 128 + number
+                tasks.cancel_scope.cancel()
+                break
+            # A second one, while cleaning up, is not needed: every cleanup has a deadline.
+
+    async def work() -> None:
+        nonlocal status
+        status = await main()
+        tasks.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            tasks.start_soon(work)
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        raise error from None
+    return status
+
+
+def _has_uvloop() -> bool:
+    try:
+        import uvloop  # noqa: F401
+    except ImportError:
+        return False
+    return True

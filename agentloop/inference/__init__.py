@@ -1,0 +1,1 @@
+"""The inference servers, and who goes where."""

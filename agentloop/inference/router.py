@@ -1,0 +1,335 @@
+"""The waiting room in front of the servers, and who goes where.
+
+    generate() ──> waiting room ──place──> a server's stream ──chunks──> the rollout
+                       ▲                        │ breaks
+                       └── the same turn, its prompt longer by what was received ──┘
+
+A request waits here, first in, first out, until a server has room for it in its KV cache; who
+unblocks it is the end of another request (`_admit`) or a server that is well again (`_probe`).
+A stream that breaks goes on elsewhere from its exact ids, so that its reader sees one stream.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import anyio
+import pydantic
+import structlog
+
+from agentloop.errors import PromptTooLong, RequestError, ServerRefused, ServerUnavailable
+from agentloop.inference.kv_ledger import KVLedger
+from agentloop.inference.sglang import Chunk, Sampling, ServerInfo, SGLangServer
+from agentloop.trajectory import TurnEnd, VersionSpan
+
+__all__ = ["Generation", "Router", "RouterSettings", "ServerView"]
+
+log = structlog.get_logger(__name__)
+
+_MAX_STICKY = 100_000  # trajectories remembered; the oldest are forgotten
+
+
+class RouterSettings(pydantic.BaseModel):
+    """How requests meet servers."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    wait_timeout_s: float = pydantic.Field(
+        600.0, gt=0, description="A request that waited this long for room fails."
+    )
+    max_waiting: int = pydantic.Field(
+        65_536, ge=1, description="Requests in the waiting room; one more is refused."
+    )
+    max_moves: int = pydantic.Field(
+        4, ge=0, description="How often a turn may go on elsewhere after a server failed."
+    )
+    reserve_tokens: int = pydantic.Field(
+        256, ge=0, description="KV room kept for the growth of each request."
+    )
+    probe_interval_s: float = pydantic.Field(
+        1.0, gt=0, description="How often a server that failed is asked whether it is well."
+    )
+    stall_timeout_s: float = pydantic.Field(
+        120.0, gt=0, description="A stream that is silent for this long is broken."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a turn asks for. `rid` is its name, `key` that of its trajectory."""
+
+    rid: str
+    key: str
+    ids: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """What the router knows of one server."""
+
+    url: str
+    healthy: bool
+    num_running: int
+    num_held_tokens: int
+    capacity_tokens: int
+
+
+@dataclass(slots=True)
+class _Seat:
+    server: SGLangServer
+    info: ServerInfo
+    healthy: bool = True
+
+
+@dataclass(slots=True)
+class _Waiter:
+    num_tokens: int
+    num_reserved: int
+    generation: Generation
+    placed: anyio.Event = field(default_factory=anyio.Event)
+    seat: _Seat | None = None
+
+
+OnMoved = Callable[[str, str], None]
+"""Told when a stream broke: the server's url and the reason."""
+
+
+class Router:
+    """Use `Router.open(...)`; see the module's docstring."""
+
+    def __init__(
+        self, servers: Sequence[tuple[SGLangServer, ServerInfo]], settings: RouterSettings
+    ) -> None:
+        self._settings = settings
+        self._ledger = KVLedger()
+        self._seats: dict[str, _Seat] = {}
+        self._waiting: OrderedDict[str, _Waiter] = OrderedDict()
+        self._sticky: OrderedDict[str, str] = OrderedDict()
+        self._ill = anyio.Event()
+        for server, info in servers:
+            self._seats[server.url] = _Seat(server, info)
+            self._ledger.add_server(server.url, info.max_total_num_tokens)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, servers: Sequence[SGLangServer], settings: RouterSettings
+    ) -> AsyncIterator[Router]:
+        """Ask each server what it is and keep watch over those that fail.
+
+        Raises:
+            ServerUnavailable, ServerRefused: one cannot be used.
+        """
+        router = cls([(server, await server.info()) for server in servers], settings)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(router._probe)
+            try:
+                yield router
+            finally:
+                tasks.cancel_scope.cancel()
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and response tokens that every server can hold."""
+        return min(
+            min(seat.info.context_length, seat.info.max_total_num_tokens - 1)
+            for seat in self._seats.values()
+        )
+
+    @property
+    def model_path(self) -> str:
+        """What the servers say they have loaded."""
+        return next(iter(self._seats.values())).info.model_path
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def view(self) -> list[ServerView]:
+        return [
+            ServerView(
+                url,
+                seat.healthy,
+                self._ledger.num_sequences(url),
+                self._ledger.num_held(url),
+                seat.info.max_total_num_tokens,
+            )
+            for url, seat in self._seats.items()
+        ]
+
+    async def generate(
+        self, generation: Generation, *, vocab_size: int, on_placed: OnMoved, on_moved: OnMoved
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream one turn, over as many servers as it takes.
+
+        Args:
+            vocab_size: an id outside of it would kill a server, so it is refused here.
+            on_placed: told which server takes the turn, before its first chunk.
+            on_moved: told of each server that failed meanwhile.
+
+        Raises:
+            RequestError: the request itself is at fault.
+            ServerUnavailable: no server could serve it in time or in `max_moves`.
+        """
+        _check_ids(generation.ids, vocab_size)
+        if len(generation.ids) >= self.context_length:
+            raise PromptTooLong(
+                f"the prompt has {len(generation.ids)} tokens; the servers hold "
+                f"{self.context_length}, with the response"
+            )
+        received: list[int] = []
+        moves = 0
+        while True:
+            if ending := _ended_unseen(generation, received):
+                yield ending
+                return
+            rest = replace(
+                generation,
+                rid=f"{generation.rid}-{moves}" if moves else generation.rid,
+                ids=generation.ids + received,
+                max_new_tokens=generation.max_new_tokens - len(received),
+            )
+            seat = await self._place(rest)
+            on_placed(seat.server.url, "")
+            try:
+                offset = len(received)
+                async with aclosing(self._stream(seat, rest)) as chunks:
+                    async for chunk in chunks:
+                        received += chunk.ids
+                        yield _shifted(chunk, offset) if chunk.end and offset else chunk
+                return
+            except (ServerUnavailable, ServerRefused) as error:
+                if isinstance(error, ServerRefused) and error.status < 500:
+                    raise RequestError(str(error)) from error
+                self._mark_ill(seat, str(error))
+                on_moved(seat.server.url, str(error))
+                moves += 1
+                if moves > self._settings.max_moves:
+                    raise ServerUnavailable(f"gave up after {moves} servers: {error}") from error
+            finally:
+                self._ledger.release(rest.rid)
+                self._admit()
+
+    def forget(self, key: str) -> None:
+        """A trajectory ended: its place in a server's cache is of no more use."""
+        self._sticky.pop(key, None)
+
+    async def _stream(self, seat: _Seat, generation: Generation) -> AsyncGenerator[Chunk, None]:
+        params = generation.sampling.to_sglang(
+            max_new_tokens=generation.max_new_tokens, stop_ids=generation.stop_ids
+        )
+        stream = seat.server.generate(generation.ids, params, rid=generation.rid)
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                self._ledger.grow(generation.rid, len(chunk.ids))
+                if chunk.end is not TurnEnd.ABORT:
+                    yield chunk
+                    continue
+                # Nobody here asked for it: what it carried is good, and the turn goes on.
+                if chunk.ids:
+                    yield replace(chunk, end=None)
+                raise ServerUnavailable(f"{seat.server.url} aborted: {chunk.error}")
+
+    async def _place(self, generation: Generation) -> _Seat:
+        if len(self._waiting) >= self._settings.max_waiting:
+            raise ServerUnavailable(f"{len(self._waiting)} requests wait already")
+        num_reserved = min(generation.max_new_tokens, self._settings.reserve_tokens)
+        waiter = _Waiter(len(generation.ids), num_reserved, generation)
+        self._waiting[generation.rid] = waiter
+        self._admit()
+        try:
+            with anyio.fail_after(self._settings.wait_timeout_s):
+                await waiter.placed.wait()
+        except TimeoutError as error:
+            raise ServerUnavailable(
+                f"no server had room within {self._settings.wait_timeout_s:g} s"
+            ) from error
+        finally:
+            self._waiting.pop(generation.rid, None)
+            if not waiter.placed.is_set():
+                self._admit()  # it may have kept others waiting
+        assert waiter.seat is not None
+        return waiter.seat
+
+    def _admit(self) -> None:
+        """Place those who wait, oldest first, until one fits nowhere: nobody overtakes it."""
+        while self._waiting:
+            waiter = next(iter(self._waiting.values()))
+            seat = self._choose(waiter)
+            if seat is None:
+                return
+            generation = waiter.generation
+            del self._waiting[generation.rid]
+            url = seat.server.url
+            self._ledger.reserve(generation.rid, url, waiter.num_tokens, waiter.num_reserved)
+            self._sticky[generation.key] = url
+            if len(self._sticky) > _MAX_STICKY:
+                self._sticky.popitem(last=False)
+            waiter.seat = seat
+            waiter.placed.set()
+
+    def _choose(self, waiter: _Waiter) -> _Seat | None:
+        """The trajectory's own server while it has room, else the one with the most room."""
+        fitting = [
+            url
+            for url, seat in self._seats.items()
+            if seat.healthy and self._ledger.fits(url, waiter.num_tokens, waiter.num_reserved)
+        ]
+        if not fitting:
+            return None
+        own = self._sticky.get(waiter.generation.key)
+        if own in fitting:
+            return self._seats[own]
+        return self._seats[max(fitting, key=self._ledger.room)]
+
+    def _mark_ill(self, seat: _Seat, reason: str) -> None:
+        if seat.healthy:
+            seat.healthy = False
+            log.warning("server failed", server=seat.server.url, reason=reason)
+        self._ill.set()
+
+    async def _probe(self) -> None:
+        """Ask the servers that failed until they answer; sleeps while none has."""
+        while True:
+            await self._ill.wait()  # no deadline: there is nothing to do until one fails
+            await anyio.sleep(self._settings.probe_interval_s)
+            for seat in self._seats.values():
+                if not seat.healthy and await seat.server.is_ready():
+                    seat.healthy = True
+                    log.info("server is well again", server=seat.server.url)
+            if all(seat.healthy for seat in self._seats.values()):
+                self._ill = anyio.Event()
+            self._admit()
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    if not ids:
+        raise RequestError("ids: empty")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise RequestError(f"ids: {wrong} is outside of the vocabulary of {vocab_size}")
+
+
+def _ended_unseen(generation: Generation, received: list[int]) -> Chunk | None:
+    """The stream broke between its last token and the frame that says so."""
+    if not received:
+        return None
+    if received[-1] in generation.stop_ids:
+        return Chunk([], [], "", end=TurnEnd.STOP)
+    if len(received) >= generation.max_new_tokens:
+        return Chunk([], [], "", end=TurnEnd.LENGTH)
+    return None
+
+
+def _shifted(chunk: Chunk, offset: int) -> Chunk:
+    """`versions` counted from the turn's first token, not from where it went on."""
+    spans = tuple(
+        VersionSpan(span.version, span.start + offset, span.end + offset) for span in chunk.versions
+    )
+    return replace(chunk, versions=spans)

@@ -1,0 +1,313 @@
+"""The composer: servers, router, sandbox and tools as one thing that runs rollouts.
+
+    async with Runtime() as runtime:
+        trajectory = await runtime.rollout("What is 37 times 48?")
+
+Resources start side by side and each lives in a task of its own, which also leaves it: a server
+or pool that fails for good ends the runtime, loudly, with everything that it had started.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.abc
+import pydantic
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.rollout import Budget, Rollout
+from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
+from agentloop.agent.tools import CallerTool, Tool, ToolFunction, as_tool
+from agentloop.config import load_settings
+from agentloop.errors import AgentLoopError, RequestError, ServerError
+from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
+from agentloop.inference.router import Router, RouterSettings
+from agentloop.inference.sglang import Sampling, SGLangServer, http_session
+from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
+from agentloop.models import SMALL
+from agentloop.trajectory import Message, Trajectory
+from sandbox import Pool, PoolSettings
+
+__all__ = ["RolloutStream", "Runtime", "Settings"]
+
+AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
+"""A tool, a Python function, the name of a built-in one, or a JSON schema for the caller to run."""
+
+Progress = Callable[[str], None]
+
+
+class Settings(pydantic.BaseModel):
+    """Everything that a runtime can be told. Each section belongs to the part of that name."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    model: str | None = pydantic.Field(
+        None,
+        description="A model folder or hub name; none: what the servers have, else the small "
+        "model that ships with agentloop.",
+    )
+    servers: list[str] = pydantic.Field(
+        default_factory=list,
+        description='URLs of SGLang servers that run already; none: start "server.count" of them.',
+    )
+    tools: list[str] = pydantic.Field(
+        default_factory=lambda: [PythonCode.name, JupyterCode.name],
+        description="The built-in tools that a rollout has unless it names its own.",
+    )
+    tool_timeout_s: float = pydantic.Field(
+        4.0, gt=0, description="Run time of a call of a built-in tool."
+    )
+    log_dir: Path | None = pydantic.Field(
+        None, description="Where the servers' logs go; none: a temporary folder."
+    )
+    server: ServerSettings = pydantic.Field(default_factory=ServerSettings)
+    router: RouterSettings = pydantic.Field(default_factory=RouterSettings)
+    sandbox: PoolSettings = pydantic.Field(default_factory=PoolSettings)
+    sampling: Sampling = pydantic.Field(default_factory=lambda: Sampling())
+    budget: Budget = pydantic.Field(default_factory=lambda: Budget())
+
+
+class RolloutStream:
+    """What happens in one rollout, to iterate over; then `trajectory` is there."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.trajectory: Trajectory | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await anext(self._feed)
+        if isinstance(event, RolloutFinished):
+            self.trajectory = event.trajectory
+        return event
+
+
+@dataclass(slots=True)
+class _Parts:
+    chat: ChatFormat
+    router: Router
+    pool: Pool
+    model_name: str
+    processes: Sequence[ServerProcess]
+
+
+class Runtime:
+    """Runs rollouts. Use as `async with Runtime(...) as runtime`."""
+
+    def __init__(
+        self,
+        settings: Settings | str | Path | None = None,
+        *,
+        progress: Progress | None = None,
+        **overrides: Any,
+    ) -> None:
+        """
+        Args:
+            settings: a `Settings`, the path of a TOML file, or none for the defaults.
+            progress: told in plain words what is being started.
+            overrides: top-level settings, such as `servers=["http://..."]`.
+
+        Raises:
+            SettingsError: names the setting.
+        """
+        if isinstance(settings, str | Path):
+            settings = load_settings(Settings, [settings])
+        values = settings.model_dump(exclude_unset=True) if settings is not None else {}
+        self.settings = Settings.model_validate({**values, **overrides})
+        self._progress = progress or (lambda line: None)
+        self._stack = AsyncExitStack()
+        self._parts_or_none: _Parts | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self._running())
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> bool | None:
+        return await self._stack.__aexit__(*exc_info)
+
+    async def rollout(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        tools: Sequence[AnyTool] | None = None,
+        sampling: Sampling | None = None,
+        budget: Budget | None = None,
+        on_event: Emit = ignore,
+    ) -> Trajectory:
+        """Run one rollout to its end.
+
+        Args:
+            messages: a question, or a conversation in OpenAI's terms.
+            tools: what the model may call; none: the built-in tools of the settings.
+            on_event: called with each event as it happens; must not block.
+
+        Raises:
+            RequestError: the request is at fault. What fails later is in the trajectory.
+        """
+        parts = self._parts
+        return await Rollout(
+            engine=parts.router,
+            chat=parts.chat,
+            messages=[{"role": "user", "content": messages}]
+            if isinstance(messages, str)
+            else messages,
+            tools=self._tools(tools),
+            sampling=sampling or self.settings.sampling,
+            budget=budget or self.settings.budget,
+            emit=on_event,
+            with_text=on_event is not ignore,
+        ).run()
+
+    @asynccontextmanager
+    async def stream(
+        self, messages: str | Sequence[Message], **options: Any
+    ) -> AsyncIterator[RolloutStream]:
+        """Run one rollout while reading what happens; leaving early cancels it.
+
+        Takes the options of `rollout`. Iterating raises what the rollout raised.
+        """
+        feed = Feed()
+
+        async def run() -> None:
+            try:
+                await self.rollout(messages, on_event=feed, **options)
+            except AgentLoopError as error:
+                feed.close(error)
+            else:
+                feed.close()
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run)
+                yield RolloutStream(feed)
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise _sole(group) from None
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self._parts.chat
+
+    @property
+    def router(self) -> Router:
+        return self._parts.router
+
+    @property
+    def pool(self) -> Pool:
+        return self._parts.pool
+
+    @property
+    def model_name(self) -> str:
+        return self._parts.model_name
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._parts_or_none is None:
+            raise RuntimeError("use `async with Runtime(...) as runtime` first")
+        return self._parts_or_none
+
+    def _tools(self, tools: Sequence[AnyTool] | None) -> list[Tool]:
+        return [self._tool(tool) for tool in (self.settings.tools if tools is None else tools)]
+
+    def _tool(self, tool: AnyTool) -> Tool:
+        if isinstance(tool, str):
+            timeout_s = self.settings.tool_timeout_s
+            for builtin in (PythonCode, JupyterCode):
+                if tool == builtin.name:
+                    return builtin(self._parts.pool, timeout_s=timeout_s)
+            known = f"{PythonCode.name}, {JupyterCode.name}"
+            raise RequestError(f"tools: {tool!r} is not built in (there are: {known})")
+        if isinstance(tool, Mapping):
+            return CallerTool(tool)
+        return as_tool(tool)
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        started: dict[str, Any] = {}
+        try:
+            async with anyio.create_task_group() as keepers:
+                closing = anyio.Event()
+
+                async def start(name: str, keep: Callable[..., Coroutine[Any, Any, None]]) -> None:
+                    started[name] = await keepers.start(keep, closing)
+
+                async with anyio.create_task_group() as starting:
+                    starting.start_soon(start, "servers", self._keep_servers)
+                    starting.start_soon(start, "pool", self._keep_pool)
+                self._parts_or_none = _Parts(pool=started["pool"], **started["servers"])
+                try:
+                    yield
+                finally:
+                    closing.set()
+        except BaseExceptionGroup as group:
+            raise _sole(group) from None
+        finally:
+            self._parts_or_none = None
+
+    async def _keep_pool(
+        self, closing: anyio.Event, *, task_status: anyio.abc.TaskStatus[Pool]
+    ) -> None:
+        async with Pool(self.settings.sandbox, on_progress=self._progress) as pool:
+            task_status.started(pool)
+            await closing.wait()  # no deadline: lives as long as the runtime
+
+    async def _keep_servers(
+        self, closing: anyio.Event, *, task_status: anyio.abc.TaskStatus[dict[str, Any]]
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(http_session())
+            urls, processes = self.settings.servers, []
+            if not urls:
+                processes = await stack.enter_async_context(
+                    sglang_servers(
+                        self.settings.model or SMALL,
+                        self.settings.server,
+                        log_dir=self._log_dir(stack),
+                        on_progress=self._progress,
+                    )
+                )
+                urls = [process.url for process in processes]
+            stall_s = self.settings.router.stall_timeout_s
+            servers = [SGLangServer(url, session, stall_timeout_s=stall_s) for url in urls]
+            router = await stack.enter_async_context(Router.open(servers, self.settings.router))
+            model = self.settings.model or router.model_path
+            chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            for process in processes:
+                tasks.start_soon(_watch, process)
+            task_status.started(
+                {
+                    "chat": chat,
+                    "router": router,
+                    "processes": processes,
+                    "model_name": Path(model).name,
+                }
+            )
+            await closing.wait()  # no deadline: lives as long as the runtime
+            tasks.cancel_scope.cancel()
+
+    def _log_dir(self, stack: AsyncExitStack) -> Path:
+        if self.settings.log_dir is not None:
+            return self.settings.log_dir
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentloop-")))
+
+
+async def _watch(process: ServerProcess) -> None:
+    reason = await process.wait_dead()
+    raise ServerError(f"{process.url} died: {reason}")
+
+
+def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that a group stands for, or the group where there are several."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
