@@ -104,9 +104,14 @@ class SocketProtocol(asyncio.Protocol):
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        if self._transport is not None:  # one worker, one connection
+            transport.abort()
+            return
+        self._transport = transport
         self._link.write = transport.write
 
     def data_received(self, data: bytes) -> None:
@@ -114,3 +119,7 @@ class SocketProtocol(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._link.lose(f"its connection ended{f' ({error})' if error else ''}")
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

@@ -26,6 +26,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from sandbox.backend import Backend
+from sandbox.container import docker_backend
 from sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
 from sandbox.link import Link, Pending, next_id
 from sandbox.process import ProcessBackend
@@ -166,7 +167,20 @@ class Pool:
         await self._stack.__aexit__(None, None, None)
 
     async def _choose_backend(self, stack: AsyncExitStack) -> Backend:
-        return ProcessBackend(self.settings)
+        settings = self.settings
+        if settings.backend == "process":
+            return ProcessBackend(settings)
+        try:
+            return await stack.enter_async_context(docker_backend(settings, self._on_progress))
+        except SandboxUnavailable as error:
+            if settings.backend == "docker" or settings.engines:
+                raise
+            log.warning(
+                "Calls run as local processes, which isolate less than containers do: %s "
+                "`python -m sandbox doctor` says which walls stand here.",
+                error,
+            )
+            return ProcessBackend(settings)
 
     _why = ""
 

@@ -18,7 +18,7 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of `sandbox.Pool`. Every one has a default that suits a laptop."""
 
     backend: Literal["auto", "docker", "process"] = Field(
-        "auto",
+        default="auto",
         description="Where calls run. auto: Docker where an engine answers, else local processes, "
         "with a warning that says what is weaker.",
     )
@@ -27,49 +27,55 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         description="Docker Engines: unix:///path or tcp://host:port. Empty: the local engine.",
     )
     image: str = Field(
-        "", description="Image of the containers. Empty: the project's own, built when missing."
+        default="",
+        description="Image of the containers. Empty: the project's own, built when missing.",
     )
     workers: Annotated[int, Field(ge=1)] = Field(
         default_factory=default_workers, description="Containers (or local worker processes)."
     )
     slots_per_worker: Annotated[int, Field(ge=1, le=256)] = Field(
-        4, description="Calls that run at once in one worker. More calls wait, first in first out."
+        default=4,
+        description="Calls that run at once in one worker. More calls wait, first in first out.",
     )
     sessions_per_worker: Annotated[int, Field(ge=0, le=256)] = Field(
-        32, description="Sessions that one worker may hold. An idle one costs only memory."
+        default=32, description="Sessions that one worker may hold. An idle one costs only memory."
     )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
-        4.0, description="Wall time of a call in seconds, unless the call names its own."
+        default=4.0, description="Wall time of a call in seconds, unless the call names its own."
     )
     memory_mib: Annotated[int, Field(ge=128)] = Field(
-        512, description="Memory of a worker with its calls, and the most one process may map."
+        default=512,
+        description="Memory of a worker with its calls, and the most one process may map.",
     )
     scratch_mib: Annotated[int, Field(ge=1)] = Field(
-        64, description="Size of the directory that a worker's calls can write to."
+        default=64, description="Size of the directory that a worker's calls can write to."
     )
     processes_per_call: Annotated[int, Field(ge=1)] = Field(
-        32, description="Processes and threads that one call may have."
+        default=32, description="Processes and threads that one call may have."
     )
     max_output_bytes: Annotated[int, Field(ge=1024)] = Field(
-        1 << 20, description="A call that writes more ends with the status output_limit."
+        default=1 << 20, description="A call that writes more ends with the status output_limit."
     )
     keep_output_bytes: Annotated[int, Field(ge=64)] = Field(
-        64 * 1024, description="Bytes kept of each stream: half from its head, half from its tail."
+        default=64 * 1024,
+        description="Bytes kept of each stream: half from its head, half from its tail.",
     )
     max_code_bytes: Annotated[int, Field(ge=1024, le=32 << 20)] = Field(
-        8 << 20, description="The most that code and standard input may have together."
+        default=8 << 20, description="The most that code and standard input may have together."
     )
     max_waiting: Annotated[int, Field(ge=0)] = Field(
-        100_000, description="Calls that may wait for a slot; further ones are `overloaded`."
+        default=100_000,
+        description="Calls that may wait for a slot; further ones are `overloaded`.",
     )
     max_wait_s: Annotated[float, Field(gt=0)] = Field(
-        600.0, description="The longest wait for a slot in seconds; then `overloaded`."
+        default=600.0, description="The longest wait for a slot in seconds; then `overloaded`."
     )
     recycle_after: Annotated[int, Field(ge=1)] = Field(
-        20_000, description="Calls after which a worker is replaced by a fresh one."
+        default=20_000, description="Calls after which a worker is replaced by a fresh one."
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        60.0, description="The longest start of a worker in seconds (the image is built before)."
+        default=60.0,
+        description="The longest start of a worker in seconds (the image is built before).",
     )
     preload: list[list[str]] = Field(
         default_factory=lambda: [["numpy"], ["numpy", "sympy"]],

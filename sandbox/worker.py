@@ -729,7 +729,7 @@ class Front:
 
     @contextlib.contextmanager
     def as_lane(self, lane: int) -> Iterator[None]:
-        """Act as the lane's uid. The saved uid stays 0; as pid 1 no signal of the lane reaches us."""
+        """Act as the lane's uid, with 0 saved; as pid 1 we are deaf to the lane's signals."""
         if self.settings.kill_by != "uid":
             yield
             return

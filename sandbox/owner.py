@@ -1,0 +1,55 @@
+"""Who a container or a directory belongs to, so that what a killed process left can be reaped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "agentloop-sandbox-"
+
+
+def _start_time(pid: int) -> str | None:
+    """Clock ticks from boot to the start of the process: a pid with it is never used twice."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()[19]
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def own_tag() -> str:
+    """pid and start time of this process, with its pid namespace."""
+    space = os.stat("/proc/self/ns/pid").st_ino
+    return f"{os.getpid()}-{_start_time(os.getpid())}-{space}"
+
+
+def is_dead(tag: str) -> bool:
+    """True only if we can know: a tag of another pid namespace is none of our business."""
+    try:
+        pid, start, space = tag.split("-")
+        foreign = int(space) != os.stat("/proc/self/ns/pid").st_ino
+        return not foreign and _start_time(int(pid)) != start
+    except ValueError:
+        return False
+
+
+def make_dir() -> Path:
+    """A directory that nobody else can enter."""
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_tag()}-"))
+
+
+def reap_dirs() -> int:
+    """Remove the directories that dead owners left behind; how many there were."""
+    num = 0
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        tag = path.name.removeprefix(PREFIX).rpartition("-")[0]
+        if path.lstat().st_uid == os.getuid() and is_dead(tag):
+            shutil.rmtree(path, ignore_errors=True)
+            num += 1
+    return num
