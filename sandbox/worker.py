@@ -21,6 +21,7 @@ import ast
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import heapq
 import io
@@ -51,6 +52,8 @@ REPORT_HEAD = struct.Struct("<qi")  # started_ns, bytes of JSON that follow
 REPORT_BYTES = 256 * 1024
 MAX_TEXT = 16 * 1024  # characters of a result or a traceback
 INLINE_JOB = 64 * 1024  # larger jobs travel as a memory file
+LARGE_JOB = b"+"
+JOB_FD, REPORT_FD = 3, 4  # held free in a zygote
 NAME = "<call>"
 PIPE_CHUNK = 64 * 1024
 
@@ -169,8 +172,6 @@ def set_limits(settings: Settings) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,
     }
-    if settings.kill_by == "uid":  # elsewhere the limit would count the user's own processes
-        limits[resource.RLIMIT_NPROC] = settings.processes
     for which, value in limits.items():
         hard = resource.getrlimit(which)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -188,26 +189,27 @@ def limit_cpu(timeout_s: float) -> None:
 
 def become_nobody(settings: Settings, lane: int) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
-        f.write("1000")
-    set_limits(settings)
+    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    os.write(fd, b"1000")
+    os.close(fd)
     if settings.kill_by == "uid":
         uid = settings.lane_uid(lane)
+        # With one uid for all, the limit would count the user's own processes.
+        resource.setrlimit(resource.RLIMIT_NPROC, (settings.processes, settings.processes))
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     else:
         drop_caps()
-    os.umask(0o077)
     os.chdir(settings.lane_dir(lane))
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_SET_DUMPABLE, 0)
+    prctl(PR_SET_DUMPABLE, 0)  # closes /proc/<pid> to others; a change of uid resets it
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def read_job(channel: socket.socket) -> dict[str, Any] | None:
-    data, fds, _, _ = socket.recv_fds(channel, INLINE_JOB + 1024, 1)
-    if fds:
+    data = channel.recv(INLINE_JOB)
+    if data == LARGE_JOB:
+        _, fds, _, _ = socket.recv_fds(channel, 1, 1)
         with open(fds[0], "rb") as f:
             f.seek(0)
             data = f.read()
@@ -218,13 +220,18 @@ def give_stdin(text: str) -> None:
     """Standard input as a file of memory: no pipe to fill, nobody to wait for."""
     if text:
         fd = os.memfd_create("stdin")
-        os.write(fd, text.encode("utf-8", "replace"))
+        with open(os.dup(fd), "wb") as f:
+            f.write(text.encode("utf-8", "replace"))
         os.lseek(fd, 0, os.SEEK_SET)
     else:
         fd = os.open(os.devnull, os.O_RDONLY)
     os.dup2(fd, 0)
     os.close(fd)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8", "replace")
+    sys.stdin = open_input()
+
+
+def open_input() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8", "replace")
 
 
 def open_output(fd: int) -> io.TextIOWrapper:
@@ -350,25 +357,15 @@ def write_report(area: int, started_ns: int, report: dict[str, Any]) -> None:
 
 def child(settings: Settings, lane: int, fds: list[int]) -> int:
     """The life of a forked child. Returns its exit status."""
-    job_fd, out, err, report_fd = fds
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    job_fd, report_fd = os.dup(job_fd), os.dup(report_fd)  # the lowest free numbers come later
-    high = max(job_fd, report_fd)
-    for fd in range(3, high):
-        if fd not in (job_fd, report_fd):
-            with contextlib.suppress(OSError):
-                os.close(fd)
-    os.closerange(high + 1, 1 << 20)
-    area = map_report(report_fd)
+    for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
+        os.dup2(fd, target)
+    os.closerange(REPORT_FD + 1, 1 << 20)
+    area = map_report(REPORT_FD)
     become_nobody(settings, lane)
-    os.environ.clear()
-    os.environ["PATH"] = "/usr/local/bin:/usr/bin:/bin"
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=job_fd)
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=JOB_FD)
     variables = fresh_main()
-    sys.argv = [NAME]
-    sys.stdout, sys.stderr = open_output(1), open_output(2)
     gc.enable()
+    first = True
     while True:
         job = read_job(channel)
         if job is None:
@@ -376,7 +373,9 @@ def child(settings: Settings, lane: int, fds: list[int]) -> int:
         lasting = job.get("session") is not None
         if not lasting:
             channel.close()
-        give_stdin(job.get("stdin", ""))
+        if job.get("stdin") or not first:  # else it is /dev/null already
+            give_stdin(job.get("stdin", ""))
+        first = False
         limit_cpu(job["timeout_s"])
         reseed(job["code"])
         started_ns = time.monotonic_ns()
@@ -384,10 +383,9 @@ def child(settings: Settings, lane: int, fds: list[int]) -> int:
         status, report = run_cell(job["code"], variables)
         if not lasting:
             run_exit_handlers()
-        report["exit_code"] = status
-        write_report(area, started_ns, report)
-        if not lasting:
+            write_report(area, started_ns, report)
             return status
+        write_report(area, started_ns, report | {"exit_code": status})
         channel.send(b"done")
 
 
@@ -409,16 +407,29 @@ class Zygote:
             with contextlib.suppress(ImportError):
                 exec(WARM_UP.get(module, f"import {module}"), scope)
         # Loaded once here instead of once a call: what nearly every child touches.
+        import atexit  # noqa: F401
         import linecache  # noqa: F401
         import random  # noqa: F401
+        import threading  # noqa: F401
 
         gc.collect()
         gc.freeze()
         gc.disable()
 
-    def run(self) -> None:
+    def prepare(self) -> None:
+        """Whatever can be done once for all children: a page touched here is not copied there."""
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        os.environ.clear()
+        os.environ["PATH"] = "/usr/local/bin:/usr/bin:/bin"
+        os.umask(0o077)
+        set_limits(self.settings)
+        sys.argv = [NAME]
+        sys.stdin, sys.stdout, sys.stderr = open_input(), open_output(1), open_output(2)
+
+    def run(self) -> None:
         self.warm()
+        self.prepare()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -583,7 +594,8 @@ class Child:
         try:
             with open(os.dup(fd), "wb") as f:
                 f.write(call.raw)
-            socket.send_fds(self.channel, [b"+"], [fd])
+            self.channel.send(LARGE_JOB)
+            socket.send_fds(self.channel, [LARGE_JOB], [fd])
         finally:
             os.close(fd)
 
@@ -704,7 +716,7 @@ class Front:
                 try:
                     near.close()
                     self.forget()
-                    Zygote(self.settings, level, far).run()
+                    Zygote(self.settings, level, keep_low_fds(far)).run()
                 except BaseException:
                     traceback.print_exc()
                 finally:
@@ -1120,6 +1132,17 @@ class Front:
             if lane is not None:
                 self.free.append(lane)
                 self.start_queued()
+
+
+def keep_low_fds(far: socket.socket) -> socket.socket:
+    """Occupy the numbers that a child uses, so that what a zygote receives lies above them."""
+    moved = socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1))
+    far.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (JOB_FD, REPORT_FD):
+        if fd != null:
+            os.dup2(null, fd, inheritable=False)
+    return moved
 
 
 def split_status(status: int | None, said: dict[str, Any]) -> tuple[int | None, int | None]:
