@@ -10,7 +10,7 @@ than the server (which is killed if the guardian is), and removes what the serve
 shared memory. Each server has its own temporary directory, removed at the end.
 
 Run by path, on the standard library alone, so that it starts in milliseconds. Not covered: what
-a server writes elsewhere; files in shared memory when the guardian itself is killed.
+a server writes elsewhere; its files, when the guardian itself is killed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICK_S = 1.0
-_TICKS_PER_SCAN = 5
 _KILL_DEADLINE_S = 10.0
+_SGLANG_FILES = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-")
 
 
 class Guardian:
@@ -44,7 +44,7 @@ class Guardian:
         self._parent = os.getppid()
         # What is there before the server is not its own.
         self._foreign = {path for path, _ in _shared_memory()}
-        self._mapped: set[str] = set()
+        self._mapped: set[str] = set()  # inodes
         self._status: int | None = None
         self._wakeup, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -66,11 +66,7 @@ class Guardian:
 
     def run(self) -> int:
         """Wait for the server's end or the order to stop; returns the exit status to give."""
-        ticks = 0
         while not self._stopping and self._reap() and os.getppid() == self._parent:
-            if ticks % _TICKS_PER_SCAN == 0:
-                self._note_shared_memory()
-            ticks += 1
             readable, _, _ = select.select([sys.stdin, self._wakeup], [], [], _TICK_S)
             if self._wakeup in readable:
                 os.read(self._wakeup, 4096)
@@ -98,7 +94,7 @@ class Guardian:
         return self._status is None
 
     def _stop(self) -> None:
-        self._note_shared_memory()
+        self._mapped = _mapped(_descendants(os.getpid()))
         if self._stop_timeout_s > 0 and self._status is None:
             os.kill(self._server, signal.SIGTERM)
             _until(lambda: not self._reap(), self._stop_timeout_s)
@@ -112,20 +108,16 @@ class Guardian:
             _signal(pid, signal.SIGKILL)
         return not self._reap() and not left
 
-    def _note_shared_memory(self) -> None:
-        for pid in _descendants(os.getpid()):
-            try:
-                maps = Path(f"/proc/{pid}/maps").read_text()
-            except OSError:
-                continue
-            # By inode: a semaphore is mapped under the name it had before it was linked.
-            inodes = {line.split()[4] for line in maps.splitlines() if " /dev/shm/" in line}
-            self._mapped |= {path for path, inode in _shared_memory() if inode in inodes}
-
     def _clean_up(self) -> None:
+        """Remove the server's files: those it mapped, and after a crash those that nobody does."""
         shutil.rmtree(self._scratch, ignore_errors=True)
-        for path in self._mapped - self._foreign:
-            Path(path).unlink(missing_ok=True)
+        files = {path: inode for path, inode in _shared_memory() if path not in self._foreign}
+        in_use = _mapped(int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat"))
+        for path, inode in files.items():
+            orphan = path.startswith(_SGLANG_FILES) and inode not in in_use
+            if orphan or inode in self._mapped:
+                with suppress(FileNotFoundError, PermissionError):
+                    os.unlink(path)
 
 
 def _start(command: list[str], scratch: str) -> int:
@@ -161,6 +153,19 @@ def _shared_memory() -> Iterator[tuple[str, str]]:
     with suppress(FileNotFoundError), os.scandir("/dev/shm") as entries:
         for entry in entries:
             yield entry.path, str(entry.inode())
+
+
+def _mapped(pids: Iterable[int]) -> set[str]:
+    """Inodes in shared memory that these processes map.
+
+    Not paths: a semaphore is mapped under the name that it had before it was linked.
+    """
+    inodes: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            inodes.update(line.split()[4] for line in maps.splitlines() if " /dev/shm/" in line)
+    return inodes
 
 
 def _at_end(fd: int) -> bool:

@@ -1,0 +1,179 @@
+"""The real SGLang, started and stopped by us. Two starts; what it answers is tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import httpx
+import pytest
+
+from agentloop.errors import ServerStartError
+from agentloop.inference.cpu import OVERLAY
+from agentloop.inference.cpu.install import install
+from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.real,
+    pytest.mark.timeout(300),  # a start takes a quarter of a minute on idle cores
+    pytest.mark.skipif(sys.platform != "linux", reason="SGLang's wheels are for Linux"),
+]
+
+SMALL_MODEL = Path(__file__).parents[2] / "agentloop" / "models" / "small"
+SHARED_MEMORY = Path("/dev/shm")
+
+MAKE_MODEL = """
+import sys
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+torch.manual_seed(0)
+config = Qwen3Config(
+    vocab_size=384, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+)
+Qwen3ForCausalLM(config).save_pretrained(sys.argv[1])
+letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+tokenizer.decoder = decoders.ByteLevel()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(
+    sys.argv[1]
+)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sglang() -> None:
+    install()
+
+
+@pytest.fixture
+async def model(tmp_path: Path) -> Path:
+    """The model that ships with the package; else a random one."""
+    if (SMALL_MODEL / "config.json").is_file():
+        return SMALL_MODEL
+    folder = tmp_path / "model"
+    # Transformers imports torchvision, too.
+    environment = {**os.environ, "PYTHONPATH": str(OVERLAY), "OMP_NUM_THREADS": "1"}
+    await anyio.run_process([sys.executable, "-c", MAKE_MODEL, str(folder)], env=environment)
+    return folder
+
+
+@pytest.fixture
+def litter() -> Callable[[], set[Path]]:
+    """Files in shared memory that are new and that no process maps."""
+    before = set(SHARED_MEMORY.iterdir())
+
+    def find() -> set[Path]:
+        maps = []
+        for path in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(OSError):
+                maps.append(path.read_text(errors="replace"))
+        inodes = {line.split()[4] for text in maps for line in text.splitlines() if "/shm/" in line}
+        new = set(SHARED_MEMORY.iterdir()) - before
+        return {path for path in new if str(path.stat().st_ino) not in inodes}
+
+    return find
+
+
+def _group(leader: int) -> list[int]:
+    """Every process in the session that `leader` leads, and not a zombie."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == leader and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+async def _frames(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/generate", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+
+async def _check_stream(server: ServerProcess) -> None:
+    body = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True},
+        "stream": True,
+        "return_logprob": True,
+    }
+    frames = [frame async for frame in _frames(server.url, body)]
+    ids = [token for frame in frames for token in frame["output_ids"]]
+    logprobs = [entry for f in frames for entry in f["meta_info"]["output_token_logprobs"]]
+    assert len(frames) > 1
+    assert len(ids) == 8
+    assert [entry[1] for entry in logprobs] == ids
+    assert frames[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_a_real_server(model: Path, tmp_path: Path, litter: Callable[[], set[Path]]) -> None:
+    settings = ServerSettings(device="cpu", max_total_tokens=5000, start_timeout_s=240)
+    said: list[str] = []
+    async with sglang_servers(
+        model, settings, log_dir=tmp_path / "logs", on_progress=said.append
+    ) as [server]:
+        assert server.pid is not None
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            info = (await client.get("/server_info")).json()
+        assert info["version"] == "0.5.23"
+        assert info["model_path"] == server.model_path
+        assert info["device"] == "cpu"
+        assert info["dtype"] == "float32"
+        assert info["max_total_num_tokens"] == 5000
+        assert info["disable_radix_cache"] is False
+        await _check_stream(server)
+
+        # A scheduler that is killed takes the server with it, and we are told.
+        members = _group(server.pid)
+        [scheduler] = [pid for pid in members if _name(pid).startswith("sglang::schedul")]
+        os.kill(scheduler, signal.SIGKILL)
+        with anyio.fail_after(60):
+            reason = await server.wait_dead()
+        assert "scheduler" in reason
+        assert not server.alive
+        assert _group(server.pid) == []
+    assert "ready at" in said[-1]
+    assert not litter()
+
+
+async def test_a_real_server_that_cannot_start(
+    model: Path, tmp_path: Path, litter: Callable[[], set[Path]]
+) -> None:
+    broken = tmp_path / "broken"
+    await anyio.to_thread.run_sync(shutil.copytree, model, broken)
+    for weights in broken.glob("*.safetensors"):
+        os.truncate(weights, 1000)  # found out late, with all of SGLang's processes up
+    settings = ServerSettings(device="cpu", max_total_tokens=1000, start_timeout_s=240)
+    with pytest.raises(ServerStartError) as caught:
+        async with sglang_servers(broken, settings, log_dir=tmp_path, on_progress=lambda _: None):
+            raise AssertionError("it cannot start")
+    said, _, tail = str(caught.value).partition("The end of its log")
+    assert "was killed by SIGKILL" in said
+    assert "--max-total-tokens 1000" in said
+    assert "SafetensorError" in tail
+    assert "Ignore import error" not in tail
+    assert not litter()
