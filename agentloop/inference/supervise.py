@@ -13,13 +13,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import re
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -31,15 +29,13 @@ from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
 from agentloop.errors import ModelError, ServerStartError
-from agentloop.inference.cpu import INSTALL_COMMAND, OVERLAY, has_accelerator
+from agentloop.inference.cpu import OVERLAY, has_accelerator
+from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
 
 __all__ = ["Launch", "ServerProcess", "ServerSettings", "plan", "running", "sglang_servers"]
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_S = 0.1
-_TAIL_LINES = 30
-_TAIL_BYTES = 256 * 1024
-_MAX_LINE = 300
 _GUARDIAN_GRACE_S = 15.0
 # Outside the range that kernels hand out for outgoing connections, so that a port found free
 # is still free when the server binds it, many seconds later.
@@ -106,6 +102,7 @@ class ServerProcess:
     def __init__(self, launch: Launch, guardian: Process) -> None:
         self.launch = launch
         self._guardian = guardian
+        self._log = ServerLog(launch.log_path)
         self._pid: int | None = None
 
     @property
@@ -153,7 +150,7 @@ class ServerProcess:
         except TimeoutError as error:
             raise ServerStartError(
                 f"{self.launch.name} was not ready after {self.launch.start_timeout_s:g} s "
-                f"(`start_timeout_s`).\n{_tail(self.log_path)}"
+                f"(`start_timeout_s`).\n{self._log.tail()}"
             ) from error
         took_s = anyio.current_time() - started
         on_progress(f"{self.launch.name}: ready at {self.url} after {took_s:.1f} s")
@@ -164,8 +161,10 @@ class ServerProcess:
             if self._guardian.stdin is not None:
                 await self._guardian.stdin.aclose()
             await self._guardian.wait()
-        with anyio.CancelScope(shield=True):
-            await self._guardian.aclose()  # kills it if it still runs, and so the server
+        if self.alive:
+            self._guardian.kill()  # the kernel kills the server for it
+        with anyio.move_on_after(_GUARDIAN_GRACE_S, shield=True):
+            await self._guardian.aclose()
 
     async def _read_pid(self) -> None:
         assert self._guardian.stdout is not None
@@ -181,28 +180,19 @@ class ServerProcess:
             while not await _answers(client):
                 if not self.alive:
                     raise ServerStartError(self._epitaph())
-                if (now := _stage(self.log_path)) != stage:
+                if (now := self._log.stage()) != stage:
                     stage = now
                     on_progress(f"{self.launch.name}: {stage}")
                 await anyio.sleep(_POLL_S)
             # SGLang does this itself after a warm-up, which we skip on a CPU: without it a full
             # collection stalls every stream.
-            with anyio.move_on_after(5):
+            with anyio.move_on_after(5), suppress(httpx.HTTPError):
                 await client.post("/freeze_gc")
 
     def _epitaph(self) -> str:
-        code = self._guardian.returncode
-        log = _tail(self.log_path)
-        hint = _hint(log, code)
-        return "\n".join(
-            part
-            for part in (
-                f"{self.launch.name} {_describe(code)}. Its command: "
-                f"{' '.join(self.launch.command)}",
-                hint,
-                log,
-            )
-            if part
+        return (
+            f"{self.launch.name} {self._log.ending(self.returncode)}\n"
+            f"Its command: {' '.join(self.launch.command)}\n{self._log.tail()}"
         )
 
 
@@ -227,7 +217,7 @@ async def sglang_servers(
             long.
     """
     if importlib.util.find_spec("sglang") is None:
-        raise ServerStartError(_NOT_INSTALLED)
+        raise ServerStartError(NOT_INSTALLED)
     launches = plan(model_path, settings, log_dir=log_dir)
     where = "CPU" if "cpu" in launches[0].command else "GPU"
     on_progress(f"Starting {len(launches)} SGLang server(s) on the {where}; logs in {log_dir}")
@@ -418,79 +408,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-# What a log says, and what that means to whoever reads the error.
-
-_NOT_INSTALLED = (
-    f"SGLang is not installed. On a CPU: `{INSTALL_COMMAND}`; "
-    "on a GPU: `pip install 'agentloop[sglang]'`"
-)
-_HINTS = (
-    ("No module named 'sglang'", _NOT_INSTALLED),
-    ("No module named", f"A package that SGLang imports is missing: `{INSTALL_COMMAND}`"),
-    ("address already in use", "Another program took its port in the meantime: start again"),
-    ("out of memory", "There is not enough GPU memory: lower `max_total_tokens`"),
-    ("Not enough memory", "There is not enough memory: lower `max_total_tokens`"),
-    ("Cannot allocate memory", "There is not enough memory: lower `max_total_tokens` or `count`"),
-)
-_STAGES = (
-    ("Uvicorn running", "answering"),
-    ("Capture", "capturing CUDA graphs"),
-    ("KV Cache is allocated", "laying out the KV cache"),
-    ("Load weight begin", "loading the weights"),
-    ("", "importing SGLang"),
-)
-_NOISE = re.compile(
-    r"UserWarning|DeprecationWarning|warnings\.warn\(|server_args=|Ignore import error when"
-    r"|^\s*$|sglang serve"
-)
-_NOISY_BLOCK = "post-warmup freeze_gc failed"  # the traceback of a harmless request
-_STAMP = re.compile(r"\[\d{4}-|INFO:")
-
-
-def _describe(code: int | None) -> str:
-    if code is None:
-        return "still runs"
-    if code > 128:
-        try:
-            return f"was killed by {signal.Signals(code - 128).name}"
-        except ValueError:
-            pass
-    return f"ended with exit status {code}"
-
-
-def _hint(log: str, code: int | None) -> str:
-    for said, hint in _HINTS:
-        if said in log:
-            return hint + "."
-    if code == 128 + signal.SIGKILL:
-        return "If nobody killed it, the machine ran out of memory."
-    return ""
-
-
-def _read_end(path: Path) -> str:
-    try:
-        with path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - _TAIL_BYTES))
-            return log.read().decode(errors="replace")
-    except OSError as error:
-        return f"(its log cannot be read: {error})"
-
-
-def _stage(path: Path) -> str:
-    text = _read_end(path)
-    return next(stage for said, stage in _STAGES if said in text)
-
-
-def _tail(path: Path) -> str:
-    """The last lines of a log that may say why, without what every start prints."""
-    lines: list[str] = []
-    in_block = False
-    for line in _read_end(path).splitlines():
-        in_block = _NOISY_BLOCK in line or (in_block and not _STAMP.match(line))
-        if not in_block and not _NOISE.search(line):
-            lines.append(line[:_MAX_LINE])
-    tail = lines[-_TAIL_LINES:] or ["(it is empty)"]
-    return "\n".join([f"The end of its log, {path}:", *(f"  {line}" for line in tail)])

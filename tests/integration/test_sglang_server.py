@@ -153,7 +153,7 @@ async def test_a_real_server(model: Path, tmp_path: Path, litter: Callable[[], s
         os.kill(scheduler, signal.SIGKILL)
         with anyio.fail_after(60):
             reason = await server.wait_dead()
-        assert "scheduler" in reason
+        assert "crashed with exit code -9" in reason.partition("Its command")[0]
         assert not server.alive
         assert _group(server.pid) == []
     assert "ready at" in said[-1]
@@ -172,8 +172,9 @@ async def test_a_real_server_that_cannot_start(
         async with sglang_servers(broken, settings, log_dir=tmp_path, on_progress=lambda _: None):
             raise AssertionError("it cannot start")
     said, _, tail = str(caught.value).partition("The end of its log")
-    assert "was killed by SIGKILL" in said
+    assert "SafetensorError: Error while deserializing header" in said
+    assert "out of memory" not in said
     assert "--max-total-tokens 1000" in said
-    assert "SafetensorError" in tail
+    assert "load_weights" in tail
     assert "Ignore import error" not in tail
     assert not litter()

@@ -204,6 +204,7 @@ sys.exit(3)
     said, _, tail = str(caught.value).partition("The end of its log")
     assert "stub ended with exit status 3" in said
     assert sys.executable in said
+    assert "OSError: [Errno 98] address already in use" in said
     assert "Another program took its port" in said
     assert "line 99" in tail
     assert "line 71" in tail
