@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -59,6 +60,7 @@ class ChatFormat:
         self.end_id: int = end_id
         self._end_token = end_token
         self._learn_observation()
+        self._rendering = anyio.Lock()
 
     @classmethod
     def load(cls, model_path: str | Path) -> ChatFormat:
@@ -174,6 +176,13 @@ class ChatFormat:
             raise RequestError(f"messages: the model's chat template says: {error}") from error
         return self._encode_marked(text, mark)
 
+    async def prompt_in_turn(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """`prompt()`, one at a time: a thousand at once would hold the event loop for a second."""
+        async with self._rendering:
+            return self.prompt(messages, tools)
+
     def observation(self, contents: Sequence[str | list[int]]) -> list[int]:
         """What follows an assistant's turn: the tools' responses and a new generation prompt.
 
@@ -270,14 +279,16 @@ class _Placeholders:
 
     def __init__(self) -> None:
         self.contents: list[str] = []
-        self._tag = secrets.token_hex(8)
+        self._tag = f"PH{secrets.token_hex(8)}N"
 
     def __call__(self, content: str) -> str:
         self.contents.append(content)
-        return f"PH{self._tag}N{len(self.contents) - 1}E"
+        return f"{self._tag}{len(self.contents) - 1}E"
 
     def split(self, text: str) -> list[str]:
-        return re.split(f"PH{self._tag}N(\\d+)E", text)
+        """Markup, the name of a placeholder, markup, and so on; ends with markup."""
+        first, *rest = text.split(self._tag)
+        return [first, *(part for piece in rest for part in piece.partition("E")[::2])]
 
 
 def _marked(index: int, message: Message, mark: _Placeholders) -> dict[str, Any]:

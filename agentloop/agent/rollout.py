@@ -119,7 +119,7 @@ class Rollout:
         """
         self._started = anyio.current_time()
         self._tools = Tools(self.tools)
-        prompt_ids = self.chat.prompt(self.messages, self._tools.schemas)
+        prompt_ids = await self.chat.prompt_in_turn(self.messages, self._tools.schemas)
         if len(prompt_ids) >= self.engine.context_length:
             raise PromptTooLong(
                 f"messages: they make {len(prompt_ids)} tokens; the model's context is "

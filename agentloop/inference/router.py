@@ -115,6 +115,10 @@ class Router:
         for server, info in servers:
             self._seats[server.url] = _Seat(server, info)
             self._ledger.add_server(server.url, info.max_total_num_tokens)
+        #: Prompt and response tokens that every server can hold.
+        self.context_length = min(
+            min(info.context_length, info.max_total_num_tokens - 1) for _, info in servers
+        )
 
     @classmethod
     @asynccontextmanager
@@ -133,14 +137,6 @@ class Router:
                 yield router
             finally:
                 tasks.cancel_scope.cancel()
-
-    @property
-    def context_length(self) -> int:
-        """Prompt and response tokens that every server can hold."""
-        return min(
-            min(seat.info.context_length, seat.info.max_total_num_tokens - 1)
-            for seat in self._seats.values()
-        )
 
     @property
     def model_path(self) -> str:

@@ -6,7 +6,7 @@ Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class Sampling(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One frame: the new tokens, equally long lists. The last one has `end` set."""
+    """New tokens, of one frame or of several that arrived together; the last has `end` set."""
 
     ids: list[int]
     logprobs: list[float]
@@ -164,10 +164,7 @@ class SGLangServer:
         decoder = FrameDecoder()
         seen = 0
         while data := await response.content.readany():
-            for payload in decoder.feed(data):
-                if payload == b"[DONE]":
-                    return
-                chunk = _chunk(self.url, payload, seen)
+            for chunk in _together(self.url, decoder.feed(data), seen):
                 seen += len(chunk.ids)
                 yield chunk
                 if chunk.end is not None:
@@ -217,12 +214,41 @@ class SGLangServer:
             raise ServerRefused(f"{self.url}{path} did not answer in JSON", status=200) from error
 
 
-def _chunk(url: str, payload: bytes, seen: int) -> Chunk:
-    """Read one frame. `seen` tokens came before it.
+def _together(url: str, payloads: Sequence[bytes], seen: int) -> Iterator[Chunk]:
+    """Frames that arrived together, as one chunk per policy version.
 
-    Servers stream increments with `--incremental-streaming-output` and the whole response so far
-    without; counting from the end reads both.
+    What comes after costs the same for one token as for many. `seen` tokens came before.
     """
+    ids: list[int] = []
+    logprobs: list[float] = []
+    version = ""
+    for payload in payloads:
+        if payload == b"[DONE]":
+            break
+        frame = _frame(url, payload)
+        meta = frame["meta_info"]
+        if ids and meta["weight_version"] != version:
+            yield Chunk(ids, logprobs, version)
+            ids, logprobs = [], []
+        version = meta["weight_version"]
+        # Increments with `--incremental-streaming-output`, the whole response so far without:
+        # counting from the end reads both.
+        if num_new := meta["completion_tokens"] - seen:
+            seen += num_new
+            new_ids = frame["output_ids"][-num_new:]
+            new_logprobs = meta["output_token_logprobs"][-num_new:]
+            if not len(new_ids) == len(new_logprobs) == num_new:
+                raise ServerUnavailable(f"{url}: {num_new} new tokens, {len(new_ids)} in the frame")
+            ids += new_ids
+            logprobs += [entry[0] for entry in new_logprobs]
+        if meta["finish_reason"] is not None:
+            yield _last_chunk(ids, logprobs, meta)
+            return
+    if ids:
+        yield Chunk(ids, logprobs, version)
+
+
+def _frame(url: str, payload: bytes) -> Any:
     try:
         frame = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
@@ -231,18 +257,11 @@ def _chunk(url: str, payload: bytes, seen: int) -> Chunk:
         said = frame["error"]
         message = said.get("message", said) if isinstance(said, dict) else said
         raise ServerRefused(f"{url}: {message}", status=500)
-    meta = frame["meta_info"]
-    num_new = meta["completion_tokens"] - seen
+    return frame
+
+
+def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
     finish = meta["finish_reason"]
-    if num_new:
-        ids = frame["output_ids"][-num_new:]
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"][-num_new:]]
-        if len(ids) != num_new or len(logprobs) != num_new:
-            raise ServerUnavailable(f"{url}: {num_new} new tokens, {len(ids)} in the frame")
-    else:
-        ids, logprobs = [], []
-    if finish is None:
-        return Chunk(ids, logprobs, meta["weight_version"])
     kind = finish["type"]
     return Chunk(
         ids,
