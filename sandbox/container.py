@@ -28,19 +28,17 @@ import aiohttp
 import anyio
 from aiodocker.containers import DockerContainer
 
-from sandbox.backend import next_uid_base, worker_settings
+from sandbox.backend import TUNED, next_uid_base, read_profile, read_worker, worker_settings
 from sandbox.engine import connect, is_local
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
-from sandbox.link import Link, SocketProtocol
+from sandbox.link import Link, SocketProtocol, wait_ready
 from sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
-from sandbox.process import WORKER, wait_ready
 from sandbox.settings import PoolSettings
 
 log = logging.getLogger("sandbox")
 
 LABEL = "agentloop.sandbox"
-SECCOMP = Path(__file__).with_name("seccomp.json")
 INSIDE = "/run/agentloop"
 LAYERS = {
     "container": "its own root, processes, mounts and IPC (Docker)",
@@ -64,7 +62,7 @@ def host_config(settings: PoolSettings, socket_dir: Path | None) -> dict[str, An
     return {
         "CapDrop": ["ALL"],
         "CapAdd": ["SETUID", "SETGID", "KILL"],
-        "SecurityOpt": ["no-new-privileges", f"seccomp={SECCOMP.read_text()}"],
+        "SecurityOpt": ["no-new-privileges", f"seccomp={read_profile()}"],
         "ReadonlyRootfs": True,
         "NetworkMode": "none",
         "IpcMode": "none",
@@ -185,12 +183,11 @@ class DockerBackend:
             self._settings, connect=connect_to, scratch="/tmp", uid_base=next_uid_base()
         )
         attached = socket_dir is None
-        source = await anyio.Path(WORKER).read_text()
         config = {
             "Image": engine.image,
-            "Entrypoint": ["python3", "-I", "-c", source, json.dumps(settings)],
+            "Entrypoint": ["python3", "-P", "-s", "-c", read_worker(), json.dumps(settings)],
             "Cmd": [],
-            "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"],
+            "Env": list(TUNED),
             "User": "0:0",
             "WorkingDir": "/",
             "AttachStdin": attached,

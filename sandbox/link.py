@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio
 
-from sandbox.errors import ProtocolError
+from sandbox.errors import ProtocolError, SandboxUnavailable
 from sandbox.protocol import FrameReader, encode
 
 _ids = itertools.count(1)
@@ -123,3 +123,20 @@ class SocketProtocol(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+async def wait_ready(link: Link, timeout_s: float) -> None:
+    """Until the worker says that it is ready. Raises SandboxUnavailable with what is known."""
+    with anyio.move_on_after(timeout_s):
+        async with anyio.create_task_group() as group:
+
+            async def fail_early() -> None:
+                await link.lost.wait()
+                group.cancel_scope.cancel()
+
+            group.start_soon(fail_early)
+            await link.ready.wait()
+            group.cancel_scope.cancel()
+    if not link.ready.is_set():
+        why = link.why or f"it was not ready after {timeout_s:g} s"
+        raise SandboxUnavailable(f"worker {link.worker_id} did not start: {why}")

@@ -1,30 +1,33 @@
-"""Workers as local processes, for machines without a Docker Engine."""
+"""Workers as local processes, for machines without a Docker Engine (see confine.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
+import anyio.abc
 
-from sandbox.backend import worker_settings
+from sandbox.backend import TUNED, next_uid_base, read_profile, read_worker, worker_settings
 from sandbox.errors import SandboxUnavailable
-from sandbox.link import Link, SocketProtocol
+from sandbox.link import Link, SocketProtocol, wait_ready
+from sandbox.owner import make_dir, reap_dirs
 from sandbox.settings import PoolSettings
 
-WORKER = Path(__file__).with_name("worker.py")
+CONFINE = Path(__file__).with_name("confine.py")
 
 
 class ProcessBackend:
-    """Starts sandbox/worker.py with this interpreter, in a session of its own."""
+    """Starts workers with this interpreter, each in a session of its own."""
 
     name = "process"
 
@@ -39,54 +42,69 @@ class ProcessBackend:
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
         link = Link(worker_id)
-        scratch = await anyio.to_thread.run_sync(tempfile.mkdtemp, None, "agentloop-sandbox-")
-        near, far = socket.socketpair()
-        command = worker_settings(self._settings, connect=f"fd:{far.fileno()}", scratch=scratch)
+        scratch = await anyio.to_thread.run_sync(_make_scratch)
+        protocol = SocketProtocol(link)
+        process: anyio.abc.Process | None = None
         try:
+            near, far = socket.socketpair()
             with far:
-                process = await anyio.open_process(
-                    [sys.executable, "-I", str(WORKER), json.dumps(command)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=None,
-                    env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
-                    start_new_session=True,
-                    pass_fds=[far.fileno()],
-                )
-        except OSError as error:
-            near.close()
-            raise SandboxUnavailable(f"the worker process did not start: {error}") from error
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(lambda: SocketProtocol(link), sock=near)
-        try:
+                process = await self._start(far, scratch)
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: protocol, sock=near)
             await wait_ready(link, self._settings.start_timeout_s)
-            self._layers = link.hello.get("layers", {})
+            self._layers = link.hello["layers"]
             yield link
+        except OSError as error:
+            raise SandboxUnavailable(f"the worker process did not start: {error}") from error
         finally:
-            transport.close()
+            protocol.close()  # the worker sees the end of its connection, and ends
             link.lose("the pool closed it")
             with anyio.CancelScope(shield=True):
-                with anyio.move_on_after(5):
-                    await process.wait()
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-                await process.aclose()
+                if process is not None:
+                    await _see_end(process)
                 await anyio.to_thread.run_sync(shutil.rmtree, scratch, True)
 
+    async def _start(self, far: socket.socket, scratch: Path) -> anyio.abc.Process:
+        spec: dict[str, Any] = worker_settings(
+            self._settings,
+            connect=f"fd:{far.fileno()}",
+            scratch=str(scratch),
+            uid_base=next_uid_base(),
+        )
+        spec |= {
+            "scratch_mib": self._settings.scratch_mib,
+            "seccomp": json.loads(read_profile()),
+            "source": read_worker(),
+        }
+        spec_fd = os.memfd_create("spec")
+        try:
+            with open(os.dup(spec_fd), "w") as f:
+                json.dump(spec, f)
+            os.lseek(spec_fd, 0, os.SEEK_SET)
+            return await anyio.open_process(
+                [sys.executable, "-P", "-s", str(CONFINE), str(spec_fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=None,
+                env=dict(entry.split("=", 1) for entry in TUNED),
+                start_new_session=True,
+                pass_fds=[far.fileno(), spec_fd],
+            )
+        finally:
+            os.close(spec_fd)
 
-async def wait_ready(link: Link, timeout_s: float) -> None:
-    """Until the worker says that it is ready. Raises SandboxUnavailable with what is known."""
-    with anyio.move_on_after(timeout_s):
-        async with anyio.create_task_group() as group:
 
-            async def fail_early() -> None:
-                await link.lost.wait()
-                group.cancel_scope.cancel()
+def _make_scratch() -> Path:
+    reap_dirs()
+    path = make_dir()
+    path.chmod(0o711)  # calls of other uids pass through to their own directories
+    return path
 
-            group.start_soon(fail_early)
-            await link.ready.wait()
-            group.cancel_scope.cancel()
-    if not link.ready.is_set():
-        why = link.why or f"it was not ready after {timeout_s:g} s"
-        raise SandboxUnavailable(f"worker {link.worker_id} did not start: {why}")
+
+async def _see_end(process: anyio.abc.Process) -> None:
+    with anyio.move_on_after(5):
+        await process.wait()
+    if process.returncode is None:
+        process.kill()
+    with anyio.move_on_after(5):
+        await process.aclose()

@@ -1,0 +1,280 @@
+"""Start a worker as a local process behind as many walls as this machine allows. Stdlib only.
+
+    confine.py (namespaces, then forks) -> pid 1: a root of its own, filter, capabilities -> worker
+
+With the rights of root the calls get uids of their own. An ordinary user gets a user namespace
+instead, and each call a pid namespace of its own. Where neither is allowed, calls are ordinary
+processes of the user under limits: the layers, which the worker passes on, say so.
+
+Not covered without containers: the memory of a call's processes together (each is limited alone)
+and, outside a namespace, files that the user can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import json
+import os
+import struct
+import sys
+from typing import Any
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 38, 24
+CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+SCRATCH = "/tmp"
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    checked(
+        libc.mount(
+            source.encode(), target.encode(), kind.encode() or None,
+            ctypes.c_ulong(flags), data.encode() or None,
+        ),
+        f"mount {target}",
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- namespaces
+
+
+def enter_spaces() -> str:
+    """Leave the host's namespaces: as "root", as "user" through a user namespace, or "none"."""
+    uid, gid = os.getuid(), os.getgid()
+    if uid == 0 and libc.unshare(SPACES) == 0:
+        return "root"
+    if uid != 0 and libc.unshare(SPACES | CLONE_NEWUSER) == 0:
+        for name, text in (
+            ("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1"),
+        ):  # fmt: skip
+            with open(f"/proc/self/{name}", "w") as f:
+                f.write(text)
+        return "user"
+    return "none"
+
+
+def wait_for(pid: int) -> None:
+    """The part of us that stays outside, so that the supervisor has a child to wait for."""
+    os.closerange(3, 1 << 20)
+    while True:
+        with contextlib.suppress(InterruptedError):
+            _, status = os.waitpid(pid, 0)
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+# ---------------------------------------------------------------------------- a small root
+
+
+def bind(source: str, root: str, read_only: bool = True) -> None:
+    """Show a file or directory of the host at the same place below `root`."""
+    target = root + source
+    if os.path.isdir(source):
+        os.makedirs(target, 0o755, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
+        with open(target, "a"):
+            pass
+    mount(source, target, flags=MS_BIND | MS_REC)
+    if read_only:
+        # A user namespace may not clear flags that the host has set: keep those.
+        seen = os.statvfs(source).f_flag & (MS_NODEV | MS_NOEXEC | MS_NOSUID)
+        mount("none", target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | seen)
+
+
+def interpreter_dirs() -> list[str]:
+    dirs = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    dirs |= {os.path.abspath(sys.prefix), os.path.abspath(sys.base_prefix)}
+    return sorted(d for d in dirs if not d.startswith("/usr/") and d not in SYSTEM)
+
+
+def build_root(base: str, scratch_mib: int) -> None:
+    """A root of system files, the interpreter and a small scratch; nothing else of the host."""
+    os.umask(0o022)
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1k,mode=0755")
+    for path in SYSTEM:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), base + path)
+        elif os.path.isdir(path):
+            bind(path, base)
+    for path in (*SYSTEM_FILES, *interpreter_dirs()):
+        if os.path.exists(path):
+            bind(path, base)
+    for name in DEVICES:
+        bind(f"/dev/{name}", base, read_only=False)
+    for name in ("proc", "old", SCRATCH[1:]):
+        os.mkdir(f"{base}/{name}")
+    mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    size = f"size={scratch_mib}m,nr_inodes=8k,mode=1777"
+    mount("tmpfs", base + SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, size)
+    os.chdir(base)
+    checked(libc.pivot_root(b".", b"old"), "pivot_root")
+    os.chdir("/")
+    checked(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
+    os.rmdir("/old")
+    mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+# ---------------------------------------------------------------------------- system calls
+
+
+class Comparison(ctypes.Structure):
+    _fields_ = (
+        ("arg", ctypes.c_uint), ("op", ctypes.c_int),
+        ("a", ctypes.c_uint64), ("b", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+COMPARE = {"SCMP_CMP_EQ": 4, "SCMP_CMP_MASKED_EQ": 7}
+
+
+def load_filter(profile: dict[str, Any]) -> None:
+    """The containers' own profile, by libseccomp. Raises OSError where that is missing."""
+    lib = ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    lib.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(lib.seccomp_init(ERRNO | profile["defaultErrnoRet"]))
+    for rule in profile["syscalls"]:
+        allowed = rule["action"] == "SCMP_ACT_ALLOW"
+        action = ALLOW if allowed else ERRNO | rule["errnoRet"]
+        conditions = [
+            Comparison(a["index"], COMPARE[a["op"]], a["value"], a.get("valueTwo", 0))
+            for a in rule.get("args", ())
+        ]
+        array = (Comparison * len(conditions))(*conditions)
+        for name in rule["names"]:
+            number = lib.seccomp_syscall_resolve_name(name.encode())
+            if number >= 0:  # else this architecture lacks it
+                lib.seccomp_rule_add_array(context, action, number, len(conditions), array)
+    code = lib.seccomp_load(context)
+    if code != 0:
+        raise OSError(-code, "seccomp_load")
+
+
+def own_pid_spaces(profile: dict[str, Any]) -> None:
+    """Let the zygote make pid namespaces: refused to a call, which has no capability."""
+    for name, index in (("unshare", 0), ("setns", 1)):
+        condition = {"index": index, "value": CLONE_NEWPID, "op": "SCMP_CMP_EQ"}
+        profile["syscalls"].append(
+            {"names": [name], "action": "SCMP_ACT_ALLOW", "args": [condition]}
+        )
+
+
+# ---------------------------------------------------------------------------- capabilities
+
+
+def keep_caps(*kept: int) -> None:
+    """Drop all other capabilities, for good."""
+    for number in range(64):
+        if number not in kept and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+            break
+    mask = sum(1 << number for number in kept)
+    header = struct.pack("<Ii", 0x20080522, 0)
+    low = mask & 0xFFFFFFFF
+    data = struct.pack("<6I", low, low, 0, 0, 0, 0)
+    checked(libc.capset(header, data), "capset")
+
+
+def readable_by_others() -> bool:
+    """True if a uid of its own could still import the standard library."""
+    path = os.path.realpath(os.__file__)
+    while path != "/":
+        mode = os.stat(path).st_mode
+        if not mode & (0o001 if os.path.isdir(path) else 0o004):
+            return False
+        path = os.path.dirname(path)
+    return True
+
+
+# ---------------------------------------------------------------------------- all together
+
+
+def describe(spaces: str, rooted: str, filtered: str) -> dict[str, str]:
+    apart = spaces != "none"
+    uid = {
+        "root": "one per call",
+        "user": "no: every call has yours, without rights outside its namespaces",
+        "none": "one per call" if os.getuid() == 0 else "no: every call has yours",
+    }
+    return {
+        "processes apart": "namespaces" if apart else "no: this machine refuses namespaces",
+        "network": "none" if apart else "no: calls reach what this machine reaches",
+        "root": rooted,
+        "uid": uid[spaces],
+        "capabilities": "none in a call",
+        "system calls": filtered,
+        "memory": "address space of each process; no: all processes of a call together",
+        "process count": "limit per call" if uid[spaces].startswith("one") else "no",
+    }
+
+
+def start(spec: dict[str, Any]) -> None:
+    spaces = enter_spaces()
+    if spaces != "none" and (pid := os.fork()):
+        wait_for(pid)
+    rooted = "no: calls see the files that the user sees"
+    if spaces != "none":
+        try:
+            build_root(spec["scratch"], spec["scratch_mib"])
+        except OSError as error:
+            if spaces == "root":
+                raise
+            rooted = f"no: {error}"
+        else:
+            rooted = "system files and the interpreter, read-only"
+            spec["scratch"] = SCRATCH
+    if spaces == "none" and os.getuid() == 0 and not readable_by_others():
+        raise OSError(
+            "as root without namespaces every call needs a uid of its own, and another uid can't "
+            f"read the interpreter ({os.path.realpath(os.__file__)}); use one outside /root"
+        )
+    spec["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
+    if spaces == "user":
+        own_pid_spaces(spec["seccomp"])
+        keep_caps(CAP_KILL, CAP_SYS_ADMIN)
+    elif os.getuid() == 0:
+        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    filtered = "own allow list (seccomp)"
+    try:
+        load_filter(spec.pop("seccomp"))
+    except OSError as error:
+        filtered = f"no: {error} (install libseccomp2)"
+    spec["layers"] = describe(spaces, rooted, filtered)
+    source = spec.pop("source")
+    os.execv(sys.executable, [sys.executable, "-P", "-s", "-c", source, json.dumps(spec)])
+
+
+def main() -> None:
+    with open(int(sys.argv[1])) as f:
+        spec = json.load(f)
+    try:
+        start(spec)
+    except BaseException as error:
+        text = json.dumps({"op": "fatal", "why": f"{type(error).__name__}: {error}"}).encode()
+        os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
+        os._exit(70)
+
+
+if __name__ == "__main__":
+    main()
