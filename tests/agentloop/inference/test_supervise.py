@@ -74,7 +74,7 @@ class Stub:
         self.launch = Launch(
             name="stub",
             command=(sys.executable, "-c", script, str(port), str(self.record)),
-            environment=dict(os.environ),
+            environment={**os.environ, "TMPDIR": str(folder)},
             url=f"http://127.0.0.1:{port}",
             model_path="none",
             log_path=folder / "stub.log",
