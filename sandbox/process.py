@@ -76,11 +76,8 @@ class ProcessBackend:
             "seccomp": json.loads(read_profile()),
             "source": read_worker(),
         }
-        spec_fd = os.memfd_create("spec")
+        spec_fd = _memory_file(json.dumps(spec))
         try:
-            with open(os.dup(spec_fd), "w") as f:
-                json.dump(spec, f)
-            os.lseek(spec_fd, 0, os.SEEK_SET)
             return await anyio.open_process(
                 [sys.executable, "-P", "-s", str(CONFINE), str(spec_fd)],
                 stdin=subprocess.DEVNULL,
@@ -92,6 +89,14 @@ class ProcessBackend:
             )
         finally:
             os.close(spec_fd)
+
+
+def _memory_file(text: str) -> int:
+    fd = os.memfd_create("spec")
+    with open(os.dup(fd), "w") as f:
+        f.write(text)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _make_scratch() -> Path:

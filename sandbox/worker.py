@@ -147,6 +147,11 @@ class Settings:
         self.processes: int = given.get("processes", 32)
         self.layers: dict[str, str] = given.get("layers", {})
         self.kill_by: str = given.get("kill_by", "auto")
+        # Processes of the same uid that aren't the call's: in a user namespace those of the
+        # worker, elsewhere all that the user happens to run.
+        self.others = 2 * self.num_lanes + 16
+        if self.kill_by == "auto":
+            self.others += 1024 + count_own_processes()
 
     @property
     def num_lanes(self) -> int:
@@ -194,13 +199,15 @@ def become_nobody(settings: Settings, lane: int) -> None:
     os.close(fd)
     if settings.kill_by == "uid":
         uid = settings.lane_uid(lane)
-        # With one uid for all, the limit would count the user's own processes.
-        resource.setrlimit(resource.RLIMIT_NPROC, (settings.processes, settings.processes))
+        most = settings.processes
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    else:
+    else:  # one uid for all: the limit counts the others too
+        most = settings.processes + settings.others
         drop_caps()
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    os.setsid()  # a signal to its own process group stays inside
     os.chdir(settings.lane_dir(lane))
     prctl(PR_SET_DUMPABLE, 0)  # closes /proc/<pid> to others; a change of uid resets it
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -447,7 +454,10 @@ class Zygote:
                     return
 
     def serve(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self.front, FORK.size, 4)
+        try:
+            data, fds, _, _ = socket.recv_fds(self.front, FORK.size, 4)
+        except ConnectionResetError:
+            return False
         if not data:
             return False
         (lane,) = FORK.unpack(data)
@@ -950,13 +960,28 @@ class Front:
     def kill(self, child: Child) -> None:
         kill_by = self.settings.kill_by
         if kill_by == "uid":
-            with self.as_lane(child.lane), contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)
+            self.kill_uid(child.lane)
         elif child.pid is not None:
             victims = descendants(child.pid) if kill_by == "tree" else []
             for pid in [child.pid, *victims]:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
+
+    def kill_uid(self, lane: int) -> None:
+        """Kill all that runs as the lane's uid, at one stroke: no fork bomb outruns it."""
+        if os.getpid() == 1:
+            with self.as_lane(lane), contextlib.suppress(OSError):
+                os.kill(-1, signal.SIGKILL)
+            return
+        pid = os.fork()  # the lane could strike back at us, not being pid 1
+        if pid:
+            os.waitpid(pid, 0)
+            return
+        uid = self.settings.lane_uid(lane)
+        with contextlib.suppress(OSError):
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        os._exit(0)
 
     def kill_strays(self) -> None:
         """Tree walk only: whatever was orphaned has become our child, and is none of ours."""
@@ -1206,6 +1231,16 @@ def parents() -> dict[int, int]:
             ):
                 found[int(name)] = int(f.read().rpartition(")")[2].split()[1])
     return found
+
+
+def count_own_processes() -> int:
+    """Processes and threads of this uid on the host, as RLIMIT_NPROC counts them."""
+    num = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                num += len(os.listdir(f"/proc/{name}/task"))
+    return num
 
 
 def children_of(pid: int) -> set[int]:
