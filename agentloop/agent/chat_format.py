@@ -14,6 +14,7 @@ Not covered: images and audio.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from agentloop.trajectory import Message, Turn
 __all__ = ["ChatFormat", "TextStream"]
 
 Render = Callable[..., str]
+
+_MAX_HELD = 64
 
 
 class ChatFormat:
@@ -49,11 +52,12 @@ class ChatFormat:
         """
         self.tokenizer = tokenizer
         self._render = render
-        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        # Not the number of tokens: a vocabulary may have holes.
+        self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         added = tokenizer.get_added_tokens_decoder()
         self._control_ids = frozenset(added)
-        spelled = sorted((token.content for token in added.values()), key=len, reverse=True)
-        self._control_re = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
+        self._control_re = _spelling(token.content for token in added.values())
+        self._special_re = _spelling(token.content for token in added.values() if token.special)
         end_id = tokenizer.token_to_id(end_token)
         if end_id is None:
             raise ModelError(f"the tokenizer has no end-of-turn token {end_token!r}")
@@ -169,9 +173,13 @@ class ChatFormat:
         if not messages:
             raise RequestError("messages: at least one is needed")
         mark = _Placeholders()
-        marked = [_marked(index, message, mark) for index, message in enumerate(messages)]
+        marked = [
+            self._disarmed(_marked(index, message, mark), mark)
+            for index, message in enumerate(messages)
+        ]
+        disarmed_tools = [self._disarmed(tool, mark) for tool in tools]
         try:
-            text = self._render(marked, tools=tools, add_generation_prompt=True)
+            text = self._render(marked, tools=disarmed_tools, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like (jinja2, KeyError, ...)
             raise RequestError(f"messages: the model's chat template says: {error}") from error
         return self._encode_marked(text, mark)
@@ -196,6 +204,22 @@ class ChatFormat:
                 ids += between
             ids += self.encode(content) if isinstance(content, str) else content
         return ids + after
+
+    def _disarmed(self, value: Any, mark: _Placeholders) -> Any:
+        """What goes through the template as it is, less what spells a special token.
+
+        An assistant's past turn needs its thoughts and calls as markup, but it may have repeated
+        what a user told it to say.
+        """
+        if isinstance(value, str):
+            return self._special_re.sub(lambda match: mark(match.group()), value)
+        if isinstance(value, Mapping):
+            return {
+                self._disarmed(key, mark): self._disarmed(item, mark) for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._disarmed(item, mark) for item in value]
+        return value
 
     def _encode(self, text: str) -> list[int]:
         whole = text.encode("utf-8", "replace").decode()  # a lone surrogate has no tokens
@@ -264,6 +288,11 @@ class TextStream:
             if piece is not None:
                 text += piece
                 self._held.clear()
+            elif len(self._held) == _MAX_HELD:
+                # No character is this long. The library decodes all that it holds for each
+                # token, so that a model that babbles bytes would cost quadratic time.
+                text += self.flush()
+                self._stream = DecodeStream(skip_special_tokens=False)
         return text
 
     def flush(self) -> str:
@@ -291,7 +320,15 @@ class _Placeholders:
         return [first, *(part for piece in rest for part in piece.partition("E")[::2])]
 
 
-def _marked(index: int, message: Message, mark: _Placeholders) -> dict[str, Any]:
+def _spelling(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches where one of `tokens` is spelled; never, where there is none."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _marked(index: int, message: object, mark: _Placeholders) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"messages[{index}]: an object is expected, not {message!r:.50}")
     role = message.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise RequestError(f"messages[{index}].role: {role!r} is not a role")
@@ -299,7 +336,20 @@ def _marked(index: int, message: Message, mark: _Placeholders) -> dict[str, Any]
     marked = {**message, "role": "system" if role == "developer" else role}
     # An assistant's past turn goes through the template as it is: templates cut thoughts from it.
     marked["content"] = content if role == "assistant" or not content else mark(content)
+    if isinstance(calls := message.get("tool_calls"), list):
+        marked["tool_calls"] = [_with_arguments_read(call) for call in calls]
     return marked
+
+
+def _with_arguments_read(call: Any) -> Any:
+    """OpenAI's clients send a call's arguments as a string; templates are written for objects."""
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _text(index: int, content: object) -> str:

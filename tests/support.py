@@ -1,0 +1,345 @@
+"""Fakes that several tests share: a small tokenizer and template, an engine, an SGLang server."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import anyio
+import jinja2
+from aiohttp import web
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from agentloop.agent.chat_format import ChatFormat, Render
+from agentloop.inference.router import Generation
+from agentloop.inference.sglang import Chunk
+from agentloop.trajectory import TurnEnd, VersionSpan
+
+START, END = "<|im_start|>", "<|im_end|>"
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+TEMPLATE = """\
+{%- if tools -%}
+{{ '<|im_start|>system\n# Tools' }}
+{%- for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if loop.previtem is undefined or loop.previtem.role != 'tool' -%}
+{{ '<|im_start|>user' }}
+{%- endif -%}
+{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.nextitem is undefined or loop.nextitem.role != 'tool' -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for call in message.tool_calls or [] -%}
+{{ '\n' if message.content or not loop.first else '' }}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\n' }}
+{%- endif -%}
+"""
+
+# What the merges are learned from; with them one token may hold the end of one thing and the
+# beginning of another.
+CORPUS = (
+    'hello world, what is 37 times 48? <tool_call>\n{"name": "multiply", "arguments": {"a": 37}}\n'
+    "</tool_call><tool_call>{}</tool_call>\nthe answer is 1776; the result was computed.\n"
+)
+
+
+def template(source: str = TEMPLATE) -> Render:
+    """A chat template, rendered as transformers would."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    compiled = environment.from_string(source)
+
+    def render(
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        return compiled.render(
+            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+    return render
+
+
+def tokenizer(tags: Sequence[str] = TAGS, *, normalizer: Any = None) -> Tokenizer:
+    """Byte-level, so that it can spell anything; `tags` and ChatML's two are single tokens."""
+    made = Tokenizer(models.BPE())
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    make: Any = trainers.BpeTrainer
+    trainer = make(
+        vocab_size=340,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator([CORPUS] * 3, trainer)
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in (START, END)])
+    made.add_tokens([AddedToken(text, normalized=False) for text in tags])
+    return made
+
+
+@functools.cache
+def chat_format(*, tags: bool = True) -> ChatFormat:
+    """ChatML with hermes tool calls; without `tags` the markers are text of several tokens."""
+    return ChatFormat(tokenizer(TAGS if tags else ()), template(), end_token=END)
+
+
+def written(chat: ChatFormat, text: str) -> list[int]:
+    """What a model samples to write `text`, control tokens included."""
+    ids: list[int] = chat.tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def logprob(position: int) -> float:
+    """What every fake gives as the log-probability of a turn's token at `position`."""
+    return -(position + 1) / 8
+
+
+def chunks(
+    ids: Sequence[int],
+    cuts: Sequence[int] = (),
+    *,
+    end: TurnEnd | None = TurnEnd.STOP,
+    version: str = "v0",
+    offset: int = 0,
+) -> list[Chunk]:
+    """`ids` in frames, cut before each of `cuts`; `offset` is the first one's place in its turn."""
+    edges = [0, *sorted(cuts), len(ids)]
+    made = [
+        Chunk(list(ids[start:stop]), [logprob(offset + i) for i in range(start, stop)], version)
+        for start, stop in itertools.pairwise(edges)
+    ]
+    if end is not None:
+        last = made[-1]
+        made[-1] = Chunk(last.ids, last.logprobs, last.version, end=end)
+    return made
+
+
+Hook = Callable[[], Awaitable[object]]
+Step = Chunk | Hook | Exception
+
+
+class ScriptedEngine:
+    """Plays one script a turn: chunks are given, hooks awaited, errors raised."""
+
+    def __init__(self, *turns: Sequence[Step], context_length: int = 100_000) -> None:
+        self.context_length = context_length
+        self.asked: list[Generation] = []
+        self.forgotten: list[str] = []
+        self.num_open = 0
+        self._turns = deque(turns)
+
+    async def generate(
+        self,
+        generation: Generation,
+        *,
+        vocab_size: int,
+        on_placed: Callable[[str, str], None],
+        on_moved: Callable[[str, str], None],
+    ) -> AsyncGenerator[Chunk, None]:
+        self.asked.append(generation)
+        on_placed("http://fake", "")
+        self.num_open += 1
+        try:
+            for step in self._turns.popleft():
+                if isinstance(step, Chunk):
+                    yield step
+                elif isinstance(step, Exception):
+                    raise step
+                else:
+                    await step()
+        finally:
+            self.num_open -= 1
+
+    def forget(self, key: str) -> None:
+        self.forgotten.append(key)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with one request of a `FakeSGLang`, once `after` tokens were streamed."""
+
+    how: Literal["cut", "silence", "abort", "frame", "refuse", "done"]
+    after: int = 0
+    status: int = 500
+    body: bytes = b'{"error": {"message": "broken on purpose"}}'
+    status_code: int | None = None  # of an abort
+
+
+@dataclass
+class FakeSGLang:
+    """Speaks SGLang 0.5.23's /generate, and continues every prompt along `answer`.
+
+    `num_prompt` ids of a request are the prompt, the rest must be the beginning of the answer.
+    """
+
+    answer: Sequence[int]
+    num_prompt: int = 3
+    incremental: bool = True
+    tokens_a_frame: int = 1
+    end: Literal["stop", "length"] = "stop"
+    version: str = "v0"
+    context_length: int = 1000
+    max_total_num_tokens: int = 2000
+    faults: deque[Fault] = field(default_factory=deque)
+    ready: bool = True
+    model_path: str = "fake"
+    gate: anyio.Event | None = None  # streams wait for it before their first frame
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    num_streaming: int = 0
+    url: str = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[FakeSGLang]:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_post("/abort_request", self._abort)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield self
+        finally:
+            with anyio.move_on_after(5, shield=True):
+                await runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        self.requests.append(asked)
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault.how == "refuse":
+            return web.Response(status=fault.status, body=fault.body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.num_streaming += 1
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            await self._stream(request, response, asked, fault)
+        finally:
+            self.num_streaming -= 1
+        return response
+
+    async def _stream(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        asked: dict[str, Any],
+        fault: Fault | None,
+    ) -> None:
+        had = len(asked["input_ids"]) - self.num_prompt
+        ids = list(self.answer[had:][: asked["sampling_params"]["max_new_tokens"]])
+        stop = len(ids) if fault is None else min(fault.after, len(ids))
+        sent = 0
+        while sent < stop:
+            upto = min(sent + self.tokens_a_frame, stop)
+            last = fault is None and upto == len(ids)
+            finish = {"type": self.end} if last else None
+            await _send(response, self._frame(ids, sent, upto, had, finish))
+            sent = upto
+        if fault is not None:
+            await self._break(request, response, ids, sent, had, fault)
+        await response.write(b"data: [DONE]\n\n")
+
+    async def _break(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        ids: list[int],
+        sent: int,
+        had: int,
+        fault: Fault,
+    ) -> None:
+        match fault.how:
+            case "cut":
+                assert request.transport is not None
+                request.transport.close()
+            case "silence":
+                await anyio.sleep_forever()
+            case "abort":
+                finish = {
+                    "type": "abort", "message": "Aborted", "status_code": fault.status_code
+                }  # fmt: skip
+                upto = min(sent + 1, len(ids))  # an abort's last frame may carry tokens
+                await _send(response, self._frame(ids, sent, upto, had, finish))
+            case "frame":
+                await response.write(b"data: " + fault.body + b"\n\n")
+
+    def _frame(
+        self, ids: list[int], start: int, stop: int, had: int, finish: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        first = start if self.incremental else 0
+        meta: dict[str, Any] = {
+            "finish_reason": finish,
+            "weight_version": self.version,
+            "completion_tokens": stop,
+            "output_token_logprobs": [[logprob(had + i), ids[i], None] for i in range(first, stop)],
+            "cached_tokens": 2,
+        }
+        if finish is not None:
+            meta["weight_versions"] = [{"version": self.version, "start": 0, "end": stop}]
+        return {"text": "", "output_ids": ids[first:stop], "meta_info": meta}
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        info = {"model_path": self.model_path, "version": "0.5.23", "weight_version": self.version}
+        return web.json_response({**info, "max_total_num_tokens": self.max_total_num_tokens})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"max_model_len": self.context_length}]})
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=200 if self.ready else 503)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        return web.Response()
+
+
+async def _send(response: web.StreamResponse, frame: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(frame).encode() + b"\n\n")
+
+
+def spans_cover(spans: Sequence[VersionSpan], length: int) -> bool:
+    """Whether `spans` lie end to end from 0 to `length`."""
+    edges = [edge for span in spans for edge in (span.start, span.end)]
+    return edges[:1] + edges[-1:] == ([0, length] if length else []) and all(
+        left.end == right.start for left, right in itertools.pairwise(spans)
+    )
+
+
+async def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+    """Wait until `condition` holds, letting everything else run meanwhile."""
+    with anyio.fail_after(within_s):
+        while not condition():  # noqa: ASYNC110
+            await anyio.sleep(0.001)
