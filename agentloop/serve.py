@@ -22,7 +22,6 @@ import anyio
 import anyio.abc
 import orjson
 import pydantic
-import structlog
 from aiohttp import web
 from anyio.streams.memory import MemoryObjectSendStream
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -45,8 +44,6 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message, StopReason, Trajectory
 
 __all__ = ["App", "AppSettings", "listening", "main"]
-
-log = structlog.get_logger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

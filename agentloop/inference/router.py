@@ -11,6 +11,7 @@ A stream that breaks goes on elsewhere from its exact ids, so that its reader se
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field, replace
 
 import anyio
 import pydantic
-import structlog
 
 from agentloop.errors import PromptTooLong, RequestError, ServerRefused, ServerUnavailable
 from agentloop.inference.kv_ledger import KVLedger
@@ -27,7 +27,7 @@ from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 _MAX_STICKY = 100_000  # trajectories remembered; the oldest are forgotten
 
@@ -133,6 +133,7 @@ class Router:
         router = cls([(server, await server.info()) for server in servers], settings)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(router._probe)
+            tasks.start_soon(router._watch_streams)
             try:
                 yield router
             finally:
@@ -193,15 +194,25 @@ class Router:
             )
             seat = await self._place(rest)
             on_placed(seat.server.url, "")
+            offset = len(received)
+            params = rest.sampling.to_sglang(
+                max_new_tokens=rest.max_new_tokens, stop_ids=rest.stop_ids
+            )
             try:
-                offset = len(received)
-                async with aclosing(self._stream(seat, rest)) as chunks:
+                async with aclosing(seat.server.generate(rest.ids, params, rid=rest.rid)) as chunks:
                     async for chunk in chunks:
+                        self._ledger.grow(rest.rid, len(chunk.ids))
                         received += chunk.ids
-                        yield _shifted(chunk, offset) if chunk.end and offset else chunk
-                return
+                        if chunk.end is None:
+                            yield chunk
+                        elif chunk.end is not TurnEnd.ABORT:
+                            yield _shifted(chunk, offset)
+                            return
+                        else:  # not by us: what it carried is good, and the turn goes on
+                            yield replace(chunk, end=None, versions=())
+                            raise ServerUnavailable(f"{seat.server.url} aborted: {chunk.error}")
             except (ServerUnavailable, ServerRefused) as error:
-                if isinstance(error, ServerRefused) and error.status < 500:
+                if isinstance(error, ServerRefused) and not _worth_moving(error):
                     raise RequestError(str(error)) from error
                 self._mark_ill(seat, str(error))
                 on_moved(seat.server.url, str(error))
@@ -215,22 +226,6 @@ class Router:
     def forget(self, key: str) -> None:
         """A trajectory ended: its place in a server's cache is of no more use."""
         self._sticky.pop(key, None)
-
-    async def _stream(self, seat: _Seat, generation: Generation) -> AsyncGenerator[Chunk, None]:
-        params = generation.sampling.to_sglang(
-            max_new_tokens=generation.max_new_tokens, stop_ids=generation.stop_ids
-        )
-        stream = seat.server.generate(generation.ids, params, rid=generation.rid)
-        async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                self._ledger.grow(generation.rid, len(chunk.ids))
-                if chunk.end is not TurnEnd.ABORT:
-                    yield chunk
-                    continue
-                # Nobody here asked for it: what it carried is good, and the turn goes on.
-                if chunk.ids:
-                    yield replace(chunk, end=None)
-                raise ServerUnavailable(f"{seat.server.url} aborted: {chunk.error}")
 
     async def _place(self, generation: Generation) -> _Seat:
         if len(self._waiting) >= self._settings.max_waiting:
@@ -287,7 +282,7 @@ class Router:
     def _mark_ill(self, seat: _Seat, reason: str) -> None:
         if seat.healthy:
             seat.healthy = False
-            log.warning("server failed", server=seat.server.url, reason=reason)
+            log.warning("%s failed: %s", seat.server.url, reason)
         self._ill.set()
 
     async def _probe(self) -> None:
@@ -298,10 +293,22 @@ class Router:
             for seat in self._seats.values():
                 if not seat.healthy and await seat.server.is_ready():
                     seat.healthy = True
-                    log.info("server is well again", server=seat.server.url)
+                    log.info("%s is well again", seat.server.url)
             if all(seat.healthy for seat in self._seats.values()):
                 self._ill = anyio.Event()
             self._admit()
+
+    async def _watch_streams(self) -> None:
+        """Break the streams that are silent for too long; their turns go on elsewhere."""
+        while True:
+            await anyio.sleep(min(1.0, self._settings.stall_timeout_s / 4))
+            for seat in self._seats.values():
+                seat.server.close_stalled()
+
+
+def _worth_moving(error: ServerRefused) -> bool:
+    """Whether another server, or a later time, may answer what this one refused."""
+    return error.status >= 500 or error.status in (408, 429)
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -325,6 +332,8 @@ def _ended_unseen(generation: Generation, received: list[int]) -> Chunk | None:
 
 def _shifted(chunk: Chunk, offset: int) -> Chunk:
     """`versions` counted from the turn's first token, not from where it went on."""
+    if not offset:
+        return chunk
     spans = tuple(
         VersionSpan(span.version, span.start + offset, span.end + offset) for span in chunk.versions
     )

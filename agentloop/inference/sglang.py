@@ -6,12 +6,14 @@ Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import anyio
 import orjson
 import pydantic
 
@@ -114,6 +116,15 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A response under way, and when it was last heard."""
+
+    response: aiohttp.ClientResponse
+    heard_s: float
+    closed: bool = False
+
+
 class SGLangServer:
     """A client of one server. Knows nothing of the others."""
 
@@ -125,12 +136,13 @@ class SGLangServer:
         connect_timeout_s: float = 5.0,
         stall_timeout_s: float = 120.0,
     ) -> None:
-        """`stall_timeout_s` bounds the silence between two frames, not the whole stream."""
+        """`stall_timeout_s` bounds the silence before and between frames, not the whole stream."""
         self.url = url.rstrip("/")
         self._session = session
-        self._stream_timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=connect_timeout_s, sock_read=stall_timeout_s
-        )
+        self._stall_timeout_s = stall_timeout_s
+        # No timeout of aiohttp's for the reads: it costs a timer a frame. See close_stalled().
+        self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
+        self._streams: set[_Stream] = set()
 
     async def generate(
         self, ids: Sequence[int], params: dict[str, Any], *, rid: str
@@ -148,28 +160,42 @@ class SGLangServer:
             "return_logprob": True,
             "rid": rid,
         }
-        try:
-            async with self._session.post(
-                self.url + "/generate", json=body, timeout=self._stream_timeout
-            ) as response:
-                if response.status != 200:
-                    raise await _refusal(self.url, response)
-                async with aclosing(self._chunks(response)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerUnavailable(f"{self.url}: {_say(error)}") from error
-
-    async def _chunks(self, response: aiohttp.ClientResponse) -> AsyncGenerator[Chunk, None]:
         decoder = FrameDecoder()
         seen = 0
-        while data := await response.content.readany():
-            for chunk in _together(self.url, decoder.feed(data), seen):
-                seen += len(chunk.ids)
-                yield chunk
-                if chunk.end is not None:
-                    return
-        raise ServerUnavailable(f"{self.url}: the stream ended after {seen} tokens, unfinished")
+        stream: _Stream | None = None
+        try:
+            with anyio.fail_after(self._stall_timeout_s):
+                response = await self._session.post(
+                    self.url + "/generate", json=body, timeout=self._stream_timeout
+                )
+            async with response:
+                if response.status != 200:
+                    raise await _refusal(self.url, response)
+                stream = _Stream(response, time.monotonic())
+                self._streams.add(stream)
+                while data := await response.content.readany():
+                    stream.heard_s = time.monotonic()
+                    for chunk in _together(self.url, decoder.feed(data), seen):
+                        seen += len(chunk.ids)
+                        yield chunk
+                        if chunk.end is not None:
+                            return
+            raise ServerUnavailable(f"{self.url}: the stream ended after {seen} tokens, unfinished")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            silent = f"silent for {self._stall_timeout_s:g} s, after {seen} tokens"
+            why = silent if stream is not None and stream.closed else _say(error)
+            raise ServerUnavailable(f"{self.url}: {why}") from error
+        finally:
+            if stream is not None:
+                self._streams.discard(stream)
+
+    def close_stalled(self) -> None:
+        """Break the streams that have been silent for too long; to be called now and then."""
+        limit = time.monotonic() - self._stall_timeout_s
+        for stream in self._streams:
+            if stream.heard_s < limit:
+                stream.closed = True
+                stream.response.close()
 
     async def abort(self, rid: str) -> None:
         """Tell the server to drop a request; best effort, bounded to ten seconds."""
