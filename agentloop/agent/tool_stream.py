@@ -9,7 +9,8 @@ call: its `error` tells the model what was wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentloop.agent.chat_format import ChatFormat, TextStream
@@ -19,6 +20,8 @@ __all__ = ["CLOSE", "OPEN", "ToolCallStream", "decode_call"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MAX_CALL_TOKENS = 65_536
+_MAX_DEPTH = 100
+_SURROGATE_RE = re.compile("[\ud800-\udfff]")
 
 
 class ToolCallStream:
@@ -58,9 +61,10 @@ class ToolCallStream:
                 calls.append(self._close(raw, self._open_at, self._position + 1))
             elif self._open_at is not None:
                 self._inside.append(token)
+                if len(self._inside) > _MAX_CALL_TOKENS:
+                    why = f"it exceeds {_MAX_CALL_TOKENS} tokens"
+                    calls.append(self._unclosed(self._position + 1, why))
             self._position += 1
-        if self._open_at is not None and len(self._inside) > _MAX_CALL_TOKENS:
-            calls.append(self._unclosed(self._position, f"it exceeds {_MAX_CALL_TOKENS} tokens"))
         return calls
 
     def finish(self) -> list[ToolCall]:
@@ -175,9 +179,31 @@ def _json(text: str) -> Any:
     """Parse what a model wrote: integers of any size stay exact, and code may hold raw newlines.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply to be read.
+        ValueError: it is not JSON, or is what others that read the call later could not write.
     """
     try:
-        return json.loads(text, strict=False)
+        value = json.loads(text, strict=False, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(value) > _MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    if "\\ud" in text.lower() and _SURROGATE_RE.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("it has half of a surrogate pair")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [item for value in level for item in _items(value)]:
+        depth += 1
+    return depth
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
