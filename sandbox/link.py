@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import anyio
 
@@ -106,8 +106,8 @@ class SocketProtocol(asyncio.Protocol):
         self._link = link
         self._transport: asyncio.Transport | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, made: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, made)  # uvloop's is one, but not by inheritance
         if self._transport is not None:  # one worker, one connection
             transport.abort()
             return

@@ -6,5 +6,6 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """asyncio on uvloop: what the commands run on."""
+    return "asyncio", {"use_uvloop": True}
