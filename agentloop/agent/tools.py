@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import anyio
@@ -100,8 +100,8 @@ class FunctionTool:
     MAX_THREADS = 64
 
     def __init__(self, function: ToolFunction, *, timeout_s: float = 30.0) -> None:
-        self.name: str = getattr(function, "__name__", "")
         self.schema = _schema(function)
+        self.name: str = function.__name__
         self.timeout_s = timeout_s
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
@@ -116,7 +116,9 @@ class FunctionTool:
             model = self._arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
             return ToolOutput(CallStatus.BAD_ARGUMENTS, f"[bad arguments] {_explain(error)}")
-        kwargs = {name: getattr(model, name) for name in type(model).model_fields}
+        kwargs = {
+            str(f.alias): getattr(model, name) for name, f in type(model).model_fields.items()
+        }
         started_s = anyio.current_time()
         with anyio.move_on_after(self.timeout_s):
             try:
@@ -164,6 +166,12 @@ class CallerTool:
         yield run
 
 
+@dataclass(slots=True, eq=False)
+class _Opened:
+    run: RunTool
+    closing: anyio.Event = field(default_factory=anyio.Event)
+
+
 class Tools:
     """The tools of one trajectory, opened as they are called.
 
@@ -180,10 +188,9 @@ class Tools:
             if tool.name in self._tools:
                 raise RequestError(f"tools: two are named {tool.name!r}")
             self._tools[tool.name] = tool
-        self._opened: dict[str, RunTool] = {}
+        self._opened: dict[str, _Opened] = {}
         self._locks: dict[str, anyio.Lock] = {}
         self._keepers = anyio.create_task_group()
-        self._closing = anyio.Event()
 
     @property
     def schemas(self) -> list[Schema]:
@@ -194,7 +201,8 @@ class Tools:
         return self
 
     async def __aexit__(self, *exc_info: Any) -> bool | None:
-        self._closing.set()
+        for opened in self._opened.values():
+            opened.closing.set()
         return await self._keepers.__aexit__(*exc_info)
 
     async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -204,36 +212,40 @@ class Tools:
             text = f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
             return ToolOutput(CallStatus.UNKNOWN_TOOL, text)
         while True:
-            run = self._opened.get(name) or await self._open(name)
+            opened = self._opened.get(name) or await self._open(name)
             try:
-                return await run(arguments)
+                return await opened.run(arguments)
             except Reopen:
-                if self._opened.get(name) is run:
+                opened.closing.set()
+                if self._opened.get(name) is opened:
                     del self._opened[name]
 
-    async def _open(self, name: str) -> RunTool:
+    async def _open(self, name: str) -> _Opened:
         # Two calls of a turn may be the first of their tool at once.
         async with self._locks.setdefault(name, anyio.Lock()):
             if name not in self._opened:
                 self._opened[name] = await self._keepers.start(self._keep, self._tools[name])
             return self._opened[name]
 
-    async def _keep(self, tool: Tool, *, task_status: anyio.abc.TaskStatus[RunTool]) -> None:
+    async def _keep(self, tool: Tool, *, task_status: anyio.abc.TaskStatus[_Opened]) -> None:
         # A context that opens tasks must be left in the task that entered it.
         async with tool.open() as run:
-            task_status.started(run)
-            await self._closing.wait()  # no deadline: ends with the trajectory, which has one
+            opened = _Opened(run)
+            task_status.started(opened)
+            await opened.closing.wait()  # no deadline: ends with the trajectory, which has one
 
 
-_thread_places: dict[int, anyio.CapacityLimiter] = {}
+_thread_places = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_thread_places")
 
 
 async def _in_daemon_thread(function: Callable[[], Any], max_threads: int) -> Any:
     """Run `function` in a thread that cannot keep the process from exiting."""
     loop_token = anyio.lowlevel.current_token()
-    limiter = _thread_places.setdefault(
-        id(loop_token.native_token), anyio.CapacityLimiter(max_threads)
-    )
+    try:
+        limiter = _thread_places.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(max_threads)
+        _thread_places.set(limiter)
     done = anyio.Event()
     outcome: list[tuple[bool, Any]] = []
     borrower = object()
@@ -266,10 +278,12 @@ def _schema(function: ToolFunction) -> Schema:
         get_json_schema,
     )
 
-    name = getattr(function, "__name__", repr(function))
+    name = getattr(function, "__name__", None)
+    if not isinstance(name, str):
+        raise RequestError(f"tools: {function!r} has no name: wrap it in a function")
     try:
         schema: Schema = get_json_schema(_with_described_arguments(function))
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise RequestError(f"tools: {name} cannot become a tool: {error}") from error
     return schema
 
@@ -293,7 +307,11 @@ def _arguments_model(function: ToolFunction) -> type[pydantic.BaseModel]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise RequestError(f"tools: {function.__name__}: parameter {name!r} has no plain name")
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[name] = (hints.get(name, Any), default)
+        # By alias: as a field's own name pydantic refuses `_x`, and warns of `json` and `copy`.
+        fields[f"argument_{len(fields)}"] = (
+            hints.get(name, Any),
+            pydantic.Field(default, alias=name),
+        )
     config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     return pydantic.create_model(f"{function.__name__}_arguments", __config__=config, **fields)
 

@@ -176,7 +176,7 @@ def test_brackets_in_a_string_are_not_nesting() -> None:
         ('{"name": "f", "arguments": {}}', {}),
         ('{"arguments": {"a": 1}, "name": "f"}', {"a": 1}),
         ('{"name": "f", "arguments": "{\\"a\\": 1}"}', {"a": 1}),
-        ('{"name": "f", "arguments": {"code": "a = 1\nprint(a)\t"}}', {"code": "a = 1\nprint(a)\t"}),
+        ('{"name": "f", "arguments": {"code": "a = 1\nprint()\t"}}', {"code": "a = 1\nprint()\t"}),
         ('{"name": "f", "arguments": {"n": 123456789012345678901234567890}}',
          {"n": 123456789012345678901234567890}),
         ('{"name": "f", "arguments": {"s": "\\ud83d\\udc0d \\u00e9"}}', {"s": "🐍 é"}),

@@ -1,0 +1,363 @@
+"""Functions as tools, and one trajectory's use of them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from agentloop.agent.tools import (
+    CallerTool,
+    FunctionTool,
+    Reopen,
+    RunTool,
+    ToolOutput,
+    Tools,
+    as_tool,
+)
+from agentloop.errors import RequestError
+from agentloop.trajectory import CallStatus
+
+pytestmark = pytest.mark.anyio
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiply two integers."""
+    return a * b
+
+
+async def greet(name: str, *, loud: bool = False) -> str:
+    """
+    Greet somebody.
+
+    Args:
+        name: Who is greeted.
+        loud: Whether to shout.
+    """
+    await anyio.lowlevel.checkpoint()
+    return f"HELLO {name}" if loud else f"hello {name}"
+
+
+async def call(function: Callable[..., Any], /, **arguments: Any) -> ToolOutput:
+    async with Tools([function]) as tools:
+        return await tools.run(function.__name__, arguments)
+
+
+def test_a_one_line_docstring_is_enough_for_a_schema() -> None:
+    schema = as_tool(multiply).schema
+    assert schema["function"]["name"] == "multiply"
+    assert schema["function"]["description"] == "Multiply two integers."
+    parameters = schema["function"]["parameters"]
+    assert parameters["properties"]["a"]["type"] == "integer"
+    assert parameters["required"] == ["a"]
+    assert multiply.__doc__ == "Multiply two integers."  # left as it was
+
+
+def test_a_google_docstring_describes_the_arguments() -> None:
+    properties = as_tool(greet).schema["function"]["parameters"]["properties"]
+    assert properties["name"]["description"] == "Who is greeted."
+    assert properties["loud"]["type"] == "boolean"
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+def untyped(a) -> int:  # type: ignore[no-untyped-def]
+    """Take anything."""
+    return 0
+
+
+def unresolved(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
+    """Take what does not exist."""
+    return 0
+
+
+def splat(*args: int) -> int:
+    """Take many."""
+    return 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        undocumented,
+        untyped,
+        unresolved,
+        splat,
+        functools.partial(multiply, 3),
+        lambda: 0,
+        print,
+        3,
+        "python",
+    ],
+)
+def test_what_cannot_become_a_tool_is_refused(function: Any) -> None:
+    with pytest.raises(RequestError, match="tools: "):
+        as_tool(function)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(RequestError, match="two are named 'multiply'"):
+        Tools([multiply, FunctionTool(multiply)])
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({}, "each must be"),
+        ({"type": "function"}, "each must be"),
+        ({"type": "function", "function": {}}, "function.name is missing"),
+        ({"type": "function", "function": {"name": 3}}, "function.name is missing"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        CallerTool(schema)
+
+
+async def test_sync_and_async_functions_answer() -> None:
+    assert (await call(multiply, a=37, b=48)).content == "1776"
+    output = await call(greet, name="you", loud=True)
+    assert (output.status, output.content) == (CallStatus.OK, "HELLO you")
+    assert output.started_s is not None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is", "as it is"),
+        ({"a": [1, None]}, '{"a":[1,null]}'),
+        (None, "null"),
+        (2**70, str(2**70)),
+        ({1, 2}, "{1, 2}"),
+    ],
+)
+async def test_values_become_text(value: Any, text: str) -> None:
+    def give() -> Any:
+        """Give a value."""
+        return value
+
+    assert (await call(give)).content == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "a: Field required"),
+        ({"a": "many"}, "a: Input should be a valid integer"),
+        ({"a": 1, "c": 3}, "c: Extra inputs"),
+        ({"a": 1, "argument_0": 3}, "argument_0: Extra inputs"),
+    ],
+)
+async def test_bad_arguments_are_told_to_the_model(arguments: dict[str, Any], said: str) -> None:
+    output = await call(multiply, **arguments)
+    assert output.status is CallStatus.BAD_ARGUMENTS
+    assert said in output.content
+
+
+async def test_parameters_may_have_any_name() -> None:
+    def store(json: str, copy: int, model_config: bool, schema: str = "s", _hidden: int = 1) -> str:
+        """Store things whose names pydantic uses itself."""
+        return f"{json} {copy} {model_config} {schema} {_hidden}"
+
+    arguments = {"json": "j", "copy": 1, "model_config": True, "_hidden": 5}
+    assert (await call(store, **arguments)).content == "j 1 True s 5"
+    wrong = await call(store, **{**arguments, "copy": "x"})
+    assert "copy: " in wrong.content
+
+
+async def test_a_tool_that_raises_is_read_by_the_model() -> None:
+    def bad() -> None:
+        """Raise."""
+        raise ValueError("no such thing")
+
+    async def worse() -> None:
+        """Raise too."""
+        raise TimeoutError
+
+    def exiting() -> None:
+        """Leave."""
+        raise SystemExit(3)
+
+    output = await call(bad)
+    assert (output.status, output.content) == (
+        CallStatus.ERROR,
+        "[error] ValueError: no such thing",
+    )
+    assert (await call(worse)).status is CallStatus.ERROR
+    assert (await call(exiting)).status is CallStatus.ERROR
+
+
+async def test_a_tool_that_hangs_is_stopped() -> None:
+    left = anyio.Event()
+
+    async def hang() -> None:
+        """Hang."""
+        try:
+            await anyio.sleep_forever()
+        finally:
+            left.set()
+
+    async with Tools([FunctionTool(hang, timeout_s=0.01)]) as tools:
+        output = await tools.run("hang", {})
+    assert output.status is CallStatus.TIMEOUT
+    assert left.is_set()
+
+
+async def test_a_thread_that_hangs_is_abandoned_and_keeps_its_place() -> None:
+    release = threading.Event()
+
+    def hang() -> str:
+        """Hang in a thread."""
+        release.wait(10)
+        return "late"
+
+    try:
+        async with Tools([FunctionTool(hang, timeout_s=0.01)]) as tools:
+            assert (await tools.run("hang", {})).status is CallStatus.TIMEOUT
+    finally:
+        release.set()
+
+
+async def test_an_unknown_tool_is_told_what_there_is() -> None:
+    async with Tools([multiply, greet]) as tools:
+        output = await tools.run("nope", {})
+    assert output.status is CallStatus.UNKNOWN_TOOL
+    assert "the tools are: multiply, greet" in output.content
+
+
+def test_threads_left_behind_by_one_event_loop_take_no_place_in_the_next() -> None:
+    started: list[threading.Thread] = []
+    release = threading.Event()
+
+    def hang() -> None:
+        """Hang in a thread."""
+        started.append(threading.current_thread())
+        release.wait(10)
+
+    async def fill() -> None:
+        tool = FunctionTool(hang, timeout_s=0.02)
+        tool.MAX_THREADS = 1
+        async with Tools([tool]) as tools:
+            await tools.run("hang", {})
+
+    for count in range(1, 6):
+        release.clear()
+        anyio.run(fill)
+        assert len(started) == count
+        release.set()
+        started[-1].join(5)
+        gc.collect()  # so that the next loop may have this one's address
+
+
+class Stateful:
+    """A tool that counts its openings; `hang_at` names an await that never ends."""
+
+    name = "stateful"
+    schema: Mapping[str, Any] = {"type": "function", "function": {"name": name}}
+
+    def __init__(self, hang_at: str = "", lose_after: int | None = None) -> None:
+        self.hang_at = hang_at
+        self.lose_after = lose_after
+        self.num_opened = 0
+        self.num_open = 0
+        self.running = 0
+        self.most_open = 0
+        self.at = anyio.Event()
+
+    async def _maybe(self, point: str) -> None:
+        if point == self.hang_at:
+            self.at.set()
+            await anyio.sleep_forever()
+        await anyio.lowlevel.checkpoint()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[RunTool]:
+        await self._maybe("open")
+        self.num_opened += 1
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        count = 0
+
+        async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
+            nonlocal count
+            if self.lose_after is not None and count >= self.lose_after:
+                raise Reopen
+            count += 1
+            self.running += 1
+            try:
+                await self._maybe("run")
+            finally:
+                self.running -= 1
+            return ToolOutput(CallStatus.OK, f"{self.num_opened}.{count}")
+
+        try:
+            yield run
+        finally:
+            self.num_open -= 1
+
+
+async def test_state_lasts_for_the_trajectory_and_ends_with_it() -> None:
+    tool = Stateful()
+    async with Tools([tool]) as tools:
+        assert tool.num_opened == 0  # not before it is called
+        assert (await tools.run("stateful", {})).content == "1.1"
+        assert (await tools.run("stateful", {})).content == "1.2"
+        assert tool.num_open == 1
+    assert tool.num_open == 0
+
+
+async def test_two_first_calls_at_once_open_once() -> None:
+    tool = Stateful()
+    async with Tools([tool]) as tools, anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(tools.run, "stateful", {})
+    assert tool.num_opened == 1
+
+
+async def test_a_lost_state_is_closed_and_opened_anew() -> None:
+    tool = Stateful(lose_after=1)
+    async with Tools([tool]) as tools:
+        said = [(await tools.run("stateful", {})).content for _ in range(4)]
+        assert said == ["1.1", "2.1", "3.1", "4.1"]
+        await anyio.wait_all_tasks_blocked()
+        assert tool.num_open == 1  # a state that is lost holds nothing for the rest of it
+    assert tool.num_open == 0
+
+
+@pytest.mark.parametrize("point", ["open", "run"])
+async def test_cancelled_anywhere_it_leaves_nothing(point: str) -> None:
+    tool = Stateful(hang_at=point)
+    with anyio.CancelScope() as scope:
+        async with Tools([tool]) as tools, anyio.create_task_group() as tasks:
+            tasks.start_soon(tools.run, "stateful", {})
+            await tool.at.wait()
+            scope.cancel()
+    assert scope.cancelled_caught
+    assert (tool.num_open, tool.running) == (0, 0)
+
+
+@pytest.mark.parametrize("point", ["open", "run"])
+async def test_one_call_is_cancelled_and_the_next_can_run(point: str) -> None:
+    tool = Stateful(hang_at=point)
+    async with Tools([tool]) as tools:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tools.run, "stateful", {})
+            await tool.at.wait()
+            tasks.cancel_scope.cancel()
+        tool.hang_at = ""
+        assert (await tools.run("stateful", {})).status is CallStatus.OK
+    assert (tool.num_open, tool.running) == (0, 0)
+
+
+async def test_a_caller_tool_runs_nothing() -> None:
+    tool = CallerTool({"type": "function", "function": {"name": "theirs"}})
+    async with Tools([tool]) as tools:
+        assert (await tools.run("theirs", {"any": "thing"})).status is CallStatus.CALLER
