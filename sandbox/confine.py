@@ -224,7 +224,7 @@ def describe(spaces: str, rooted: str, filtered: str) -> dict[str, str]:
         "capabilities": "none in a call",
         "system calls": filtered,
         "memory": "address space of each process; no: all processes of a call together",
-        "process count": "limit per call" if uid[spaces].startswith("one") else "no",
+        "process count": "limit per call" if uid[spaces].startswith("one") else "limit per worker",
     }
 
 

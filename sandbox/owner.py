@@ -44,12 +44,19 @@ def make_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_tag()}-"))
 
 
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except FileNotFoundError:  # another pool was quicker
+        return False
+
+
 def reap_dirs() -> int:
     """Remove the directories that dead owners left behind; how many there were."""
     num = 0
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         tag = path.name.removeprefix(PREFIX).rpartition("-")[0]
-        if path.lstat().st_uid == os.getuid() and is_dead(tag):
+        if is_dead(tag) and _is_ours(path):
             shutil.rmtree(path, ignore_errors=True)
             num += 1
     return num

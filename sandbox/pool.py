@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import os
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -37,6 +38,10 @@ log = logging.getLogger("sandbox")
 
 GRACE_S = 5.0  # what a worker may take beyond a call's own time before it counts as hung
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
+
+# Worker ids are unique among all pools of all processes that use an engine.
+_token = secrets.token_hex(3)
+_numbers = itertools.count()
 
 
 class _Worker:
@@ -143,7 +148,6 @@ class Pool:
         self._seat_freed = anyio.Event()
         self._counts: dict[str, int] = dict.fromkeys(CallStatus, 0)
         self._num_replaced = 0
-        self._names = itertools.count()
         self._backend: Backend
         self._group: TaskGroup
         self._stack = AsyncExitStack()
@@ -188,7 +192,7 @@ class Pool:
         """Keep one worker up for as long as the pool lives."""
         failures = 0
         while True:
-            worker_id = f"{os.getpid()}-{next(self._names)}"
+            worker_id = f"{os.getpid()}-{_token}-{next(_numbers)}"
             try:
                 async with self._backend.worker(worker_id) as link:
                     failures = 0

@@ -42,7 +42,7 @@ class ProcessBackend:
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
         link = Link(worker_id)
-        scratch = await anyio.to_thread.run_sync(_make_scratch)
+        scratch = await anyio.to_thread.run_sync(make_scratch)
         protocol = SocketProtocol(link)
         process: anyio.abc.Process | None = None
         try:
@@ -99,9 +99,13 @@ def _memory_file(text: str) -> int:
     return fd
 
 
-def _make_scratch() -> Path:
-    reap_dirs()
-    path = make_dir()
+def make_scratch() -> Path:
+    """The directory of a new worker; what killed processes left of theirs is removed."""
+    try:
+        reap_dirs()
+        path = make_dir()
+    except OSError as error:
+        raise SandboxUnavailable(f"no scratch directory for a worker: {error}") from error
     path.chmod(0o711)  # calls of other uids pass through to their own directories
     return path
 

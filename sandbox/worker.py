@@ -791,8 +791,19 @@ class Front:
         while self.deadlines and self.deadlines[0][0] <= now:
             call = heapq.heappop(self.deadlines)[2]
             child = self.calls.get(call.id)
-            if child is not None and child.call is call:
+            if child is None or child.call is not call:
+                continue
+            if call.session is not None and call.verdict is None and child.pid:
+                self.interrupt(child, call)
+            else:
                 self.condemn(child, "timeout")
+
+    def interrupt(self, child: Child, call: Call) -> None:
+        """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on."""
+        call.verdict = "timeout"
+        heapq.heappush(self.deadlines, (time.monotonic() + 0.5, next(self.serial), call))
+        with contextlib.suppress(OSError):
+            os.kill(child.pid or 0, signal.SIGINT)
 
     # -- the supervisor's connection --------------------------------------------------------
 
@@ -1049,7 +1060,7 @@ class Front:
         if not said:
             self.unwatch(child.channel.fileno())
             return
-        if child.call is not None and child.call.verdict is None:
+        if child.call is not None and not child.doomed:
             self.drain(child)
             self.answer(child, time.monotonic(), None, 0.0, 0)
 
@@ -1104,17 +1115,18 @@ class Front:
     def judge(
         self, call: Call, exit_code: int | None, signum: int | None, error: dict[str, Any] | None
     ) -> str:
+        if call.verdict is None and exit_code == 0:
+            return "ok"
+        # Counted at every bad end, so that a kill of an earlier call isn't taken for this one's.
+        before, self.oom_kills = self.oom_kills, count_oom_kills()
         if call.verdict is not None:
             return call.verdict
         if signum == signal.SIGXCPU:
             return "timeout"
-        if signum == signal.SIGKILL:
-            before, self.oom_kills = self.oom_kills, count_oom_kills()
-            return "oom" if self.oom_kills > before else "killed"
+        if signum == signal.SIGKILL and self.oom_kills > before:
+            return "oom"
         if signum is not None:
             return "killed"
-        if exit_code == 0:
-            return "ok"
         return "oom" if error and error["type"] == "MemoryError" else "error"
 
     # -- cleaning ---------------------------------------------------------------------------

@@ -1,0 +1,281 @@
+"""The pool over local workers: results, waiting, cancelling, sessions, losses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+import sandbox
+from sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable, SessionLost
+from tests.sandbox.conftest import BARE
+
+pytestmark = pytest.mark.anyio
+
+FOREVER = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(1)"
+
+
+def worker_processes(pool: Pool) -> list[int]:
+    """Our children, and theirs."""
+    found = [os.getpid()]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            found.extend(map(int, task.read_text().split()))
+    return found[1:]
+
+
+async def wait_until(happened: object) -> None:
+    assert callable(happened)
+    with anyio.fail_after(10):
+        while not happened():  # noqa: ASYNC110 - what happens in the kernel sets no event
+            await anyio.sleep(0.01)
+
+
+def test_public_names() -> None:
+    assert set(sandbox.__all__) >= {
+        "Pool", "PoolSettings", "Session", "CallResult", "CallStatus", "CallError",
+        "SandboxError", "SandboxUnavailable", "SessionLost", "Overloaded",
+    }  # fmt: skip
+    assert all(hasattr(sandbox, name) for name in sandbox.__all__)
+
+
+async def test_output_value_and_times(pool: Pool) -> None:
+    before = time.monotonic_ns()
+    result = await pool.run("import sys\nprint('out')\nprint('err', file=sys.stderr)\n6 * 7")
+    assert (result.status, result.exit_code, result.signal) == (CallStatus.OK, 0, None)
+    assert (result.stdout, result.stderr, result.result) == ("out\n", "err\n", "42")
+    assert (result.stdout_bytes, result.stderr_bytes, result.truncated) == (4, 4, False)
+    assert result.started_ns is not None
+    assert before < result.started_ns < time.monotonic_ns()
+    assert result.max_rss > 1 << 20
+    assert result.run_s > 0
+    assert result.attempt == 1
+
+
+async def test_stdin(pool: Pool) -> None:
+    text = "größe\n" * 50_000
+    result = await pool.run("import sys; print(len(sys.stdin.read()))", stdin=text)
+    assert result.stdout.strip() == str(len(text))
+    assert (await pool.run("input()")).error == sandbox.CallError(
+        "EOFError",
+        "EOF when reading a line",
+        1,
+        'Traceback (most recent call last):\n  File "<call>", line 1, in <module>\n'
+        "    input()\nEOFError: EOF when reading a line\n",
+    )
+
+
+async def test_traceback_shows_the_program_alone(pool: Pool) -> None:
+    result = await pool.run("def f(x):\n    return 1 / x\n\nprint('a')\nf(0)\n")
+    assert result.status is CallStatus.ERROR
+    assert result.error is not None
+    assert (result.error.type, result.error.line) == ("ZeroDivisionError", 2)
+    assert "worker" not in result.stderr
+    assert "return 1 / x" in result.stderr
+    assert result.stdout == "a\n"
+
+
+async def test_syntax_error_names_its_line(pool: Pool) -> None:
+    result = await pool.run("x = 1\nx = = 2")
+    assert result.error is not None
+    assert (result.error.type, result.error.line) == ("SyntaxError", 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code"),
+    [
+        ("raise SystemExit", CallStatus.OK, 0),
+        ("raise SystemExit(3)", CallStatus.ERROR, 3),
+        ("raise SystemExit('why')", CallStatus.ERROR, 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", CallStatus.KILLED, None),
+    ],
+)
+async def test_exit(pool: Pool, code: str, status: CallStatus, exit_code: int | None) -> None:
+    result = await pool.run(code)
+    if code.endswith("SIGKILL)") and result.status is CallStatus.OK:
+        pytest.skip("pid 1 of its own namespace can't kill itself")
+    assert (result.status, result.exit_code) == (status, exit_code)
+
+
+async def test_threads_and_exit_handlers_finish(pool: Pool) -> None:
+    result = await pool.run(
+        "import atexit, threading, time\natexit.register(print, 'exit')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n"
+        "print('main')"
+    )
+    assert result.stdout == "main\nthread\nexit\n"
+
+
+async def test_calls_do_not_share_state(pool: Pool) -> None:
+    await pool.run("import builtins; builtins.left = 1; open('left', 'w').close()")
+    result = await pool.run("import os; print('left' in globals(), os.listdir('.'))\nleft")
+    assert result.stdout == "False []\n"
+    assert result.error is not None
+    assert result.error.type == "NameError"
+
+
+async def test_calls_draw_different_random_numbers(pool: Pool) -> None:
+    draws = {(await pool.run("import random; random.random()")).result for _ in range(5)}
+    assert len(draws) == 5
+
+
+async def test_long_output_keeps_head_and_tail(pool: Pool) -> None:
+    result = await pool.run("for i in range(50_000): print(i)")
+    assert result.truncated
+    assert result.stdout.startswith("0\n1\n")
+    assert result.stdout.endswith("49998\n49999\n")
+    assert len(result.stdout) < 70_000
+    assert result.stdout_bytes == sum(len(f"{i}\n") for i in range(50_000))
+
+
+async def test_large_code(pool: Pool) -> None:
+    result = await pool.run(f"x = {'a' * 500_000!r}\nlen(x)")
+    assert result.result == "500000"
+
+
+async def test_too_large_is_refused(pool: Pool) -> None:
+    result = await pool.run("#" * (9 << 20))
+    assert result.status is CallStatus.SANDBOX_ERROR
+    assert result.status.infrastructure
+    assert result.error is not None
+    assert "the most is" in result.error.message
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+async def test_timeout_must_be_positive(pool: Pool, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        await pool.run("1", timeout_s=timeout_s)
+
+
+async def test_many_at_once_each_its_own_answer(pool: Pool) -> None:
+    answers: dict[int, str | None] = {}
+
+    async def one(n: int) -> None:
+        answers[n] = (await pool.run(f"{n} * 2")).result
+
+    async with anyio.create_task_group() as group:
+        for n in range(200):
+            group.start_soon(one, n)
+    assert answers == {n: str(2 * n) for n in range(200)}
+    assert pool.stats()["busy"] == 0
+
+
+async def test_cancelling_the_caller_kills_the_call(pool: Pool) -> None:
+    with anyio.move_on_after(0.3):
+        await pool.run(FOREVER, timeout_s=600)
+    await wait_until(lambda: pool.stats()["busy"] == 0)
+    assert (await pool.run("1")).ok
+
+
+async def test_waiting_is_bounded_and_in_order() -> None:
+    settings = BARE.model_copy(update={"slots_per_worker": 1, "max_waiting": 2})
+    async with Pool(settings) as pool:
+        order: list[str] = []
+
+        async def call(name: str, code: str, timeout_s: float) -> None:
+            result = await pool.run(code, timeout_s=timeout_s)
+            order.append(f"{name} {result.status}")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(call, "first", FOREVER, 0.5)
+            await wait_until(lambda: pool.stats()["busy"] == 1)
+            group.start_soon(call, "second", "1", 4)
+            group.start_soon(call, "third", "1", 4)
+            await wait_until(lambda: pool.stats()["waiting"] == 2)
+            group.start_soon(call, "fourth", "1", 4)
+        assert order == ["fourth overloaded", "first timeout", "second ok", "third ok"]
+
+
+async def test_a_call_of_a_lost_worker_runs_again() -> None:
+    async with Pool(BARE) as pool:
+        results = []
+
+        async def call() -> None:
+            results.append(await pool.run("import time; time.sleep(0.5); print(1)"))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(call)
+            await wait_until(lambda: pool.stats()["busy"] == 1)
+            for pid in worker_processes(pool):
+                os.kill(pid, signal.SIGKILL)
+        (result,) = results
+        assert (result.stdout, result.attempt) == ("1\n", 2)
+        assert pool.stats()["workers"] == 1
+        assert pool.stats()["replaced"] == 1
+
+
+async def test_a_worker_is_recycled() -> None:
+    settings = BARE.model_copy(update={"recycle_after": 3})
+    async with Pool(settings) as pool:
+        workers = [(await pool.run("1")).worker_id for _ in range(7)]
+    assert len(set(workers)) == 3
+    assert all(workers)
+
+
+async def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chmod(tmp_path, 0o755)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    others = set(worker_processes(Pool()))
+    async with Pool(BARE) as pool:
+        async with pool.session() as session:
+            await session.run("x = 1")
+        await pool.run("import os, time\nif os.fork() == 0: os.setsid(); time.sleep(600)")
+    assert set(worker_processes(pool)) <= others
+    assert os.listdir(tmp_path) == []
+
+
+async def test_session_keeps_its_variables(pool: Pool) -> None:
+    async with pool.session() as session:
+        assert (await session.run("x = 41\nprint('set')")).stdout == "set\n"
+        assert (await session.run("x + 1")).result == "42"
+        assert (await session.run("1 / 0")).status is CallStatus.ERROR
+        assert (await session.run("import sys; sys.exit(2)")).exit_code == 2
+        assert (await session.run("input() + str(x)", stdin="in")).result == "'in41'"
+        async with pool.session() as other:
+            assert (await other.run("x")).error is not None
+    assert pool.stats()["sessions"] == 0
+
+
+async def test_session_survives_a_timeout_that_it_heeds(pool: Pool) -> None:
+    async with pool.session() as session:
+        await session.run("x = 1")
+        late = await session.run("import time; time.sleep(60)", timeout_s=0.2)
+        assert late.status is CallStatus.TIMEOUT
+        assert (await session.run("x")).result == "1"
+
+
+async def test_a_killed_session_is_an_explicit_error(pool: Pool) -> None:
+    async with pool.session() as session:
+        code = "import time\nwhile True:\n  try: time.sleep(9)\n  except BaseException: pass"
+        assert (await session.run(code, timeout_s=0.2)).status is CallStatus.TIMEOUT
+        await wait_until(lambda: session.lost)
+        with pytest.raises(SessionLost, match="variables are gone"):
+            await session.run("1")
+    assert (await pool.run("1")).ok
+
+
+async def test_a_session_is_lost_with_its_worker() -> None:
+    async with Pool(BARE) as pool, pool.session() as session:
+        await session.run("x = 1")
+        for pid in worker_processes(pool):
+            os.kill(pid, signal.SIGKILL)
+        await wait_until(lambda: session.lost)
+        with pytest.raises(SessionLost):
+            await session.run("x")
+
+
+async def test_no_engine_is_said_plainly() -> None:
+    settings = PoolSettings(backend="docker", engines=["unix:///nowhere/docker.sock"])
+    with pytest.raises(SandboxUnavailable, match="no Docker Engine answers at unix:///nowhere"):
+        async with Pool(settings):
+            pass
+
+
+async def test_the_body_s_exception_comes_out_unchanged() -> None:
+    with pytest.raises(LookupError, match="mine"):
+        async with Pool(BARE):
+            raise LookupError("mine")

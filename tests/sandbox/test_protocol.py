@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sandbox import ProtocolError
+from sandbox.protocol import HEADER, FrameReader, encode
+
+
+def test_frames_survive_any_chunking() -> None:
+    messages = [{"id": n, "code": "é" * n} for n in range(50)]
+    data = b"".join(map(encode, messages))
+    for size in (1, 3, 7, 4096, len(data)):
+        reader = FrameReader()
+        seen = []
+        for start in range(0, len(data), size):
+            seen += reader.feed(data[start : start + size])
+        assert seen == messages
+
+
+def test_lone_surrogates_pass() -> None:
+    frame = encode({"code": "\ud800"})
+    assert json.loads(frame[HEADER.size :]) == {"code": "\ud800"}
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (HEADER.pack(1 << 31), "a frame of"),
+        (HEADER.pack(1) + b"{", "not JSON"),
+        (HEADER.pack(2) + b"[]", "not list"),
+    ],
+)
+def test_nonsense_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        FrameReader().feed(data)
