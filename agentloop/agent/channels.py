@@ -18,7 +18,7 @@ class Channel(StrEnum):
 
 
 _REASONING = ("reason", "think")
-_TAG_RE = re.compile(r"</?(?:reason|think|answer|tool_call)>|<\|[a-z_]+\|>")
+_TAG_RE = re.compile(r"</?(?:reason|think|answer|tool_call)>|<\|[a-z_]{1,20}\|>")
 _LONGEST_TAG = 24
 
 
@@ -59,6 +59,8 @@ class Channels:
         opens = not tag.startswith("</")
         if name == "tool_call":
             self._in_call = opens
+        elif self._in_call:
+            return  # a program may spell what it likes
         elif name in _REASONING:
             self._channel = Channel.REASONING if opens else Channel.CONTENT
         elif name == "answer" and opens:

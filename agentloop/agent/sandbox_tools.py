@@ -7,14 +7,14 @@ state lasts for the trajectory. Names and parameters as in rStar2-Agent.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, ClassVar
 
 import anyio
 
 from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
 from agentloop.trajectory import CallStatus
-from sandbox import CallResult, Pool, Session, SessionLost
+from sandbox import CallResult, Pool, SandboxError, Session, SessionLost
 from sandbox import CallStatus as SandboxStatus
 
 __all__ = ["JupyterCode", "PythonCode", "describe"]
@@ -91,8 +91,20 @@ class JupyterCode:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RunTool]:
-        async with self._pool.session() as session:
-            yield _Notebook(session, self._timeout_s).run
+        async with AsyncExitStack() as stack:
+            try:
+                session = await stack.enter_async_context(self._pool.session())
+            except SandboxError as error:
+                yield _refusing(str(error))
+            else:
+                yield _Notebook(session, self._timeout_s).run
+
+
+def _refusing(why: str) -> RunTool:
+    async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
+        return ToolOutput(CallStatus.INFRASTRUCTURE, f"no notebook: {why}")
+
+    return run
 
 
 class _Notebook:
@@ -155,7 +167,8 @@ def _ending(result: CallResult) -> str:
         case SandboxStatus.KILLED:
             return f"[killed] by signal {result.signal}"
         case _:
-            return f"[{result.status}]"
+            why = f": {result.error.message}" if result.error else ""
+            return f"[{result.status}]{why}"
 
 
 def _output(result: CallResult) -> ToolOutput:

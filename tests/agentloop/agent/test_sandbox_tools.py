@@ -1,0 +1,166 @@
+"""The built-in tools over a sandbox that is played: what the model reads, and who is to blame."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from agentloop.agent.sandbox_tools import JupyterCode, PythonCode, describe
+from agentloop.agent.tools import Tools
+from agentloop.trajectory import CallStatus
+from sandbox import CallError, CallResult, Overloaded, Pool, SessionLost
+from sandbox import CallStatus as SandboxStatus
+
+pytestmark = pytest.mark.anyio
+
+
+def result(status: SandboxStatus = SandboxStatus.OK, **fields: Any) -> CallResult:
+    return CallResult(id=1, status=status, **fields)
+
+
+class FakePool:
+    """Gives the results that it was given; a cell of the text `hang` never ends."""
+
+    def __init__(self, *results: CallResult | Exception, full: bool = False) -> None:
+        self.results = list(results)
+        self.full = full
+        self.asked: list[tuple[str, str, float | None]] = []
+        self.num_sessions = 0
+        self.num_open = 0
+        self.num_running = 0
+
+    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+        self.asked.append((code, stdin, timeout_s))
+        self.num_running += 1
+        assert self.num_running == 1  # cells run one at a time
+        try:
+            if code == "hang":
+                await anyio.sleep_forever()
+            await anyio.lowlevel.checkpoint()
+        finally:
+            self.num_running -= 1
+        answer = self.results.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[FakePool]:
+        if self.full:
+            raise Overloaded("no seat")
+        self.num_sessions += 1
+        self.num_open += 1
+        try:
+            yield self
+        finally:
+            self.num_open -= 1
+
+
+def pool(fake: FakePool) -> Pool:
+    return cast(Pool, fake)
+
+
+async def test_a_program_gets_its_input_and_its_deadline() -> None:
+    fake = FakePool(result(stdout="1776\n"))
+    async with Tools([PythonCode(pool(fake), timeout_s=2.5)]) as tools:
+        output = await tools.run(PythonCode.name, {"code": "print(1)", "input": "x"})
+    assert (output.status, output.content) == (CallStatus.OK, "1776")
+    assert fake.asked == [("print(1)", "x", 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "code: missing"),
+        ({"code": 3}, "code: a string is expected"),
+        ({"code": "", "input": None}, "input: a string is expected"),
+        ({"code": "", "cmd": ""}, "cmd: unknown"),
+    ],
+)
+async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], said: str) -> None:
+    fake = FakePool()
+    async with Tools([PythonCode(pool(fake)), JupyterCode(pool(fake))]) as tools:
+        for name in (PythonCode.name, JupyterCode.name):
+            output = await tools.run(name, arguments)
+            assert output.status is CallStatus.BAD_ARGUMENTS
+            assert said in output.content or name == JupyterCode.name
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "text"),
+    [
+        (result(), CallStatus.OK, "(no output)"),
+        (result(stdout="a\n", result="3"), CallStatus.OK, "a\n3"),
+        (result(SandboxStatus.ERROR, stderr="boom\n", exit_code=3), CallStatus.ERROR,
+         "[stderr]\nboom\n[error] exit code 3"),
+        (result(SandboxStatus.ERROR, error=CallError("ValueError", "no", line=4)), CallStatus.ERROR,
+         "[error] ValueError: no (line 4)"),
+        (result(SandboxStatus.TIMEOUT, run_s=4.0), CallStatus.TIMEOUT,
+         "[timeout] stopped after 4 s"),
+        (result(SandboxStatus.OOM), CallStatus.OOM, "[out of memory]"),
+        (result(SandboxStatus.KILLED, signal=9), CallStatus.KILLED, "[killed] by signal 9"),
+    ],
+)  # fmt: skip
+async def test_what_the_model_reads(given: CallResult, status: CallStatus, text: str) -> None:
+    assert describe(given) == text
+    async with Tools([PythonCode(pool(FakePool(given)))]) as tools:
+        output = await tools.run(PythonCode.name, {"code": ""})
+    assert (output.status, output.content) == (status, text)
+
+
+@pytest.mark.parametrize("status", [s for s in SandboxStatus if s.infrastructure])
+async def test_what_the_sandbox_did_wrong_is_not_the_models(status: SandboxStatus) -> None:
+    given = CallResult.failed(1, status, "worker 7 was lost")
+    async with Tools([PythonCode(pool(FakePool(given)))]) as tools:
+        output = await tools.run(PythonCode.name, {"code": ""})
+    assert output.status is CallStatus.INFRASTRUCTURE
+    assert "worker 7 was lost" in output.content
+
+
+async def test_cells_share_a_session_that_ends_with_the_trajectory() -> None:
+    fake = FakePool(result(), result())
+    async with Tools([JupyterCode(pool(fake))]) as tools, anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(tools.run, JupyterCode.name, {"code": "x"})
+    assert (fake.num_sessions, fake.num_open) == (1, 0)
+
+
+async def test_a_notebook_that_the_model_killed_is_restarted_and_it_is_told() -> None:
+    fake = FakePool(result(SandboxStatus.OOM), result(result="1"))
+    async with Tools([JupyterCode(pool(fake))]) as tools:
+        first = await tools.run(JupyterCode.name, {"code": "x"})
+        second = await tools.run(JupyterCode.name, {"code": "x"})
+        await anyio.wait_all_tasks_blocked()
+        assert fake.num_open == 1  # the dead session's seat is for others
+    assert "variables are gone" in first.content
+    assert (second.status, second.content) == (CallStatus.OK, "1")
+    assert (fake.num_sessions, fake.num_open) == (2, 0)
+
+
+async def test_a_notebook_lost_by_us_is_infrastructure() -> None:
+    fake = FakePool(SessionLost("worker died"))
+    async with Tools([JupyterCode(pool(fake))]) as tools:
+        output = await tools.run(JupyterCode.name, {"code": "x"})
+    assert output.status is CallStatus.INFRASTRUCTURE
+
+
+async def test_no_seat_for_a_notebook_is_infrastructure() -> None:
+    async with Tools([JupyterCode(pool(FakePool(full=True)))]) as tools:
+        output = await tools.run(JupyterCode.name, {"code": "x"})
+    assert output.status is CallStatus.INFRASTRUCTURE
+    assert "no seat" in output.content
+
+
+async def test_a_cancelled_cell_leaves_no_session() -> None:
+    fake = FakePool()
+    with anyio.CancelScope() as scope:
+        async with Tools([JupyterCode(pool(fake))]) as tools, anyio.create_task_group() as tasks:
+            tasks.start_soon(tools.run, JupyterCode.name, {"code": "hang"})
+            await anyio.wait_all_tasks_blocked()
+            scope.cancel()
+    assert (fake.num_sessions, fake.num_open, fake.num_running) == (1, 0, 0)
