@@ -34,7 +34,7 @@ CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
 DEVICES = ("null", "zero", "full", "random", "urandom")
-SCRATCH = "/tmp"
+SCRATCH = "/scratch"  # not /tmp: an interpreter may live there
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -123,7 +123,7 @@ def build_root(base: str, scratch_mib: int) -> None:
     for name in DEVICES:
         bind(f"/dev/{name}", base, read_only=False)
     for name in ("proc", "old", SCRATCH[1:]):
-        os.mkdir(f"{base}/{name}")
+        os.makedirs(f"{base}/{name}", exist_ok=True)
     mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     size = f"size={scratch_mib}m,nr_inodes=8k,mode=1777"
     mount("tmpfs", base + SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, size)

@@ -68,7 +68,7 @@ PEEK = """
 import os
 for path in ("environ", "mem", "fd/0", "fd/5", "maps", "cwd/x", "root/etc/hostname"):
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        if int(pid) != os.getpid():
+        if pid != os.readlink("/proc/self"):
             try:
                 with open(f"/proc/{pid}/{path}", "rb") as f:
                     f.read(1)
@@ -176,7 +176,7 @@ ATTACKS = [
     Attack("write to the root", "open('/x', 'w')", (ERROR,), says("Read-only")),
     Attack("other processes", PEEK, (OK,), prints("")),
     Attack("kill everybody", KILLS, (OK,), prints("alive"), wall="uid"),
-    Attack("kill the group", "import os; os.kill(0, 9)", (KILLED,)),
+    Attack("kill the group", "import os; os.kill(0, 9)", (KILLED, OK)),
     Attack("become root", "import os; os.setuid(0)", (ERROR,), wall="uid"),
     Attack("system calls", SYSCALLS, (OK,), prints("")),
     Attack("sockets", SOCKETS, (OK,), prints("")),
