@@ -19,6 +19,7 @@ __all__ = [
     "Emit",
     "Event",
     "Feed",
+    "RolloutAbandoned",
     "RolloutFinished",
     "RolloutStarted",
     "TokensSampled",
@@ -90,6 +91,13 @@ class RolloutFinished:
     trajectory: Trajectory
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutAbandoned:
+    """It was cancelled, or it raised: there is no trajectory."""
+
+    rollout_id: str
+
+
 Event = (
     RolloutStarted
     | TurnStarted
@@ -99,6 +107,7 @@ Event = (
     | TurnMoved
     | TurnFinished
     | RolloutFinished
+    | RolloutAbandoned
 )
 Emit = Callable[[Event], None]
 

@@ -8,7 +8,7 @@ import json
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import anyio
@@ -80,7 +80,7 @@ def template(source: str = TEMPLATE) -> Render:
     return render
 
 
-def tokenizer(tags: Sequence[str] = TAGS, *, normalizer: Any = None) -> Tokenizer:
+def tokenizer(tags: Sequence[str] = TAGS, *, normalizer: Any = None, corpus: str = "") -> Tokenizer:
     """Byte-level, so that it can spell anything; `tags` and ChatML's two are single tokens."""
     made = Tokenizer(models.BPE())
     if normalizer is not None:
@@ -93,7 +93,7 @@ def tokenizer(tags: Sequence[str] = TAGS, *, normalizer: Any = None) -> Tokenize
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator([CORPUS] * 3, trainer)
+    made.train_from_iterator([CORPUS, CORPUS, CORPUS, corpus], trainer)
     made.add_special_tokens([AddedToken(text, normalized=False) for text in (START, END)])
     made.add_tokens([AddedToken(text, normalized=False) for text in tags])
     return made
@@ -162,7 +162,7 @@ class ScriptedEngine:
         on_placed: Callable[[str, str], None],
         on_moved: Callable[[str, str], None],
     ) -> AsyncGenerator[Chunk, None]:
-        self.asked.append(generation)
+        self.asked.append(replace(generation, ids=list(generation.ids)))
         on_placed("http://fake", "")
         self.num_open += 1
         try:

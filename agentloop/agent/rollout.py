@@ -29,6 +29,7 @@ from agentloop.events import (
     CallFinished,
     CallStarted,
     Emit,
+    RolloutAbandoned,
     RolloutFinished,
     RolloutStarted,
     TokensSampled,
@@ -91,7 +92,7 @@ class Engine(Protocol):
 
 
 class _Broken(Exception):
-    """A call was lost to the infrastructure, and so is the rollout."""
+    """A call or a turn was lost to the infrastructure, and so is the rollout."""
 
 
 @dataclass(slots=True)
@@ -127,7 +128,18 @@ class Rollout:
             )
         self._trajectory = Trajectory(self.id, prompt_ids, created_unix_s=time.time())
         self.emit(RolloutStarted(self.id, len(prompt_ids)))
-        trajectory = self._trajectory
+        try:
+            await self._within_time(self._trajectory)
+        except BaseException:
+            self.emit(RolloutAbandoned(self.id))
+            raise
+        finally:
+            self.engine.forget(self.id)
+        self._trajectory.elapsed_s = self._now()
+        self.emit(RolloutFinished(self.id, self._trajectory))
+        return self._trajectory
+
+    async def _within_time(self, trajectory: Trajectory) -> None:
         trajectory.stop_reason = StopReason.TIME_BUDGET  # unless the turns end it sooner
         with anyio.move_on_after(self.budget.timeout_s):
             try:
@@ -139,10 +151,6 @@ class Rollout:
                     raise error from group
                 trajectory.stop_reason = StopReason.INFRASTRUCTURE
                 trajectory.error = str(error)
-        self.engine.forget(self.id)
-        trajectory.elapsed_s = self._now()
-        self.emit(RolloutFinished(self.id, trajectory))
-        return trajectory
 
     async def _turns(self) -> StopReason:
         ids = list(self._trajectory.prompt_ids)
@@ -152,6 +160,8 @@ class Rollout:
             if room <= 0:
                 return StopReason.TOKEN_BUDGET
             turn = await self._turn(ids, min(room, self.budget.max_turn_tokens or room))
+            if turn.end is TurnEnd.ABORT:
+                raise _Broken("the stream of a turn ended before the turn did")
             if turn.end is TurnEnd.LENGTH:
                 return StopReason.TOKEN_BUDGET
             if any(result.status is CallStatus.CALLER for result in turn.results):
@@ -206,7 +216,7 @@ class Rollout:
         stream = ToolCallStream(self.chat, id_prefix=f"call_{self.id[:12]}_{index}")
         text = TextStream(self.chat) if self.with_text else None
         generation = Generation(
-            rid=f"{self.id}-{index}",
+            rid=uuid.uuid4().hex,
             key=self.id,
             ids=ids,
             sampling=self.sampling,
@@ -271,8 +281,10 @@ class Rollout:
         started_s = dispatched_s
         if output.started_s is not None:
             started_s = output.started_s - self._started
+        # A lone surrogate, as in the name of a file, has no UTF-8 for a model or a client to read.
+        content = output.content.encode("utf-8", "replace").decode()
         result = ToolResult(
-            call.id, call.name, output.status, output.content, dispatched_s, started_s, self._now()
+            call.id, call.name, output.status, content, dispatched_s, started_s, self._now()
         )
         results[call.id] = result
         self.emit(CallFinished(self.id, index, result))
@@ -290,16 +302,21 @@ class Rollout:
 
 def _truncate(chat: ChatFormat, content: str, limit: int) -> list[int]:
     """At most `limit` tokens and the note between them: the head and the tail of `content`."""
-    # Encoding megabytes would block the loop; no tokenizer averages 16 characters a token.
-    if len(content) > 32 * limit:
-        content = content[: 16 * limit] + content[-16 * limit :]
-    ids = chat.encode(content)
-    if len(ids) <= limit:
-        return ids
-    head = (limit + 1) // 2
-    tail = limit - head
-    note = chat.encode(f"\n[... {len(ids) - limit} tokens left out ...]\n")
-    return ids[:head] + note + ids[len(ids) - tail :]
+    num_head = (limit + 1) // 2
+    num_tail = limit - num_head
+    longest = 32 * limit
+    if len(content) > longest:
+        # Encoding megabytes would block the loop, and no text has 32 characters a token.
+        head = chat.encode(content[: longest // 2])[:num_head]
+        tail = chat.encode(content[-longest // 2 :])[-num_tail:]
+        left_out = f"of {len(content)} characters the middle is left out"
+    else:
+        ids = chat.encode(content)
+        if len(ids) <= limit:
+            return ids
+        head, tail = ids[:num_head], ids[-num_tail:]
+        left_out = f"{len(ids) - limit} tokens left out"
+    return head + chat.encode(f"\n[... {left_out} ...]\n") + tail
 
 
 def _extend_versions(spans: list[VersionSpan], version: str, start: int, end: int) -> None:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from agentloop.events import (
     CallFinished,
     Event,
+    RolloutAbandoned,
     RolloutFinished,
     RolloutStarted,
     TokensSampled,
@@ -73,6 +74,8 @@ class Metrics:
             case RolloutFinished(trajectory=trajectory):
                 self._in_flight.dec()
                 self._rollouts.labels(trajectory.stop_reason).inc()
+            case RolloutAbandoned():
+                self._in_flight.dec()
             case CallFinished(result=result):
                 # A name that the model made up must not become a label.
                 known = result.status not in ("unknown_tool", "malformed")

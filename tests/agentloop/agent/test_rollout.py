@@ -1,0 +1,521 @@
+"""One trajectory: exact, bounded, and without traces wherever it is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.rollout import Budget, Rollout
+from agentloop.agent.tools import CallerTool, RunTool, ToolOutput
+from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    Event,
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutStarted,
+    TokensSampled,
+    TurnFinished,
+    TurnStarted,
+)
+from agentloop.inference.sglang import Chunk
+from agentloop.trajectory import (
+    CallStatus,
+    StopReason,
+    Trajectory,
+    TurnEnd,
+    VersionSpan,
+)
+from tests.agentloop.agent.test_tools import Stateful
+from tests.support import (
+    END,
+    ScriptedEngine,
+    Step,
+    call_text,
+    chat_format,
+    chunks,
+    logprob,
+    spans_cover,
+    template,
+    tokenizer,
+    written,
+)
+
+pytestmark = pytest.mark.anyio
+
+CHAT = chat_format()
+ASKED = [{"role": "user", "content": "What is 37 times 48?"}]
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers."""
+    return a * b
+
+
+async def echo(text: str) -> str:
+    """Say it again."""
+    return text
+
+
+def says(text: str, *, end: TurnEnd = TurnEnd.STOP) -> list[Step]:
+    """A turn, a token a frame."""
+    ids = written(CHAT, text + (END if end is TurnEnd.STOP else ""))
+    return list(chunks(ids, range(1, len(ids)), end=end))
+
+
+def rollout(engine: ScriptedEngine, tools: Sequence[Any] = (), **options: Any) -> Rollout:
+    return Rollout(engine=engine, chat=CHAT, messages=ASKED, tools=tools, **options)
+
+
+def check(trajectory: Trajectory, engine: ScriptedEngine) -> None:
+    """What holds of every trajectory."""
+    ids = trajectory.ids
+    lengths = {len(x) for x in (trajectory.mask, trajectory.logprobs, trajectory.versions)}
+    assert lengths == {len(ids)}
+    for bit, logprob_, version in zip(
+        trajectory.mask, trajectory.logprobs, trajectory.versions, strict=True
+    ):
+        assert (version is not None) == bool(bit)
+        assert bit or logprob_ == 0.0
+    at = len(trajectory.prompt_ids)
+    for turn, asked in zip(trajectory, engine.asked, strict=False):
+        assert asked.ids == ids[:at]  # each prompt extends the last one's ids
+        assert len(turn.logprobs) == len(turn.output_ids)
+        assert spans_cover(turn.versions, len(turn.output_ids))
+        assert turn.text == CHAT.decode(turn.output_ids)
+        calls = [call.id for call in turn.calls]
+        assert [r.call_id for r in turn.results] == [
+            i for i in calls if i in {r.call_id for r in turn.results}
+        ]
+        assert len(set(calls)) == len(calls)
+        at += len(turn.output_ids) + len(turn.observation_ids)
+    assert sum(trajectory.mask) == trajectory.num_sampled_tokens
+    assert engine.num_open == 0
+    assert engine.forgotten == [trajectory.id]
+    assert trajectory.to_dict()["ids"] == ids
+
+
+async def test_a_question_is_answered() -> None:
+    engine = ScriptedEngine(says("It is 1776."))
+    trajectory = await rollout(engine).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert trajectory.text == f"It is 1776.{END}"
+    assert trajectory.turns[0].end is TurnEnd.STOP
+    assert trajectory.turns[0].logprobs == [
+        logprob(i) for i in range(trajectory.num_sampled_tokens)
+    ]
+
+
+async def test_a_call_is_run_and_its_result_read_in_the_next_turn() -> None:
+    engine = ScriptedEngine(says(call_text("multiply", {"a": 37, "b": 48})), says("It is 1776."))
+    trajectory = await rollout(engine, [multiply]).run()
+    check(trajectory, engine)
+    (result,) = trajectory.results
+    assert (result.status, result.content) == (CallStatus.OK, "1776")
+    assert trajectory.turns[0].observation_ids == CHAT.observation(["1776"])
+    assert result.dispatched_s <= result.started_s <= result.ended_s <= trajectory.elapsed_s
+
+
+async def test_events_tell_the_story_in_order() -> None:
+    events: list[Event] = []
+    engine = ScriptedEngine(says(call_text("echo", {"text": "x"})), says("done"))
+    await rollout(engine, [echo], emit=events.append).run()
+    told = [type(event) for event in events if not isinstance(event, TokensSampled)]
+    turn = [TurnStarted, CallStarted, CallFinished, TurnFinished]
+    assert told == [RolloutStarted, *turn, TurnStarted, TurnFinished, RolloutFinished]
+    text = "".join(event.text for event in events if isinstance(event, TokensSampled))
+    assert text == f"{call_text('echo', {'text': 'x'})}{END}done{END}"
+
+
+async def test_a_call_starts_while_its_turn_goes_on() -> None:
+    started = anyio.Event()
+
+    async def ping() -> str:
+        """Say that it runs."""
+        started.set()
+        return "pong"
+
+    async def until_started() -> None:
+        with anyio.fail_after(5):
+            await started.wait()  # the turn cannot end before the call has begun
+
+    first, *rest = says(" and then some text")
+    engine = ScriptedEngine(
+        [*says(call_text("ping", {}), end=TurnEnd.LENGTH)[:-1],
+         *chunks(written(CHAT, "</tool_call>"), end=None), until_started, first, *rest],
+        says("done"),
+    )  # fmt: skip
+    trajectory = await rollout(engine, [ping]).run()
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert trajectory.results[0].dispatched_s <= trajectory.turns[0].generated_s
+
+
+async def test_calls_of_a_turn_run_at_once_and_answer_in_their_order() -> None:
+    finished: list[int] = []
+    gates = [anyio.Event() for _ in range(3)]
+
+    async def wait(n: int) -> int:
+        """Wait for all that come later."""
+        if n < 2:
+            await gates[n + 1].wait()
+        finished.append(n)
+        gates[n].set()
+        return n
+
+    engine = ScriptedEngine(
+        says("\n".join(call_text("wait", {"n": n}) for n in range(3))), says("done")
+    )
+    trajectory = await rollout(engine, [wait]).run()
+    check(trajectory, engine)
+    assert finished == [2, 1, 0]
+    assert [result.content for result in trajectory.results] == ["0", "1", "2"]
+    assert trajectory.turns[0].observation_ids == CHAT.observation(["0", "1", "2"])
+
+
+Script = list[tuple[list[tuple[str, int]], str]]  # per turn: calls with their delays, and text
+
+scripts: st.SearchStrategy[Script] = st.lists(
+    st.tuples(
+        st.lists(
+            st.tuples(st.sampled_from(["later", "nope", "fail"]), st.integers(0, 3)), max_size=3
+        ),
+        st.text("ab é\n", max_size=6),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def turn_text(calls: list[tuple[str, int]], text: str) -> str:
+    return text + "".join(call_text(name, {"n": n}) for name, n in calls) + text
+
+
+@settings(max_examples=40, deadline=None)
+@given(scripts, st.lists(st.integers(0, 150), max_size=12), st.booleans(), st.integers(8, 30))
+async def test_the_record_is_that_of_serial_execution(
+    script: Script, cuts: list[int], with_text: bool, limit: int
+) -> None:
+    async def later(n: int) -> str:
+        """Answer some time later."""
+        for _ in range(n):
+            await anyio.lowlevel.checkpoint()
+        return "é" * n * 10
+
+    async def fail(n: int) -> None:
+        """Fail."""
+        raise ValueError(n)
+
+    def steps(ids: list[int], cuts: Sequence[int]) -> list[Step]:
+        return list(chunks(ids, [min(cut, len(ids)) for cut in cuts]))
+
+    async def run(cuts: Sequence[int]) -> tuple[Trajectory, ScriptedEngine]:
+        turns = [written(CHAT, turn_text(*turn) + END) for turn in script]
+        turns.append(written(CHAT, f"done{END}"))
+        engine = ScriptedEngine(*(steps(ids, cuts) for ids in turns))
+        budget = Budget(max_tool_response_tokens=limit)
+        made = rollout(engine, [later, fail], with_text=with_text, budget=budget)
+        return await made.run(), engine
+
+    serial, _ = await run([])  # all of a turn in one frame: no call starts before its end
+    cut, engine = await run(cuts)
+    check(cut, engine)
+    assert (cut.ids, cut.mask, cut.logprobs) == (serial.ids, serial.mask, serial.logprobs)
+    assert cut.stop_reason is serial.stop_reason
+    assert [r.content for r in cut.results] == [r.content for r in serial.results]
+    assert [r.status for r in cut.results] == [r.status for r in serial.results]
+
+
+async def test_a_malformed_call_is_answered_with_what_was_wrong() -> None:
+    engine = ScriptedEngine(says("<tool_call>{nope</tool_call>"), says("sorry"))
+    trajectory = await rollout(engine, [multiply]).run()
+    check(trajectory, engine)
+    (result,) = trajectory.results
+    assert result.status is CallStatus.MALFORMED
+    assert "not valid JSON" in result.content
+    assert trajectory.stop_reason is StopReason.ANSWERED
+
+
+async def test_an_unclosed_call_at_the_end_of_the_turn_is_answered_too() -> None:
+    engine = ScriptedEngine(says('<tool_call>{"name": "multiply"'), says("sorry"))
+    trajectory = await rollout(engine, [multiply]).run()
+    assert [r.status for r in trajectory.results] == [CallStatus.MALFORMED]
+
+
+async def test_turns_are_bounded() -> None:
+    engine = ScriptedEngine(*(says(call_text("echo", {"text": "x"})) for _ in range(3)))
+    trajectory = await rollout(engine, [echo], budget=Budget(max_turns=2)).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.TURN_BUDGET
+    assert len(trajectory.turns) == len(trajectory.results) == 2
+    assert trajectory.turns[-1].observation_ids == []
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+async def test_response_tokens_are_bounded_tools_included(spare: int) -> None:
+    text = call_text("echo", {"text": "x"})
+    used = len(written(CHAT, text + END)) + len(CHAT.observation(["x"]))
+    engine = ScriptedEngine(says(text), says("d", end=TurnEnd.LENGTH))
+    budget = Budget(max_response_tokens=used + spare)
+    trajectory = await rollout(engine, [echo], budget=budget).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+    assert len(trajectory.turns) == (2 if spare else 1)
+    assert [asked.max_new_tokens for asked in engine.asked][1:] == ([spare] if spare else [])
+    assert trajectory.num_response_tokens <= used + spare
+
+
+async def test_the_models_context_bounds_a_turn_as_well() -> None:
+    length = len(CHAT.prompt(ASKED)) + 5
+    engine = ScriptedEngine(says("abcde", end=TurnEnd.LENGTH), context_length=length)
+    trajectory = await rollout(engine).run()
+    assert engine.asked[0].max_new_tokens == 5
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+
+
+async def test_a_prompt_too_long_is_refused_before_anything_runs() -> None:
+    engine = ScriptedEngine(context_length=len(CHAT.prompt(ASKED)))
+    with pytest.raises(PromptTooLong, match="messages: they make"):
+        await rollout(engine).run()
+    assert engine.asked == []
+
+
+async def test_one_turn_is_bounded() -> None:
+    engine = ScriptedEngine(says("abc", end=TurnEnd.LENGTH))
+    trajectory = await rollout(engine, budget=Budget(max_turn_tokens=3)).run()
+    assert engine.asked[0].max_new_tokens == 3
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+
+
+@pytest.mark.parametrize("where", ["generating", "tool", "opening"])
+async def test_time_is_bounded_wherever_it_goes(where: str) -> None:
+    tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
+    script: list[Step] = [anyio.sleep_forever] if where == "generating" else []
+    engine = ScriptedEngine([*script, *says(call_text("stateful", {}))], says("done"))
+    trajectory = await rollout(engine, [tool], budget=Budget(timeout_s=0.1)).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.TIME_BUDGET
+    assert (tool.num_open, tool.running) == (0, 0)
+
+
+@pytest.mark.parametrize("answers_first", [True, False])
+async def test_length_cuts_the_calls_of_its_turn(answers_first: bool) -> None:
+    """Whether a call's answer came before the cut makes no difference to the record."""
+    tool = Stateful(hang_at="" if answers_first else "run")
+    waits: list[Step] = [anyio.wait_all_tasks_blocked]
+    call = written(CHAT, call_text("stateful", {}))
+    rest = chunks(written(CHAT, " and"), end=TurnEnd.LENGTH, offset=len(call))
+    engine = ScriptedEngine([*chunks(call, end=None), *waits, *rest])
+    trajectory = await rollout(engine, [tool]).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+    assert len(trajectory.calls) == 1
+    assert trajectory.results == []
+    assert (tool.num_open, tool.running) == (0, 0)
+
+
+async def test_a_server_that_is_gone_is_infrastructure_and_no_answer() -> None:
+    script: list[Step] = [*says("It is", end=TurnEnd.LENGTH)[:-1], ServerUnavailable("gone")]
+    engine = ScriptedEngine(script)
+    trajectory = await rollout(engine).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
+    assert trajectory.error == "gone"
+    assert trajectory.turns[0].end is TurnEnd.ABORT
+
+
+@pytest.mark.parametrize("end", [None, TurnEnd.ABORT])
+async def test_a_turn_that_did_not_end_is_no_answer(end: TurnEnd | None) -> None:
+    engine = ScriptedEngine(list(chunks(written(CHAT, "It is"), end=end)))
+    trajectory = await rollout(engine).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
+
+
+class LostError(Exception):
+    """A programmer's error."""
+
+
+class Broken(Stateful):
+    """A tool whose own code is wrong."""
+
+    name = "broken"
+    schema: Mapping[str, Any] = {"type": "function", "function": {"name": name}}
+
+    async def _maybe(self, point: str) -> None:
+        if point == "run":
+            raise LostError
+
+
+async def test_a_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> None:
+    class Lost(CallerTool):
+        @asynccontextmanager
+        async def open(self) -> AsyncIterator[RunTool]:
+            async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
+                return ToolOutput(CallStatus.INFRASTRUCTURE, "worker died")
+
+            yield run
+
+    engine = ScriptedEngine([*says(call_text("lost", {}))[:-1], anyio.sleep_forever])
+    lost = Lost({"type": "function", "function": {"name": "lost"}})
+    trajectory = await rollout(engine, [lost]).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
+    assert trajectory.error == "lost: worker died"
+
+
+async def test_a_programmers_error_comes_out_as_itself() -> None:
+    engine = ScriptedEngine([*says(call_text("broken", {}))[:-1], anyio.sleep_forever])
+    events: list[Event] = []
+    tool = Broken()
+    with pytest.raises(LostError):
+        await rollout(engine, [tool], emit=events.append).run()
+    assert isinstance(events[-1], RolloutAbandoned)
+    assert (tool.num_open, engine.num_open, len(engine.forgotten)) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_request_error_comes_out_plain(early: bool) -> None:
+    script: list[Step] = [*([] if early else says("hm")[:1]), RequestError("ids: bad")]
+    engine = ScriptedEngine(script)
+    with pytest.raises(RequestError, match="ids: bad"):
+        await rollout(engine).run()
+    assert (engine.num_open, len(engine.forgotten)) == (0, 1)
+
+
+async def test_a_bad_request_starts_nothing() -> None:
+    engine = ScriptedEngine()
+    events: list[Event] = []
+    with pytest.raises(RequestError, match="two are named 'echo'"):
+        await rollout(engine, [echo, echo], emit=events.append).run()
+    assert events == []
+
+
+def hook(at: anyio.Event) -> Callable[[], Any]:
+    async def hang() -> None:
+        at.set()
+        await anyio.sleep_forever()
+
+    return hang
+
+
+@pytest.mark.parametrize("where", ["before", "amid", "tool", "opening", "second turn"])
+async def test_cancelled_anywhere_it_leaves_nothing(where: str) -> None:
+    tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
+    here = hook(tool.at)
+    first = says(call_text("stateful", {}))
+    if where == "before":
+        first.insert(0, here)
+    elif where == "amid":
+        first.insert(5, here)
+    second: list[Step] = [here] if where == "second turn" else says("done")
+    engine = ScriptedEngine(first, second)
+    events: list[Event] = []
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rollout(engine, [tool], emit=events.append).run)
+            with anyio.fail_after(5):
+                await tool.at.wait()
+            scope.cancel()
+    assert (tool.num_open, tool.running, engine.num_open) == (0, 0, 0)
+    assert len(engine.forgotten) == 1
+    assert isinstance(events[0], RolloutStarted)
+    assert isinstance(events[-1], RolloutAbandoned)
+
+
+async def test_the_callers_tools_are_left_to_the_caller() -> None:
+    theirs = CallerTool({"type": "function", "function": {"name": "theirs"}})
+    text = call_text("theirs", {"q": 1}) + call_text("echo", {"text": "x"})
+    engine = ScriptedEngine(says(text))
+    trajectory = await rollout(engine, [theirs, echo]).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.CALLER_TOOLS
+    assert [r.status for r in trajectory.results] == [CallStatus.CALLER, CallStatus.OK]
+    assert trajectory.turns[0].observation_ids == []
+
+
+@pytest.mark.parametrize("length", [40, 41, 5_000, 200_000])
+async def test_a_long_tool_response_keeps_its_head_and_its_tail(length: int) -> None:
+    content = "".join(chr(ord("a") + n % 26) for n in range(length))
+
+    async def long() -> str:
+        """Say much."""
+        return content
+
+    engine = ScriptedEngine(says(call_text("long", {})), says("done"))
+    budget = Budget(max_tool_response_tokens=41, max_response_tokens=10_000)
+    trajectory = await rollout(engine, [long], budget=budget).run()
+    check(trajectory, engine)
+    before, after = CHAT.decode(CHAT.observation(["@"])).split("@")
+    body = CHAT.decode(trajectory.turns[0].observation_ids)
+    body = body.removeprefix(before).removesuffix(after)
+    ids = CHAT.encode(content)
+    if len(ids) <= 41:
+        assert body == content
+        return
+    head, _, rest = body.partition("\n[... ")
+    note, _, tail = rest.partition(" ...]\n")
+    assert "left out" in note
+    assert CHAT.encode(head) == ids[:21]
+    assert CHAT.encode(tail) == ids[-20:]
+    assert trajectory.results[0].content == content  # the record has all of it
+
+
+async def test_a_response_of_few_but_long_tokens_says_that_it_is_cut() -> None:
+    async def line() -> str:
+        """Draw a line."""
+        return "=" * 100_000
+
+    made = tokenizer(corpus="=" * 2048)  # with tokens of many equals signs
+    chat = ChatFormat(made, template(), end_token=END)
+    script = [list(chunks(written(chat, f"{text}{END}"))) for text in (call_text("line", {}), "d")]
+    engine = ScriptedEngine(*script)
+    budget = Budget(max_tool_response_tokens=8)
+    trajectory = await Rollout(engine, chat, ASKED, [line], budget=budget).run()
+    assert "left out" in chat.decode(trajectory.turns[0].observation_ids)
+
+
+async def test_surrogates_in_a_result_are_what_the_model_reads() -> None:
+    async def odd() -> str:
+        """Give a file name that is no text."""
+        return "a\udcffb"
+
+    engine = ScriptedEngine(says(call_text("odd", {})), says("done"))
+    trajectory = await rollout(engine, [odd]).run()
+    assert trajectory.results[0].content == "a?b"
+
+
+async def test_versions_follow_a_change_of_weights_in_mid_turn() -> None:
+    ids = written(CHAT, f"abcdef{END}")
+    first, second = ids[:3], ids[3:]
+    script = [
+        *chunks(first, [1], end=None, version="v1"),
+        *chunks(second, [1], version="v2", offset=3),
+    ]
+    engine = ScriptedEngine(list(script))
+    trajectory = await rollout(engine).run()
+    check(trajectory, engine)
+    assert trajectory.turns[0].versions == [
+        VersionSpan("v1", 0, 3),
+        VersionSpan("v2", 3, len(ids)),
+    ]
+
+
+async def test_the_servers_own_account_of_versions_counts_from_where_it_begins() -> None:
+    ids = written(CHAT, f"abcdef{END}")
+    *script, last = chunks(ids, range(1, len(ids)), version="seen")
+    account = (VersionSpan("v1", 2, 4), VersionSpan("v2", 4, len(ids)))
+    end = Chunk(last.ids, last.logprobs, last.version, TurnEnd.STOP, account, cached_tokens=7)
+    engine = ScriptedEngine([*script, end])
+    trajectory = await rollout(engine).run()
+    check(trajectory, engine)
+    assert trajectory.turns[0].versions == [VersionSpan("seen", 0, 2), *account]
+    assert trajectory.turns[0].cached_tokens == 7
