@@ -23,6 +23,8 @@ from agentloop.trajectory import TurnEnd, VersionSpan
 __all__ = ["Chunk", "FrameDecoder", "SGLangServer", "Sampling", "ServerInfo", "http_session"]
 
 _MAX_FRAME_BYTES = 64 << 20
+_MAX_REFUSAL_BYTES = 64 << 10
+_REFUSAL_TIMEOUT_S = 5.0
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
@@ -83,17 +85,24 @@ class FrameDecoder:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        self._half_newline = False
 
     def feed(self, data: bytes) -> list[bytes]:
         """Raises ServerUnavailable where an event outgrows its bound."""
-        if b"\r" in data:
-            data = data.replace(b"\r\n", b"\n")
+        if self._half_newline or b"\r" in data:
+            data = self._with_plain_newlines(data)
         if self._rest:
-            data = self._rest + data
-        *events, self._rest = data.split(b"\n\n")
-        if len(self._rest) > _MAX_FRAME_BYTES:
-            raise ServerUnavailable(f"an event of more than {_MAX_FRAME_BYTES} bytes")
+            # An end may have been cut in two; what lies before it is not looked at again.
+            unseen = len(self._rest) - 1
+            self._rest += data
+            if len(self._rest) > _MAX_FRAME_BYTES:
+                raise ServerUnavailable(f"an event of more than {_MAX_FRAME_BYTES} bytes")
+            if self._rest.find(b"\n\n", unseen) < 0:
+                return []
+            data = bytes(self._rest)
+        *events, rest = data.split(b"\n\n")
+        self._rest = bytearray(rest)
         payloads = []
         for event in events:
             if event.startswith(b"data: ") and b"\n" not in event:
@@ -101,6 +110,14 @@ class FrameDecoder:
             elif payload := _data_lines(event):
                 payloads.append(payload)
         return payloads
+
+    def _with_plain_newlines(self, data: bytes) -> bytes:
+        if self._half_newline:
+            data = b"\r" + data
+        self._half_newline = data.endswith(b"\r")
+        if self._half_newline:
+            data = data[:-1]
+        return data.replace(b"\r\n", b"\n")
 
 
 def _data_lines(event: bytes) -> bytes:
@@ -175,12 +192,16 @@ class SGLangServer:
                 self._streams.add(stream)
                 while data := await response.content.readany():
                     stream.heard_s = time.monotonic()
-                    for chunk in _together(self.url, decoder.feed(data), seen):
+                    for chunk in _together(decoder.feed(data), seen):
                         seen += len(chunk.ids)
                         yield chunk
                         if chunk.end is not None:
                             return
             raise ServerUnavailable(f"{self.url}: the stream ended after {seen} tokens, unfinished")
+        except _NoFrame as error:
+            raise ServerUnavailable(f"{self.url}: a frame that is none: {error}") from error
+        except _ErrorFrame as error:
+            raise ServerRefused(f"{self.url}: {error}", status=error.status) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             silent = f"silent for {self._stall_timeout_s:g} s, after {seen} tokens"
             why = silent if stream is not None and stream.closed else _say(error)
@@ -216,12 +237,12 @@ class SGLangServer:
         try:
             return ServerInfo(
                 model_path=info["model_path"],
-                context_length=models["data"][0]["max_model_len"],
-                max_total_num_tokens=info["max_total_num_tokens"],
+                context_length=int(models["data"][0]["max_model_len"]),
+                max_total_num_tokens=int(info["max_total_num_tokens"]),
                 version=info["version"],
                 weight_version=info.get("weight_version") or "default",
             )
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
     async def _control(self, method: str, path: str, body: Any = None) -> Any:
@@ -240,7 +261,19 @@ class SGLangServer:
             raise ServerRefused(f"{self.url}{path} did not answer in JSON", status=200) from error
 
 
-def _together(url: str, payloads: Sequence[bytes], seen: int) -> Iterator[Chunk]:
+class _NoFrame(Exception):
+    """What came is not what SGLang sends."""
+
+
+class _ErrorFrame(Exception):
+    """The server's own error, in a stream that had begun with status 200."""
+
+    def __init__(self, message: object, status: object) -> None:
+        super().__init__(message)
+        self.status = status if isinstance(status, int) else 500
+
+
+def _together(payloads: Sequence[bytes], seen: int) -> Iterator[Chunk]:
     """Frames that arrived together, as one chunk per policy version.
 
     What comes after costs the same for one token as for many. `seen` tokens came before.
@@ -248,47 +281,50 @@ def _together(url: str, payloads: Sequence[bytes], seen: int) -> Iterator[Chunk]
     ids: list[int] = []
     logprobs: list[float] = []
     version = ""
-    for payload in payloads:
-        if payload == b"[DONE]":
-            break
-        frame = _frame(url, payload)
-        meta = frame["meta_info"]
-        if ids and meta["weight_version"] != version:
-            yield Chunk(ids, logprobs, version)
-            ids, logprobs = [], []
-        version = meta["weight_version"]
-        # Increments with `--incremental-streaming-output`, the whole response so far without:
-        # counting from the end reads both.
-        if num_new := meta["completion_tokens"] - seen:
-            seen += num_new
-            new_ids = frame["output_ids"][-num_new:]
-            new_logprobs = meta["output_token_logprobs"][-num_new:]
-            if not len(new_ids) == len(new_logprobs) == num_new:
-                raise ServerUnavailable(f"{url}: {num_new} new tokens, {len(new_ids)} in the frame")
-            ids += new_ids
-            logprobs += [entry[0] for entry in new_logprobs]
-        if meta["finish_reason"] is not None:
-            yield _last_chunk(ids, logprobs, meta)
-            return
+    try:
+        for payload in payloads:
+            if payload == b"[DONE]":
+                break
+            frame = _frame(payload)
+            meta = frame["meta_info"]
+            if ids and meta["weight_version"] != version:
+                yield Chunk(ids, logprobs, version)
+                ids, logprobs = [], []
+            version = meta["weight_version"]
+            # Increments with `--incremental-streaming-output`, the whole response so far
+            # without: counting from the end reads both.
+            if num_new := meta["completion_tokens"] - seen:
+                seen += num_new
+                new_ids = frame["output_ids"][-num_new:]
+                new_logprobs = meta["output_token_logprobs"][-num_new:]
+                if not len(new_ids) == len(new_logprobs) == num_new:
+                    raise _NoFrame(f"{num_new} new tokens, {len(new_ids)} of them in it")
+                ids += new_ids
+                logprobs += [entry[0] for entry in new_logprobs]
+            if meta["finish_reason"] is not None:
+                yield _last_chunk(ids, logprobs, meta)
+                return
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise _NoFrame(f"{type(error).__name__}: {error}") from error
     if ids:
         yield Chunk(ids, logprobs, version)
 
 
-def _frame(url: str, payload: bytes) -> Any:
-    try:
-        frame = orjson.loads(payload)
-    except orjson.JSONDecodeError as error:
-        raise ServerUnavailable(f"{url}: a frame is not JSON") from error
+def _frame(payload: bytes) -> Any:
+    frame = orjson.loads(payload)
     if "error" in frame:
-        said = frame["error"]
-        message = said.get("message", said) if isinstance(said, dict) else said
-        raise ServerRefused(f"{url}: {message}", status=500)
+        said = frame["error"] if isinstance(frame["error"], dict) else {"message": frame["error"]}
+        # 0.5.23 streams even a bad request with status 200, and tells the true one here.
+        raise _ErrorFrame(said.get("message", said), said.get("code"))
     return frame
 
 
 def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
     finish = meta["finish_reason"]
     kind = finish["type"]
+    status = finish.get("status_code")
+    if isinstance(status, int) and 400 <= status < 500:  # an abort that was the request's fault
+        raise _ErrorFrame(finish.get("message"), status)
     return Chunk(
         ids,
         logprobs,
@@ -304,12 +340,14 @@ def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
 
 
 async def _refusal(where: str, response: aiohttp.ClientResponse) -> ServerRefused:
-    text = await response.text()
+    body = b""
+    with anyio.move_on_after(_REFUSAL_TIMEOUT_S):
+        while len(body) < _MAX_REFUSAL_BYTES and (data := await response.content.readany()):
+            body += data
     try:
-        value = orjson.loads(text)
-        message = value["error"]["message"]
+        message = orjson.loads(body)["error"]["message"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        message = text[:500] or response.reason
+        message = body[:500].decode(errors="replace") or response.reason
     return ServerRefused(f"{where}: {response.status}: {message}", status=response.status)
 
 
