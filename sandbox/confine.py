@@ -214,7 +214,9 @@ def describe(spaces: str, rooted: str, filtered: str) -> dict[str, str]:
     uid = {
         "root": "one per call",
         "user": "no: every call has yours, without rights outside its namespaces",
-        "none": "one per call" if os.getuid() == 0 else "no: every call has yours",
+        "none": "one per call"
+        if os.getuid() == 0
+        else "no: every call has yours, and may signal your processes",
     }
     return {
         "processes apart": "namespaces" if apart else "no: this machine refuses namespaces",

@@ -106,7 +106,8 @@ def make_scratch() -> Path:
         path = make_dir()
     except OSError as error:
         raise SandboxUnavailable(f"no scratch directory for a worker: {error}") from error
-    path.chmod(0o711)  # calls of other uids pass through to their own directories
+    if os.getuid() == 0:  # every call's uid makes its own; then the worker closes it
+        path.chmod(0o1777)
     return path
 
 

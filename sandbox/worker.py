@@ -194,9 +194,10 @@ def limit_cpu(timeout_s: float) -> None:
 
 def become_nobody(settings: Settings, lane: int) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
-    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-    os.write(fd, b"1000")
-    os.close(fd)
+    with contextlib.suppress(PermissionError):  # an ordinary user's: its files in /proc are closed
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")
+        os.close(fd)
     if settings.kill_by == "uid":
         uid = settings.lane_uid(lane)
         most = settings.processes
