@@ -12,6 +12,7 @@ A stream that breaks goes on elsewhere from its exact ids, so that its reader se
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -59,7 +60,7 @@ class RouterSettings(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a turn asks for. `rid` is its name, `key` that of its trajectory."""
+    """What a turn asks for. `rid` is its name, unique; `key` is that of its trajectory."""
 
     rid: str
     key: str
@@ -188,7 +189,9 @@ class Router:
                 return
             rest = replace(
                 generation,
-                rid=f"{generation.rid}-{moves}" if moves else generation.rid,
+                # Never used twice, nor the beginning of another: SGLang aborts by prefix, and
+                # once more when a stream has ended.
+                rid=uuid.uuid4().hex,
                 ids=generation.ids + received,
                 max_new_tokens=generation.max_new_tokens - len(received),
             )
@@ -237,14 +240,16 @@ class Router:
         try:
             with anyio.fail_after(self._settings.wait_timeout_s):
                 await waiter.placed.wait()
-        except TimeoutError as error:
-            raise ServerUnavailable(
-                f"no server had room within {self._settings.wait_timeout_s:g} s"
-            ) from error
-        finally:
+        except BaseException as error:
+            # It may have been given a seat in the same moment, and have kept others waiting.
             self._waiting.pop(generation.rid, None)
-            if not waiter.placed.is_set():
-                self._admit()  # it may have kept others waiting
+            self._ledger.release(generation.rid)
+            self._admit()
+            if isinstance(error, TimeoutError):
+                raise ServerUnavailable(
+                    f"no server had room within {self._settings.wait_timeout_s:g} s"
+                ) from error
+            raise
         assert waiter.seat is not None
         return waiter.seat
 

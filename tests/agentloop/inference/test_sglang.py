@@ -59,9 +59,10 @@ def test_a_frame_of_several_lines_and_other_fields() -> None:
 def test_a_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "_MAX_FRAME_BYTES", 1000)
     decoder = FrameDecoder()
+    for _ in range(10):
+        assert decoder.feed(b"x" * 100) == []
     with pytest.raises(ServerUnavailable, match="more than 1000 bytes"):
-        for _ in range(20):
-            assert decoder.feed(b"x" * 100) == []
+        decoder.feed(b"x")
 
 
 def test_a_large_frame_is_not_copied_again_for_each_piece() -> None:
@@ -78,10 +79,17 @@ async def client(fake: FakeSGLang, **options: Any) -> AsyncIterator[SGLangServer
         yield SGLangServer(fake.url + "/", session, **options)
 
 
-async def stream(server: SGLangServer, *, max_new_tokens: int = 100) -> list[Chunk]:
+async def stream(
+    server: SGLangServer, received: list[int] | None = None, *, max_new_tokens: int = 100
+) -> list[Chunk]:
     params = Sampling().to_sglang(max_new_tokens=max_new_tokens, stop_ids=(99,))
+    given = []
     async with aclosing(server.generate(PROMPT, params, rid="r-1")) as chunks:
-        return [chunk async for chunk in chunks]
+        async for chunk in chunks:
+            given.append(chunk)
+            if received is not None:
+                received += chunk.ids
+    return given
 
 
 def joined(chunks: list[Chunk]) -> tuple[list[int], list[float]]:
@@ -127,9 +135,7 @@ async def test_a_stream_that_breaks_is_unavailable(how: Any, after: int) -> None
     received: list[int] = []
     async with client(fake) as server:
         with pytest.raises(ServerUnavailable):
-            async with aclosing(server.generate(PROMPT, {"max_new_tokens": 50}, rid="r")) as chunks:
-                async for chunk in chunks:
-                    received += chunk.ids
+            await stream(server, received)
     assert received == ANSWER[:after]
 
 
@@ -225,7 +231,7 @@ async def test_silence_is_noticed_before_and_amid_the_stream() -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
-            with pytest.raises(ServerUnavailable, match="silent for 0.05 s, after 2 tokens"):
+            with pytest.raises(ServerUnavailable, match=r"silent for 0\.05 s, after 2 tokens"):
                 await stream(server)
             tasks.cancel_scope.cancel()
         await eventually(lambda: fake.num_streaming == 0)
@@ -234,7 +240,7 @@ async def test_silence_is_noticed_before_and_amid_the_stream() -> None:
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
     async with http_session() as session:
         server = SGLangServer("http://127.0.0.1:1", session)
-        with pytest.raises(ServerUnavailable, match="http://127.0.0.1:1"):
+        with pytest.raises(ServerUnavailable, match=r"http://127\.0\.0\.1:1"):
             await stream(server)
         assert not await server.is_ready()
         with pytest.raises(ServerUnavailable):
@@ -278,7 +284,7 @@ async def test_a_server_of_another_kind_is_refused() -> None:
     fake = FakeSGLang(ANSWER)
     fake.max_total_num_tokens = None  # type: ignore[assignment]
     async with fake.serving(), http_session() as session:
-        with pytest.raises(ServerRefused, match="404|not an SGLang server"):
+        with pytest.raises(ServerRefused, match="404"):
             await SGLangServer(fake.url + "/elsewhere", session).info()
         with pytest.raises(ServerRefused, match="not an SGLang server"):
             await SGLangServer(fake.url, session).info()

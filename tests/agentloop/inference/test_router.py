@@ -1,0 +1,379 @@
+"""The waiting room, and turns that outlive their servers."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
+from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
+from agentloop.trajectory import TurnEnd
+from tests.support import FakeSGLang, Fault, eventually, logprob, spans_cover
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = [1, 2, 3]
+STOP = 99
+ANSWER = [*range(10, 20), STOP]
+
+
+def generation(key: str = "t", *, ids: list[int] | None = None, **options: Any) -> Generation:
+    given: dict[str, Any] = {"max_new_tokens": 50, "stop_ids": (STOP,), **options}
+    return Generation(f"{key}-0", key, PROMPT if ids is None else ids, Sampling(), **given)
+
+
+@dataclass
+class Read:
+    """What one reader saw of its turn."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    placed: list[str] = field(default_factory=list)
+    moved: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [value for chunk in self.chunks for value in chunk.logprobs]
+
+
+async def read(
+    router: Router, asked: Generation, seen: Read | None = None, *, vocab_size: int = 200
+) -> Read:
+    seen = seen or Read()
+    stream = router.generate(
+        asked,
+        vocab_size=vocab_size,
+        on_placed=lambda url, _: seen.placed.append(url),
+        on_moved=lambda url, why: seen.moved.append((url, why)),
+    )
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            seen.chunks.append(chunk)
+    return seen
+
+
+@asynccontextmanager
+async def routed(
+    *fakes: FakeSGLang, stall_timeout_s: float = 5.0, **options: Any
+) -> AsyncIterator[Router]:
+    given = {"probe_interval_s": 0.01, "stall_timeout_s": stall_timeout_s, **options}
+    async with AsyncExitStack() as stack:
+        for fake in fakes:
+            await stack.enter_async_context(fake.serving())
+        session = await stack.enter_async_context(http_session())
+        servers = [
+            SGLangServer(fake.url, session, stall_timeout_s=stall_timeout_s) for fake in fakes
+        ]
+        yield await stack.enter_async_context(Router.open(servers, RouterSettings(**given)))
+
+
+def idle(router: Router) -> bool:
+    """Whether nothing is held and nobody waits."""
+    views = router.view()
+    return router.num_waiting == 0 and all(
+        (view.num_running, view.num_held_tokens) == (0, 0) for view in views
+    )
+
+
+def whole(seen: Read) -> None:
+    """The reader saw one unbroken stream."""
+    assert seen.ids == ANSWER
+    assert seen.logprobs == [logprob(i) for i in range(len(ANSWER))]
+    assert [chunk.end for chunk in seen.chunks if chunk.end] == [TurnEnd.STOP]
+    assert seen.chunks[-1].end is TurnEnd.STOP
+
+
+FAULTS = {
+    "cut": Fault("cut"),
+    "end of the stream": Fault("done"),
+    "abort": Fault("abort"),
+    "garbage": Fault("frame", body=b"{nope"),
+    "error frame": Fault("frame", body=b'{"error": {"message": "x"}}'),
+    "500": Fault("refuse", status=500),
+    "503": Fault("refuse", status=503),
+    "429": Fault("refuse", status=429),
+}
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, len(ANSWER)])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+async def test_a_turn_goes_on_elsewhere_from_its_exact_ids(fault: Fault, after: int) -> None:
+    fault = Fault(fault.how, after, fault.status, fault.body)
+    faults = deque([fault])  # of whichever server is asked first
+    fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
+    async with routed(*fakes) as router:
+        seen = await read(router, generation())
+        assert idle(router)
+    whole(seen)
+    assert len(seen.moved) == 1
+    requests = [request for fake in fakes for request in fake.requests]
+    assert sorted(len(request["input_ids"]) for request in requests)[0] == len(PROMPT)
+    for request in requests:
+        ids = request["input_ids"]
+        assert ids == (PROMPT + ANSWER)[: len(ids)]
+        assert request["sampling_params"]["max_new_tokens"] == 50 - (len(ids) - len(PROMPT))
+    if len(requests) == 2:
+        assert len(set(seen.placed)) == 2
+        assert requests[0]["rid"] != requests[1]["rid"]
+    else:  # all had been received: nothing was left to ask for
+        assert after == len(ANSWER)
+
+
+async def test_versions_of_a_moved_turn_count_from_its_first_token() -> None:
+    faults = deque([Fault("cut", after=4)])
+    old = FakeSGLang(ANSWER, faults=faults, version="v1")
+    new = FakeSGLang(ANSWER, faults=faults, version="v1")
+    async with routed(old, new) as router:
+        seen = await read(router, generation())
+    (span,) = seen.chunks[-1].versions
+    assert (span.start, span.end) == (4, len(ANSWER))
+    assert not spans_cover(seen.chunks[-1].versions, len(ANSWER))
+
+
+async def test_silence_moves_a_turn() -> None:
+    faults = deque([Fault("silence", after=3)])
+    fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
+    async with routed(*fakes, stall_timeout_s=0.1) as router:
+        seen = await read(router, generation())
+        assert idle(router)
+    whole(seen)
+    assert "silent" in seen.moved[0][1]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("refuse", status=400),
+        Fault("refuse", status=422),
+        Fault("abort", after=1, status_code=400),
+        Fault("frame", body=b'{"error": {"message": "too long", "code": 400}}'),
+    ],
+)
+async def test_a_bad_request_is_told_to_the_caller_and_troubles_no_server(fault: Fault) -> None:
+    fake, other = FakeSGLang(ANSWER, faults=deque([fault])), FakeSGLang(ANSWER)
+    other.faults = fake.faults
+    async with routed(fake, other) as router:
+        with pytest.raises(RequestError):
+            await read(router, generation())
+        assert idle(router)
+        assert all(view.healthy for view in router.view())
+    assert len(fake.requests) + len(other.requests) == 1
+
+
+async def test_it_gives_up_after_max_moves() -> None:
+    faults = deque(Fault("cut", after=1) for _ in range(10))
+    fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
+    async with routed(*fakes, max_moves=3) as router:  # the probes say that they are well again
+        with pytest.raises(ServerUnavailable, match="gave up after 4 servers"):
+            await read(router, generation())
+        assert idle(router)
+    assert len(faults) == 6
+
+
+async def test_with_every_server_dead_it_fails_in_time() -> None:
+    fakes = [FakeSGLang(ANSWER, ready=False) for _ in range(2)]
+    for fake in fakes:
+        fake.faults.append(Fault("refuse", status=500))
+    async with routed(*fakes, wait_timeout_s=0.1) as router:
+        with pytest.raises(ServerUnavailable, match=r"no server had room within 0\.1 s"):
+            await read(router, generation())
+        assert [view.healthy for view in router.view()] == [False, False]
+        assert idle(router)
+        for fake in fakes:
+            fake.ready = True
+        await eventually(lambda: all(view.healthy for view in router.view()))
+        whole(await read(router, generation()))
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"), [([], "empty"), ([1, 200], "200 is outside"), ([-1, 3], "-1 is outside")]
+)
+async def test_an_id_out_of_the_vocabulary_never_reaches_a_server(
+    ids: list[int], said: str
+) -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        with pytest.raises(RequestError, match=said):
+            await read(router, generation(ids=ids))
+    assert fake.requests == []
+
+
+async def test_a_prompt_that_no_server_can_hold_is_refused_at_once() -> None:
+    small = FakeSGLang(ANSWER, context_length=1000, max_total_num_tokens=50)
+    async with routed(FakeSGLang(ANSWER), small) as router:
+        assert router.context_length == 49
+        with pytest.raises(PromptTooLong):
+            await read(router, generation(ids=[1] * 49))
+    assert small.requests == []
+
+
+@asynccontextmanager
+async def crowd(
+    router: Router, keys: list[str], *, reads: dict[str, Read]
+) -> AsyncIterator[Callable[[str], anyio.CancelScope]]:
+    """One reader per key, begun in that order; gives what cancels one."""
+    scopes = {key: anyio.CancelScope() for key in keys}
+
+    async def one(key: str) -> None:
+        with scopes[key]:
+            await read(router, generation(key, max_new_tokens=20), reads[key])
+
+    async with anyio.create_task_group() as tasks:
+        for key in keys:
+            reads[key] = Read()
+            tasks.start_soon(one, key)
+            await eventually(
+                lambda: router.num_waiting + sum(v.num_running for v in router.view()) == len(reads)
+            )
+        yield lambda key: scopes[key]
+
+
+ROOM_FOR_ONE = {"max_total_num_tokens": 40, "context_length": 39}
+
+
+async def test_who_waits_longest_goes_first() -> None:
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    reads: dict[str, Read] = {}
+    async with routed(fake, reserve_tokens=20) as router:
+        async with crowd(router, ["a", "b", "c", "d"], reads=reads):
+            assert router.num_waiting == 3
+            gate.set()
+        assert idle(router)
+    for seen in reads.values():
+        whole(seen)
+    assert len(fake.requests) == 4
+
+
+async def test_who_leaves_the_waiting_room_is_passed_over() -> None:
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    reads: dict[str, Read] = {}
+    async with routed(fake, reserve_tokens=20) as router:
+        async with crowd(router, ["a", "b", "c"], reads=reads) as scope:
+            scope("b").cancel()
+            await eventually(lambda: router.num_waiting == 1)
+            scope("a").cancel()  # its end admits the next
+            await eventually(lambda: router.num_waiting == 0)
+            assert len(reads["c"].placed) == 1
+            gate.set()
+        assert idle(router)
+    assert reads["b"].placed == []
+    whole(reads["c"])
+
+
+async def test_cancelled_in_the_moment_of_being_placed_it_holds_nothing() -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await read(router, generation())
+        assert idle(router)
+        whole(await read(router, generation()))
+
+
+async def test_placed_and_cancelled_in_the_same_step_it_holds_nothing() -> None:
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    reads: dict[str, Read] = {}
+    async with routed(fake, reserve_tokens=20) as router:
+        async with crowd(router, ["a", "b", "c"], reads=reads) as scope:
+            scope("a").cancel()
+            while router.num_waiting == 2:
+                await anyio.lowlevel.checkpoint()
+            scope("b").cancel()  # it has been given the seat, and does not know it yet
+            gate.set()
+        assert idle(router)
+    whole(reads["c"])
+
+
+async def test_the_waiting_room_is_bounded_in_number_and_in_time() -> None:
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    reads: dict[str, Read] = {}
+    settings = {"reserve_tokens": 20, "max_waiting": 1, "wait_timeout_s": 0.2}
+    async with routed(fake, **settings) as router:
+        async with crowd(router, ["a"], reads=reads), anyio.create_task_group() as tasks:
+
+            async def too_late() -> None:
+                with pytest.raises(ServerUnavailable, match="no server had room"):
+                    await read(router, generation("b", max_new_tokens=20))
+                gate.set()
+
+            tasks.start_soon(too_late)
+            await eventually(lambda: router.num_waiting == 1)
+            with pytest.raises(ServerUnavailable, match="1 requests wait already"):
+                await read(router, generation("c", max_new_tokens=20))
+        assert idle(router)
+    whole(reads["a"])
+
+
+async def test_a_trajectory_stays_where_its_cache_is() -> None:
+    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes) as router:
+        for key in ("a", "b", "a", "b", "a"):
+            await read(router, generation(key))
+        places = [await read(router, generation("a")) for _ in range(3)]
+        assert len({place.placed[0] for place in places}) == 1
+        router.forget("a")
+
+
+async def test_load_is_spread_over_the_servers() -> None:
+    gate = anyio.Event()
+    fakes = [FakeSGLang(ANSWER, gate=gate), FakeSGLang(ANSWER, gate=gate)]
+    reads: dict[str, Read] = {}
+    async with routed(*fakes) as router:
+        async with crowd(router, list("abcdef"), reads=reads):
+            assert [view.num_running for view in router.view()] == [3, 3]
+            gate.set()
+
+
+async def test_the_ledger_follows_the_stream() -> None:
+    fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
+    async with routed(fake) as router, anyio.create_task_group() as tasks:
+        tasks.start_soon(read, router, generation())
+        await eventually(lambda: router.view()[0].num_held_tokens == len(PROMPT) + 4)
+        tasks.cancel_scope.cancel()
+    assert idle(router)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(FAULTS)), st.integers(0, len(ANSWER))), max_size=4),
+    st.booleans(),
+    st.integers(1, 4),
+)
+async def test_whatever_breaks_the_reader_sees_one_stream(
+    plan: list[tuple[str, int]], incremental: bool, tokens_a_frame: int
+) -> None:
+    faults = deque(
+        Fault(FAULTS[name].how, after, FAULTS[name].status, FAULTS[name].body)
+        for name, after in plan
+    )
+    options: Any = {
+        "faults": faults, "incremental": incremental, "tokens_a_frame": tokens_a_frame
+    }  # fmt: skip
+    async with routed(FakeSGLang(ANSWER, **options), FakeSGLang(ANSWER, **options)) as router:
+        whole(await read(router, generation()))
+        assert idle(router)
+
+
+async def test_requests_are_json_that_sglang_reads() -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        await read(router, generation())
+        assert router.model_path == "fake"
+    assert json.loads(json.dumps(fake.requests[0]))["input_ids"] == PROMPT
