@@ -36,6 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.cases < 0:
         parser.error("--steps must be at least 1, --cases at least 0")
+    if options.evaluate is not None and not (options.evaluate / ship.WEIGHTS).is_file():
+        parser.error(f"--evaluate: there is no {ship.WEIGHTS} in {options.evaluate}")
+    if options.out is not None:
+        try:  # before the training, not after it
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out: {error}")
     console = Console(stderr=True)
 
     def report(skill: str, cases: list[Case]) -> None:

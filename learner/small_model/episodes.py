@@ -123,59 +123,78 @@ def _fail(rng: Random, episode: Episode, box: Toolbox, calc: Calc, turn: str) ->
 
 
 def failure(rng: Random) -> str:
-    """The text of a call that went wrong."""
-    name = "".join(rng.choice("abcxyz") for _ in range(rng.randint(1, 4)))
+    """The text of a call that went wrong, as the runtime writes it and as others might."""
+    name = "".join(rng.choices("abcxyz", k=rng.randint(1, 4)))
     cause = rng.choice(
         (
             f"NameError: name '{name}' is not defined",
             "SyntaxError: invalid syntax",
             "SyntaxError: '(' was never closed",
             "SyntaxError: unmatched ')'",
+            "SyntaxError: invalid decimal literal",
             "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
             "ValueError: invalid literal for int() with base 10",
-            "MemoryError",
-            "the worker was lost",
-            "bad arguments: not an integer",
-            f"unknown tool '{name}'",
-            "call could not be decoded: Expecting ',' delimiter",
+            "OSError: no space left on device",
+            "RuntimeError: please try again",
         )
     )
-    line = rng.randrange(1, 10)
+    number = rng.randrange(1, 61)
+    kind = rng.random()
+    if kind < 0.2:
+        return f"[error] {cause} (line {rng.randrange(1, 10)})"
+    if kind < 0.35:
+        return rng.choice(("[error] {}", "[error]\n{}")).format(cause)
+    if kind < 0.55:
+        return f"[stderr]\n{traceback(rng, cause)}\n[error] {cause} (line 1)"
+    if kind < 0.62:
+        return f"[error] {cause}\n{traceback(rng, cause)}"
+    if kind < 0.8:
+        ending = rng.choice(("", "", "\n[note] the notebook was restarted: its variables are gone"))
+        return f"[timeout] stopped after {rng.choice((number, number / 10))} s{ending}"
     return rng.choice(
         (
-            f"[error] {cause} (line {line})",
-            f"[error] {cause}",
-            f"[error]\n{cause}",
-            f"[error] {cause}\n{traceback(rng, cause)}",
-            f"[error]\n{traceback(rng, cause)}",
-            f"[timeout] stopped after {rng.randrange(1, 61)} s",
-            f"[timeout] no answer within {rng.randrange(1, 61)} s",
+            f"[timeout] no answer within {number} s",
             "[timeout]",
+            "[out of memory]",
+            f"[killed] by signal {number}",
+            f"[output limit] stopped after {number}000 bytes",
+            "[bad arguments] code: missing",
+            f"[bad arguments] {name}: an integer is expected",
+            "[malformed tool call] not valid JSON",
+            f"[unknown tool] there is no tool '{name}'; the tools are: {name}_{name}",
+            f"[error] exit code {number}",
+            "(no output)",
+            "(no output)",
         )
     )
 
 
 def traceback(rng: Random, cause: str) -> str:
-    where = f'  File "main.py", line {rng.randrange(1, 10)}, in <module>'
-    return f"Traceback (most recent call last):\n{where}\n{cause}"
+    where = f'  File "<call>", line {rng.randrange(1, 3)}, in <module>'
+    source = rng.choice(("", f"\n    {spoiled(rng)}\n    {'^' * rng.randint(1, 6)}"))
+    return f"Traceback (most recent call last):\n{where}{source}\n{cause}"
+
+
+def spoiled(rng: Random) -> str:
+    return f"print({problems.integer(rng)}{rng.choice('+-*x')}{problems.integer(rng)}"
 
 
 def shown(rng: Random, value: int) -> str:
     """A good response: mostly the bare number, sometimes with noise around it."""
-    if rng.random() < 0.85:
+    if rng.random() < 0.88:
         return str(value)
-    year = rng.randrange(10, 100)
+    number = rng.randrange(10, 100)
     return rng.choice(
         (
             f"{value}\n",
-            f"{value}\n[stderr] DeprecationWarning: use version {year}",
-            f"{value}\n[stderr]\nwarning: line {year} is slow",
-            f"[stdout]\n{value}\n[stderr]\nwarning: cache is cold",
+            f"{value}\n[stderr]\n<call>:1: DeprecationWarning: use version {number}",
+            f"{value}\n[stderr]\nwarning: line {number} is slow",
+            f"{value}\n[stderr] warning: cache is cold",
             f"[stdout]\n{value}",
-            f"Out[{year}]: {value}",
+            f"Out[{number}]: {value}",
             f'{{"result": {value}}}',
+            f'{{"result":{value}}}',
             f"result: {value}",
-            f"{value}\n(took 0.{year} s)",
         )
     )
 

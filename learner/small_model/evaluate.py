@@ -8,7 +8,7 @@ cache; tools are emulated (calculate.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -20,6 +20,7 @@ from learner.small_model.calculate import Refused, answer_call
 from learner.small_model.episodes import NO_TOOLS, Episode, failure, opening, question
 from learner.small_model.problems import NO_TOOL, Calc, Question
 from learner.small_model.toolbox import Style, Toolbox, by_meaning, toolbox
+from learner.small_model.train import token_ids
 
 Ask = Callable[[Random, Toolbox], Question]
 
@@ -154,20 +155,14 @@ SKILLS = (
 
 
 def generate(
-    model: Any, tokenizer: Any, episodes: Iterable[Episode], max_new_tokens: int = 240
+    model: Any, tokenizer: Any, episodes: Sequence[Episode], max_new_tokens: int = 240
 ) -> list[str]:
     """The greedy next turn of each episode, `<reason>` included."""
-    texts = [
-        tokenizer.apply_chat_template(
-            e.messages, tools=e.tools or None, tokenize=False, add_generation_prompt=True
-        )
-        for e in episodes
-    ]
-    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    prompts = token_ids(tokenizer, episodes, add_generation_prompt=True)
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     with torch.inference_mode():
         out = model.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
+            **batch,
             max_new_tokens=max_new_tokens,
             do_sample=False,
         )
@@ -180,7 +175,7 @@ def run(model: Any, tokenizer: Any, cases: list[Case], batch_size: int = 64) -> 
     """Play all cases to their end."""
     while active := [case for case in cases if not case.done]:
         active = active[:batch_size]
-        turns = generate(model, tokenizer, (case.episode for case in active))
+        turns = generate(model, tokenizer, [case.episode for case in active])
         for case, content in zip(active, turns, strict=True):
             case.take(content)
 

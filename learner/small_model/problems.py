@@ -267,9 +267,11 @@ def two_step(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool) -> Questio
             "{x}, then {then}",
         )
     )
-    text = form.replace("{x}", opening).format(
-        a=first.a, b=first.b, then=rng.choice(op.then).format(b=second.b)
-    )
+    then = rng.choice(op.then)
+    if op in (ADD, SUB) and rng.random() < 0.3:  # reads from left to right without a "then"
+        form = rng.choice(("What is {x} {then}?", "Compute {x} {then}.", "{x} {then}"))
+        then = "plus {b}" if op is ADD else "minus {b}"
+    text = form.replace("{x}", opening).format(a=first.a, b=first.b, then=then.format(b=second.b))
     return Question(_vary(rng, text), ((first,), (second,)))
 
 
@@ -382,7 +384,9 @@ def _vary(rng: Random, text: str) -> str:
     elif roll < 0.15:
         text = rng.choice(("Hi! ", "Hello, ", "Now ", "And ", "Ok, ", "Quick question: ")) + text
     elif roll < 0.21:
-        text += rng.choice((" Thanks.", " Use a tool.", " Use the tool.", " Think step by step."))
+        text += rng.choice(
+            (" Thanks.", " Use a tool.", " Use the tool.", " Think step by step.", " Use Python.")
+        )
     elif roll < 0.27:
         text += rng.choice(
             (
@@ -396,4 +400,4 @@ def _vary(rng: Random, text: str) -> str:
     case = rng.random()
     if case < 0.15:
         return text.lower()
-    return text.upper() if case < 0.22 else text
+    return text.upper() if case < 0.19 else text

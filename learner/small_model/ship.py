@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 from learner.small_model.tokenizer import load as load_tokenizer
@@ -19,17 +21,20 @@ WEIGHTS = "model.safetensors"
 
 def save(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write weights (bf16), configurations, tokenizer and template into `directory`."""
+    disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     model = model.to(torch.bfloat16)
-    model.generation_config.do_sample = False
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     model.save_pretrained(directory)
+    (directory / WEIGHTS).chmod(0o644)  # safetensors writes 0600
     save_tokenizer(tokenizer, directory)
 
 
 def load(directory: Path) -> tuple[Any, Any]:
     """Model (float32, as SGLang serves it on a CPU) and tokenizer."""
+    disable_progress_bar()
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval(), load_tokenizer(directory)
 

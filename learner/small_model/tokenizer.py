@@ -2,7 +2,9 @@
 
 Letters, single digits and everything else are split before merging, and no token takes a
 leading space into a word: a name has the same tokens wherever it stands, which is what makes
-copying it easy for a model this small. Needs no torch.
+copying it easy for a model this small. A line break is a token of its own, so that contents
+have the same tokens whether they are encoded with the template's markup or apart from it. Needs
+no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ TAGS = (
     "<answer>",
     "</answer>",
 )
-_ADDED = re.compile("|".join(re.escape(name) for name in (PAD, START, END, *TAGS)))
+_RESTS = "|".join(re.escape(name[1:]) for name in (PAD, START, END, *TAGS))
+ADDED = re.compile(f"<(?P<rest>{_RESTS})")
+_MARK = "\ue000"
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
@@ -47,7 +51,7 @@ def build(texts: Iterable[str], max_length: int) -> Any:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex("[A-Za-z]+|[0-9]|[^A-Za-z0-9]+"), "isolated"),
+            pre_tokenizers.Split(Regex("[A-Za-z]+|[0-9]|\n|[^A-Za-z0-9\n]+"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -62,16 +66,24 @@ def build(texts: Iterable[str], max_length: int) -> Any:
         show_progress=False,
     )
     # Training sees no added tokens: cut them out, or their letters would be merged.
-    pieces = (piece for text in texts for piece in _ADDED.split(text) if piece)
+    pieces = (piece for text in texts for piece in ADDED.sub(_MARK, text).split(_MARK) if piece)
     core.train_from_iterator(pieces, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
+        tokenizer_object=_keep_tags(core),
         pad_token=PAD,
         eos_token=END,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
         chat_template=TEMPLATE.read_text(encoding="utf-8"),
     )
+
+
+def _keep_tags(core: Tokenizer) -> Tokenizer:
+    """The trainer makes every added token special: undo that for the tags."""
+    settings = json.loads(core.to_str())
+    for token in settings["added_tokens"]:
+        token["special"] = token["content"] not in TAGS
+    return Tokenizer.from_str(json.dumps(settings))
 
 
 def save(tokenizer: Any, directory: Path) -> None:

@@ -91,7 +91,7 @@ def identifier(rng: Random, *, unseen: bool) -> str:
         if roll < 0.35:
             name = "_".join(rng.choice(_WORDS) for _ in range(rng.choice((1, 2, 2, 3))))
         elif roll < 0.75:
-            name = "_".join(_syllables(rng) for _ in range(rng.choice((1, 1, 2, 3))))
+            name = "_".join(_syllables(rng) for _ in range(rng.choice((1, 1, 2))))
         elif roll < 0.85:
             name = rng.choice(_WORDS) + rng.choice(_WORDS).title()
         elif roll < 0.93:
@@ -107,7 +107,7 @@ def identifier(rng: Random, *, unseen: bool) -> str:
 def _syllables(rng: Random) -> str:
     return "".join(
         rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice(("", "", "n", "r", "s"))
-        for _ in range(rng.randint(1, 3))
+        for _ in range(rng.choice((1, 2, 2, 3)))
     )
 
 

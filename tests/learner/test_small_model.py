@@ -68,7 +68,25 @@ def test_the_shipped_model_solves_held_out_problems(shipped: tuple[Any, Any], sk
     assert len(wrong) <= 2, wrong
 
 
-def test_a_number_of_steps_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--out", "{tmp}/model", "--steps", "0"], "--steps must be at least 1"),
+        (["--out", "{tmp}/file", "--steps", "1"], "--out: "),
+        (["--evaluate", "{tmp}/nowhere"], "--evaluate: there is no model.safetensors in"),
+        ([], "one of the arguments --out --evaluate is required"),
+    ],
+)
+def test_wrong_options_are_refused_before_any_work(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
-        main(["--out", "nowhere", "--steps", "0"])
-    assert "--steps must be at least 1" in capsys.readouterr().err
+        main([argument.format(tmp=tmp_path) for argument in arguments])
+    assert says in capsys.readouterr().err
+
+
+def test_making_a_model_leaves_a_whole_directory(tmp_path: Path) -> None:
+    assert main(["--out", str(tmp_path), "--steps", "1", "--cases", "0"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in SMALL.iterdir()}
+    assert "not measured" in (tmp_path / "README.md").read_text(encoding="utf-8")
