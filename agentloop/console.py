@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
@@ -115,13 +116,35 @@ def run(main: Callable[[], Awaitable[int]]) -> int:
     Returns:
         the exit status: 130 or 143 where a signal ended it, 2 for an error with a name.
     """
+    from sandbox import SandboxError
+
+    _configure_logging()
     try:
         return anyio.run(
             partial(_until_signal, main), backend_options={"use_uvloop": _has_uvloop()}
         )
-    except AgentLoopError as error:
+    except (AgentLoopError, SandboxError) as error:
         print(f"agentloop: error: {error}", file=sys.stderr)
         return 2
+
+
+def _configure_logging() -> None:
+    """Warnings and worse on stderr: in colour on a terminal, else one JSON object a line."""
+    import structlog
+
+    stamp = structlog.processors.TimeStamper(fmt="iso")
+    shared: list[Any] = [structlog.stdlib.add_log_level, stamp]
+    renderer: Any = structlog.processors.JSONRenderer()
+    if sys.stderr.isatty():
+        renderer = structlog.dev.ConsoleRenderer()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:

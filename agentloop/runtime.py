@@ -25,7 +25,7 @@ from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, as_tool
 from agentloop.config import load_settings
-from agentloop.errors import AgentLoopError, RequestError, ServerError
+from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
 from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import Sampling, SGLangServer, http_session
@@ -111,17 +111,21 @@ class Runtime:
     ) -> None:
         """
         Args:
-            settings: a `Settings`, the path of a TOML file, or none for the defaults.
+            settings: a `Settings`, or the path of a TOML file; else the defaults and what the
+                environment says (`AGENTLOOP_...`).
             progress: told in plain words what is being started.
             overrides: top-level settings, such as `servers=["http://..."]`.
 
         Raises:
             SettingsError: names the setting.
         """
-        if isinstance(settings, str | Path):
-            settings = load_settings(Settings, [settings])
-        values = settings.model_dump(exclude_unset=True) if settings is not None else {}
-        self.settings = Settings.model_validate({**values, **overrides})
+        if not isinstance(settings, Settings):
+            settings = load_settings(Settings, [] if settings is None else [settings])
+        values = settings.model_dump(exclude_unset=True)
+        try:
+            self.settings = type(settings).model_validate({**values, **overrides})
+        except pydantic.ValidationError as error:
+            raise SettingsError(str(error)) from error
         self._progress = progress or (lambda line: None)
         self._stack = AsyncExitStack()
         self._parts_or_none: _Parts | None = None

@@ -1,0 +1,166 @@
+"""The loop against the real SGLang and the real sandbox: what a user would see, and exactness."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import anyio
+import orjson
+import pytest
+
+from agentloop import Budget, CallStatus, Runtime, Sampling, Settings, StopReason
+from agentloop.events import CallStarted, Event, TokensSampled, TurnFinished
+from agentloop.inference.supervise import ServerSettings, sglang_servers
+from agentloop.models import SMALL
+from sandbox import PoolSettings
+
+pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+async def runtime(docker_engine: None, sglang_url: str) -> AsyncIterator[Runtime]:
+    settings = Settings(servers=[sglang_url], sandbox=PoolSettings(backend="docker"))
+    async with Runtime(settings) as runtime:
+        yield runtime
+
+
+async def test_a_question_is_answered_by_a_call_in_a_container(runtime: Runtime) -> None:
+    trajectory = await runtime.rollout("What is 37 times 48?", sampling=GREEDY)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert "\\boxed{1776}" in trajectory.text
+    (call,) = trajectory.calls
+    assert call.name == "python_code_with_standard_io"
+    (result,) = trajectory.results
+    assert (result.status, result.content) == (CallStatus.OK, "1776")
+
+
+async def test_ids_replayed_as_one_prompt_have_the_same_logprobs(
+    runtime: Runtime, sglang_url: str
+) -> None:
+    trajectory = await runtime.rollout("What is 512 minus 77?", sampling=Sampling(temperature=1))
+    assert len(trajectory.turns) > 1
+    body = {
+        "input_ids": trajectory.ids,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{sglang_url}/generate", json=body) as response:
+            answer = orjson.loads(await response.read())
+    replayed = answer["meta_info"]["input_token_logprobs"]
+    assert [entry[1] for entry in replayed] == trajectory.ids
+    sampled = [
+        (ours, entry[0])
+        for ours, mask, entry in zip(trajectory.logprobs, trajectory.mask, replayed, strict=True)
+        if mask
+    ]
+    assert len(sampled) == trajectory.num_sampled_tokens > 0
+    assert max(abs(ours - theirs) for ours, theirs in sampled) < 1e-4
+    assert set(trajectory.versions) == {None, "default"}
+
+
+async def test_a_python_function_is_a_tool(runtime: Runtime) -> None:
+    def multiply(a: int, b: int) -> int:
+        """Multiply two integers."""
+        return a * b
+
+    trajectory = await runtime.rollout("What is 37 times 48?", tools=[multiply], sampling=GREEDY)
+    (call,) = trajectory.calls
+    assert (call.name, call.arguments) == ("multiply", {"a": 37, "b": 48})
+    assert "1776" in trajectory.text
+
+
+async def test_a_notebook_keeps_its_state_over_the_turns(runtime: Runtime) -> None:
+    question = "Take 12 times 7, then add 45."
+    trajectory = await runtime.rollout(question, tools=["jupyter_code"], sampling=GREEDY)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert {call.name for call in trajectory.calls} == {"jupyter_code"}
+    assert "129" in trajectory.text
+
+
+async def test_calls_start_while_the_turn_goes_on(runtime: Runtime) -> None:
+    """Three calls and text after them: the first runs before the turn's last token."""
+    events: list[Event] = []
+    question = "Compute 12*7, 8+5 and 90-3."
+    trajectory = await runtime.rollout(question, sampling=GREEDY, on_event=events.append)
+    first = trajectory.turns[0]
+    assert len(first.calls) == 3
+    assert [result.content for result in first.results] == ["84", "13", "87"]
+    started = next(i for i, event in enumerate(events) if isinstance(event, CallStarted))
+    finished = next(i for i, event in enumerate(events) if isinstance(event, TurnFinished))
+    tokens_after = [e for e in events[started:finished] if isinstance(e, TokensSampled)]
+    assert sum(len(event.ids) for event in tokens_after) > 10
+
+
+async def test_a_prompt_too_long_for_the_model_is_refused_by_name(runtime: Runtime) -> None:
+    from agentloop.errors import PromptTooLong
+
+    with pytest.raises(PromptTooLong, match="messages: they make"):
+        await runtime.rollout("1 + " * 20_000)
+
+
+async def test_the_response_fills_the_context_to_its_last_token(runtime: Runtime) -> None:
+    """What fits by our count must be accepted by the server too."""
+    length = runtime.router.context_length
+    prompt = runtime.chat.prompt([{"role": "user", "content": ""}])
+    overhead = len(prompt) + 40
+    trajectory = await runtime.rollout(
+        "+" * (length - overhead), budget=Budget(max_response_tokens=100_000, max_turns=1)
+    )
+    assert trajectory.stop_reason is not StopReason.INFRASTRUCTURE, trajectory.error
+    assert len(trajectory.ids) <= length
+
+
+async def test_a_budget_of_time_ends_a_rollout_and_frees_the_server(runtime: Runtime) -> None:
+    budget = Budget(timeout_s=0.05, max_turns=1)
+    trajectory = await runtime.rollout("What is 3 times 4?", budget=budget)
+    assert trajectory.stop_reason in (StopReason.TIME_BUDGET, StopReason.TURN_BUDGET)
+    assert all(view.num_held_tokens == 0 for view in runtime.router.view())
+
+
+async def test_many_rollouts_at_once(runtime: Runtime) -> None:
+    answers: dict[int, str] = {}
+
+    async def one(number: int) -> None:
+        trajectory = await runtime.rollout(f"What is {number} times 48?", sampling=GREEDY)
+        assert trajectory.stop_reason is StopReason.ANSWERED
+        answers[number] = trajectory.text
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(20, 52):
+            tasks.start_soon(one, number)
+    right = sum(f"\\boxed{{{number * 48}}}" in text for number, text in answers.items())
+    assert right >= 29, answers
+
+
+async def test_a_server_killed_in_mid_stream_loses_nothing(
+    docker_engine: None, sglang_url: str, tmp_path: Path
+) -> None:
+    """The turn goes on at the other server; the ids are those of an undisturbed run."""
+    question = "Compute 12*7, 8+5 and 90-3."
+    settings = ServerSettings(max_total_tokens=32_768)
+    async with sglang_servers(SMALL, settings, log_dir=tmp_path, on_progress=print) as (victim,):
+        alone = Settings(servers=[sglang_url], tools=["python_code_with_standard_io"])
+        both = Settings(servers=[victim.url, sglang_url], tools=alone.tools)
+        async with Runtime(alone) as runtime:
+            undisturbed = await runtime.rollout(question, sampling=GREEDY)
+        async with Runtime(both) as runtime:
+            victim_used = anyio.Event()
+
+            def on_event(event: Event) -> None:
+                if isinstance(event, TokensSampled) and not victim_used.is_set():
+                    victim_used.set()
+                    assert victim.pid is not None
+                    os.killpg(os.getpgid(victim.pid), signal.SIGKILL)
+
+            trajectory = await runtime.rollout(question, sampling=GREEDY, on_event=on_event)
+    assert trajectory.turns[0].servers == [victim.url, sglang_url]
+    assert trajectory.ids == undisturbed.ids
+    assert trajectory.stop_reason is StopReason.ANSWERED

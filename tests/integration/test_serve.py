@@ -1,0 +1,214 @@
+"""The service as its users meet it: the command, OpenAI's own client, curl-like requests."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+
+QUESTION = [{"role": "user", "content": "What is 37 times 48?"}]
+PYTHON = {
+    "type": "function",
+    "function": {
+        "name": "python_code_with_standard_io",
+        "description": "Run Python.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string"}, "input": {"type": "string"}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+def start(sglang_url: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """The command, and the URL of its one line."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "agentloop.serve"),
+            *(f'servers=["{sglang_url}"]', "serve.port=0", "sampling.temperature=0"),
+            *arguments,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.startswith("agentloop is ready: http://127.0.0.1:"):
+        stop(process, signal.SIGKILL)
+        pytest.fail(f"the service said {line!r}")
+    return process, line.split()[3].removesuffix("/v1")
+
+
+def stop(process: subprocess.Popen[str], number: int) -> int:
+    process.send_signal(number)
+    assert process.stdout is not None
+    process.stdout.close()
+    return process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def url(docker_engine: None, sglang_url: str) -> Iterator[str]:
+    process, url = start(sglang_url)
+    yield url
+    assert stop(process, signal.SIGINT) == 130
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none needed", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+def test_openais_client_gets_the_answer(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    answer = client.chat.completions.create(model=model.id, messages=QUESTION)  # type: ignore[arg-type]
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == "\\boxed{1776}"
+    assert not choice.message.tool_calls
+    extra = choice.message.model_extra or {}
+    (executed,) = extra["executed_tools"]
+    assert (executed["status"], executed["output"]) == ("ok", "1776")
+    assert extra["reasoning_content"]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 10
+
+
+def test_openais_client_streams_it(client: openai.OpenAI) -> None:
+    content, reasoning, executed, finish = "", "", [], None
+    stream = client.chat.completions.create(  # type: ignore[call-overload]
+        model="small",
+        messages=QUESTION,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    usage = None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            extra = choice.delta.model_extra or {}
+            content += choice.delta.content or ""
+            reasoning += extra.get("reasoning_content", "")
+            executed += extra.get("executed_tools", [])
+            finish = choice.finish_reason or finish
+    assert content.strip() == "\\boxed{1776}"
+    assert reasoning
+    assert [tool["output"] for tool in executed] == ["1776"]
+    assert finish == "stop"
+    assert usage is not None
+
+
+def test_callers_tools_make_the_round_trip(client: openai.OpenAI) -> None:
+    messages: list[dict[str, object]] = list(QUESTION)  # type: ignore[arg-type]
+    first = client.chat.completions.create(
+        model="small",
+        messages=messages,  # type: ignore[arg-type]
+        tools=[PYTHON],  # type: ignore[list-item]
+    )
+    (choice,) = first.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert "37*48" in json.loads(call.function.arguments)["code"]
+    messages.append(choice.message.model_dump(exclude_none=True))
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "1776"})
+    second = client.chat.completions.create(
+        model="small",
+        messages=messages,  # type: ignore[arg-type]
+        tools=[PYTHON],  # type: ignore[list-item]
+    )
+    assert "1776" in (second.choices[0].message.content or "")
+
+
+def test_rollouts_come_as_lines_as_each_finishes(http: httpx.Client) -> None:
+    body = {"prompts": ["What is 3 times 4?", "What is 5 plus 6?"], "n": 2}
+    answer = http.post("/v1/rollouts", json=body)
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert sorted((line["index"], line["sample"]) for line in lines) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    for line in lines:
+        trajectory = line["trajectory"]
+        assert trajectory["stop_reason"] == "answered"
+        lengths = {len(trajectory[key]) for key in ("ids", "mask", "logprobs", "versions")}
+        assert len(lengths) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b"{}", 400, "messages: Field required"),
+        (b'{"messages": []}', 400, "messages"),
+        (b'{"messages": [{"role": "king", "content": ""}]}', 400, "messages[0].role"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "model": "gpt"}', 404, "'gpt'"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": "y"}', 400, "stop"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', 400, "temper"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', 400, "tools"),
+        (b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"1 " * 50_000), 400, "tokens"),
+        (b" " * 10_000_000, 413, "exceed"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_input_gets_a_clear_error(
+    http: httpx.Client, body: bytes, status: int, message: str, stream: bool
+) -> None:
+    if stream and body.startswith(b'{"messages"'):
+        body = body.removesuffix(b"}") + b', "stream": true}'
+    answer = http.post("/v1/chat/completions", content=body)
+    assert answer.status_code == status, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_other_hosts_and_origins_are_refused(http: httpx.Client) -> None:
+    assert http.get("/healthz", headers={"Host": "evil.example"}).status_code == 403
+    assert http.get("/healthz", headers={"Origin": "http://evil.example"}).status_code == 403
+    assert http.get("/healthz").json()["status"] == "ok"
+
+
+def test_a_client_that_leaves_cancels_its_rollout(http: httpx.Client) -> None:
+    body = {"messages": QUESTION, "stream": True, "temperature": 2}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        next(answer.iter_raw(64))
+    deadline = time.monotonic() + 15
+    while "agentloop_rollouts_in_flight 0.0" not in http.get("/metrics").text:
+        assert time.monotonic() < deadline
+
+
+def test_sigterm_ends_it_and_leaves_no_container(docker_engine: None, sglang_url: str) -> None:
+    process, url = start(sglang_url)
+    owners = ["docker", "ps", "-a", "--format", '{{.Label "agentloop.sandbox.owner"}}']
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+        http.post("/v1/chat/completions", json={"messages": QUESTION}).raise_for_status()
+    assert stop(process, signal.SIGTERM) == 143
+    left = subprocess.run(owners, capture_output=True, text=True, check=True).stdout.split()
+    assert not [owner for owner in left if owner.startswith(f"{process.pid}-")]
+
+
+def test_another_address_needs_a_token() -> None:
+    command = [sys.executable, "-m", "agentloop.serve", "serve.host=0.0.0.0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert "serve.token" in ended.stderr
+    assert "Traceback" not in ended.stderr
