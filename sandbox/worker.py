@@ -151,7 +151,7 @@ class Settings:
         # worker, elsewhere all that the user happens to run.
         self.others = 2 * self.num_lanes + 16
         if self.kill_by == "auto":
-            self.others += 1024 + count_own_processes()
+            self.others += 256 + count_own_processes()
 
     @property
     def num_lanes(self) -> int:
@@ -974,6 +974,8 @@ class Front:
         if kill_by == "uid":
             self.kill_uid(child.lane)
         elif child.pid is not None:
+            with contextlib.suppress(OSError):  # its whole group at one stroke, where it stayed
+                os.killpg(child.pid, signal.SIGKILL)
             victims = descendants(child.pid) if kill_by == "tree" else []
             for pid in [child.pid, *victims]:
                 with contextlib.suppress(OSError):
