@@ -8,6 +8,7 @@ nearest that somebody does.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import pydantic
+import pydantic_settings
 from pydantic_settings import EnvSettingsSource
 
 from agentloop.errors import SettingsError
@@ -55,13 +57,23 @@ def _layers(
 
 
 def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
-    values: dict[str, Any] = EnvSettingsSource(
+    source = EnvSettingsSource(
         model,  # type: ignore[arg-type]  # any model will do: it reads the fields alone
         env_prefix=_ENV_PREFIX,
         env_nested_delimiter="__",
         case_sensitive=False,
-    )()
+    )
+    try:
+        values: dict[str, Any] = source()
+    except pydantic_settings.SettingsError as error:
+        why = f"{error.__cause__ or error}"
+        raise SettingsError(f"the environment: {_field_of(error)}: JSON expected: {why}") from error
     return values
+
+
+def _field_of(error: pydantic_settings.SettingsError) -> str:
+    named = re.search('field "([^"]+)"', str(error))
+    return _ENV_PREFIX + named.group(1).upper() if named else str(error)
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -146,9 +158,12 @@ def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str
     lines = []
     for problem in error.errors(include_url=False):
         path = ".".join(map(str, problem["loc"]))
-        named = next((sources[at] for at in _parents(path) if at in sources), None)
+        inside = (sources[at] for at in sources if at.startswith(f"{path}."))
+        named = next((sources[at] for at in _parents(path) if at in sources), next(inside, None))
         where = f" (from {named})" if named else ""
-        given = f", not {problem['input']!r}" if problem["type"] != "missing" else ""
+        # Not a section as a whole: a token may stand in it.
+        plain = isinstance(problem["input"], str | int | float | None)
+        given = f", not {problem['input']!r}" if plain else ""
         lines.append(f"{path or 'settings'}: {problem['msg']}{given}{where}")
     return "; ".join(lines)
 
@@ -174,8 +189,19 @@ def describe_settings(
 
 
 def to_toml(settings: pydantic.BaseModel) -> str:
-    """The settings as a TOML file that `load_settings` reads back; None is left out."""
-    return "\n".join(_toml_section(settings.model_dump(mode="json"), "")).strip() + "\n"
+    """The settings as a TOML file that `load_settings` reads back; without None and secrets."""
+    return "\n".join(_toml_section(_without_secrets(settings), "")).strip() + "\n"
+
+
+def _without_secrets(settings: pydantic.BaseModel) -> dict[str, Any]:
+    values = settings.model_dump(mode="json")
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, pydantic.BaseModel):
+            values[name] = _without_secrets(value)
+        elif isinstance(value, pydantic.SecretStr):
+            del values[name]  # else its asterisks would be read back as the secret
+    return values
 
 
 def _toml_section(values: Mapping[str, Any], at: str) -> Iterator[str]:
@@ -200,5 +226,5 @@ def _toml_value(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(map(_toml_value, value)) + "]"
         case _:
-            text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-            return f'"{text}"'
+            # TOML's escapes are JSON's; DEL is the one that JSON leaves as it is.
+            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

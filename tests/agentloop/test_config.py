@@ -1,0 +1,208 @@
+"""Settings from every source: who wins, and what is said of those that are wrong."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.config import describe_settings, load_settings, to_toml
+from agentloop.errors import SettingsError
+
+
+class Server(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    port: int = pydantic.Field(8000, ge=0, description="Where it listens.")
+    names: list[str] = pydantic.Field(default_factory=list)
+    token: pydantic.SecretStr | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _no_port_13(self) -> Server:
+        if self.port == 13:
+            raise ValueError("13 brings bad luck")
+        return self
+
+
+class Inner(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    depth: float = 1.5
+
+
+class Wing(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    inner: Inner = pydantic.Field(default_factory=Inner)
+    flag: bool = False
+
+
+class Everything(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    model: str | None = None
+    servers: list[str] = pydantic.Field(default_factory=list)
+    server: Server = pydantic.Field(default_factory=Server)
+    wing: Wing = pydantic.Field(default_factory=Wing)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AGENTLOOP_")]:
+        monkeypatch.delenv(name)
+
+
+def file(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_nothing_gives_the_defaults() -> None:
+    assert load_settings(Everything) == Everything()
+
+
+def test_later_sources_win_and_sections_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTLOOP_MODEL", "from the environment")
+    monkeypatch.setenv("AGENTLOOP_SERVER__PORT", "1")
+    monkeypatch.setenv("AGENTLOOP_WING__INNER__DEPTH", "9")
+    first = file(tmp_path, "1.toml", 'model = "first"\n[server]\nport = 2\nnames = ["a"]')
+    second = file(tmp_path, "2.toml", "[server]\nport = 3\n[wing]\nflag = true")
+    got = load_settings(Everything, [first, second], ["server.names=['b', 'c']"])
+    assert got.model == "first"
+    assert (got.server.port, got.server.names) == (3, ["b", "c"])
+    assert (got.wing.flag, got.wing.inner.depth) == (True, 9)
+    assert load_settings(Everything, [second, first]).server.port == 2
+    assert load_settings(Everything, [first], ["server.port=4", "server.port=5"]).server.port == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "model"),
+    [
+        ("model=Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ('model="quoted = text"', "quoted = text"),
+        ("model=", ""),
+        ("model=a=b", "a=b"),
+        (" model = spaced ", "spaced"),
+    ],
+)
+def test_an_override_needs_no_quotes(override: str, model: str) -> None:
+    assert load_settings(Everything, overrides=[override]).model == model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["server.prot=1"], r"^override 'server.prot=1': unknown .*did you mean 'server.port'\?"),
+        (["zzz=1"], r"unknown setting 'zzz' \(known here: model, servers, server, wing\)"),
+        (["wing.inner.deep=1"], "did you mean 'wing.inner.depth'"),
+        (["server=1"], "'server' is a section: set server.KEY"),
+        (["server.port"], "is no setting: write section.key=value"),
+        (["=1"], "is no setting"),
+        (["a b=1"], "is no setting"),
+        (["server.port=many"], r"server.port: .*not 'many' \(from override 'server.port=many'\)"),
+        (["server.port=-1"], r"server.port: .*greater than or equal to 0, not -1"),
+        (["server.port.x=1"], r"server.port: .*\(from override"),
+        (["wing.flag=maybe", "server.port=x"], "server.port: .*; wing.flag: "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_source(overrides: list[str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Everything, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[server]\nprot = 1", "bad.toml: unknown setting 'server.prot' .did you mean"),
+        ("[server]\nport = 'x'", r"server.port: .*\(from .*bad.toml\)"),
+        ("server = 3", "bad.toml: 'server' is a section"),
+        ("[server", "bad.toml: Expected .]. at the end"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Everything, [file(tmp_path, "bad.toml", text)])
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"gone\.toml: No such file"):
+        load_settings(Everything, [tmp_path / "gone.toml"])
+    (tmp_path / "latin.toml").write_bytes(b'model = "\xff"')
+    with pytest.raises(SettingsError, match=r"latin\.toml: .*utf-8"):
+        load_settings(Everything, [tmp_path / "latin.toml"])
+    with pytest.raises(SettingsError, match=r"Is a directory"):
+        load_settings(Everything, [tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("AGENTLOOP_SERVER__PORT", "x", r"server.port: .*\(from the environment\)"),
+        ("AGENTLOOP_SERVER__PROT", "1", "the environment: unknown setting 'server.prot'"),
+        (
+            "AGENTLOOP_SERVERS",
+            "http://127.0.0.1:1",
+            "the environment: AGENTLOOP_SERVERS: JSON expected",
+        ),
+        ("AGENTLOOP_SERVER", "{nope", "the environment: AGENTLOOP_SERVER: JSON expected"),
+    ],
+)
+def test_a_bad_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Everything)
+
+
+def test_a_list_in_the_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTLOOP_SERVERS", '["http://127.0.0.1:1"]')
+    assert load_settings(Everything).servers == ["http://127.0.0.1:1"]
+
+
+def test_a_section_that_is_wrong_as_a_whole_shows_no_token() -> None:
+    with pytest.raises(SettingsError, match="bad luck") as caught:
+        load_settings(Everything, overrides=["server.port=13", "server.token=hunter2"])
+    assert "hunter2" not in str(caught.value)
+
+
+def test_every_setting_is_described() -> None:
+    described = {key: (default, text) for key, default, text in describe_settings(Everything)}
+    assert described["server.port"] == ("8000", "Where it listens.")
+    assert described["wing.inner.depth"] == ("1.5", "")
+    assert described["model"][0] == ""
+    assert described["servers"][0] == "[]"
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+made = st.builds(
+    Everything,
+    model=st.none() | texts,
+    servers=st.lists(texts, max_size=3),
+    server=st.builds(Server, port=st.integers(14, 99999), names=st.lists(texts, max_size=2)),
+    wing=st.builds(
+        Wing,
+        inner=st.builds(Inner, depth=st.floats(allow_nan=False)),
+        flag=st.booleans(),
+    ),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(made)
+def test_settings_survive_being_written_and_read(value: Everything) -> None:
+    assert Everything.model_validate(tomllib.loads(to_toml(value))) == value
+
+
+def test_a_token_is_not_written_out_nor_replaced_by_asterisks() -> None:
+    text = to_toml(Everything(server=Server(token=pydantic.SecretStr("hunter2"))))
+    assert "hunter2" not in text
+    assert "token" not in text
