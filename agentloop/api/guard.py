@@ -84,9 +84,9 @@ class Guard:
         if path in _OPEN_PATHS or self._token is None:
             return None
         scheme, _, given = (authorization or "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(
-            given.strip().encode(), self._token
-        ):
+        # Bytes of a header that are no UTF-8 arrive as surrogates.
+        given_bytes = given.strip().encode("utf-8", "surrogatepass")
+        if scheme.lower() == "bearer" and secrets.compare_digest(given_bytes, self._token):
             return None
         return 401, "a token is needed: send `Authorization: Bearer TOKEN`"
 

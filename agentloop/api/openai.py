@@ -7,6 +7,7 @@ again; calls that the caller must run are `tool_calls`, with the finish reason o
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
@@ -63,6 +64,7 @@ class ChatRequest(pydantic.BaseModel):
     frequency_penalty: Literal[0] | None = None
     functions: None = None
     response_format: None = None
+    parallel_tool_calls: Literal[True] | None = None  # a model writes as many as it likes
 
     @pydantic.field_validator("response_format", mode="before")
     @classmethod
@@ -97,6 +99,7 @@ _UNSUPPORTED = {
     "frequency_penalty",
     "functions",
     "response_format",
+    "parallel_tool_calls",
 }
 
 
@@ -218,7 +221,8 @@ def _choice(index: int, trajectory: Trajectory, reasoning_first: bool) -> Json:
 
 
 def _tool_call(call: ToolCall) -> Json:
-    arguments = orjson.dumps(call.arguments, default=str).decode()
+    # Not orjson, which refuses integers of more than 64 bits.
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {
         "id": call.id,
         "type": "function",

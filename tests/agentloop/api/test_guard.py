@@ -1,0 +1,156 @@
+"""Who gets through: Host, Origin and token, as a table."""
+
+from __future__ import annotations
+
+import aiohttp
+import pydantic
+import pytest
+from aiohttp import web
+
+from agentloop.api.guard import Guard, ServeSettings, is_loopback
+from agentloop.inference.sglang import http_session
+
+LOCAL = ServeSettings()
+NAMED = ServeSettings(allowed_hosts=["Agent.example"])
+SECRET = ServeSettings(token=pydantic.SecretStr("s3cret"))
+OPEN = ServeSettings(host="0.0.0.0", token=pydantic.SecretStr("s3cret"))
+SIX = ServeSettings(host="::1")
+BEARER = "Bearer s3cret"
+
+
+def status(
+    settings: ServeSettings,
+    host: str | None,
+    origin: str | None = None,
+    authorization: str | None = None,
+    path: str = "/v1/models",
+) -> int:
+    refusal = Guard(settings).refusal(
+        path=path, host=host, origin=origin, authorization=authorization
+    )
+    return 200 if refusal is None else refusal[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "expected"),
+    [
+        (LOCAL, "127.0.0.1:8000", 200),
+        (LOCAL, "localhost", 200),
+        (LOCAL, "LOCALHOST:8000", 200),
+        (LOCAL, "[::1]:8000", 200),
+        (LOCAL, "evil.example", 403),
+        (LOCAL, "localhost.evil.example", 403),
+        (LOCAL, "127.0.0.1.evil.example", 403),
+        (LOCAL, "192.168.0.7", 403),
+        (LOCAL, "", 403),
+        (LOCAL, None, 403),
+        (LOCAL, "evil.example:127.0.0.1", 403),
+        (LOCAL, "\udcff", 403),
+        (NAMED, "agent.example:443", 200),
+        (NAMED, "other.example", 403),
+        (SIX, "[::1]", 200),
+        (OPEN, "192.168.0.7:8000", 401),
+        (OPEN, "evil.example", 403),
+    ],
+)
+def test_hosts(settings: ServeSettings, host: str | None, expected: int) -> None:
+    assert status(settings, host) == expected
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ("http://localhost:8000", 200),
+        ("https://127.0.0.1", 200),
+        ("http://[::1]:3000", 200),
+        ("https://evil.example", 403),
+        ("http://localhost.evil.example", 403),
+        ("null", 403),
+        ("", 403),
+        ("file://localhost", 403),
+        ("localhost", 403),
+        ("http://", 403),
+    ],
+)
+def test_origins(origin: str, expected: int) -> None:
+    assert status(LOCAL, "localhost", origin) == expected
+
+
+@pytest.mark.parametrize(
+    ("authorization", "expected"),
+    [
+        (BEARER, 200),
+        ("bearer  s3cret ", 200),
+        (None, 401),
+        ("", 401),
+        ("Bearer", 401),
+        ("Bearer s3cre", 401),
+        ("Bearer s3crets", 401),
+        ("Basic s3cret", 401),
+        ("Bearer \udcff\udc00", 401),
+        ("Bearer ü", 401),
+    ],
+)
+@pytest.mark.parametrize("settings", [SECRET, OPEN])
+def test_tokens(settings: ServeSettings, authorization: str | None, expected: int) -> None:
+    assert status(settings, "127.0.0.1", None, authorization) == expected
+
+
+def test_health_needs_no_token_and_still_a_known_host() -> None:
+    assert status(SECRET, "localhost", path="/healthz") == 200
+    assert status(SECRET, "evil.example", path="/healthz") == 403
+    assert status(SECRET, "localhost", "https://evil.example", path="/healthz") == 403
+
+
+def test_a_right_token_does_not_make_up_for_a_wrong_host() -> None:
+    assert status(SECRET, "evil.example", None, BEARER) == 403
+    assert status(SECRET, "localhost", "https://evil.example", BEARER) == 403
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "agent.example", ""])
+@pytest.mark.parametrize("token", [None, ""])
+def test_another_address_than_loopback_needs_a_token(host: str, token: str | None) -> None:
+    with pytest.raises(ValueError, match=r"set serve\.token"):
+        ServeSettings(host=host, token=None if token is None else pydantic.SecretStr(token))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True),
+     ("0.0.0.0", False), ("10.0.0.1", False), ("example.org", False), ("", False)],
+)  # fmt: skip
+def test_what_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+@pytest.mark.anyio
+async def test_a_refusal_reaches_no_handler_and_looks_like_openais() -> None:
+    reached = []
+
+    async def handler(request: web.Request) -> web.Response:
+        reached.append(request.path)
+        return web.Response()
+
+    app = web.Application(middlewares=[Guard(SECRET).middleware])
+    app.router.add_get("/x", handler)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/x"
+        async with http_session() as session:
+            for headers, expected in [
+                ({}, (401, "authentication_error")),
+                ({"Authorization": BEARER, "Origin": "http://evil"}, (403, "permission_error")),
+                ({"Authorization": BEARER, "Host": "evil"}, (403, "permission_error")),
+            ]:
+                async with session.get(url, headers=headers) as response:
+                    error = (await response.json())["error"]
+                    assert (response.status, error["type"]) == expected
+            assert reached == []
+            async with session.get(url, headers={"Authorization": BEARER}) as response:
+                assert response.status == 200
+            assert isinstance(response, aiohttp.ClientResponse)
+    finally:
+        await runner.cleanup()
+    assert reached == ["/x"]
