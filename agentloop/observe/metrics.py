@@ -77,8 +77,8 @@ class Metrics:
             case RolloutAbandoned():
                 self._in_flight.dec()
             case CallFinished(result=result):
-                # A name that the model made up must not become a label.
-                known = result.status not in ("unknown_tool", "malformed")
+                # A name that the model or a client made up must not become a label.
+                known = result.status not in ("unknown_tool", "malformed", "caller")
                 self._calls.labels(result.name if known else "", result.status).inc()
                 self._call_s.observe(result.ended_s - result.dispatched_s)
             case TurnMoved():

@@ -1,0 +1,76 @@
+"""What a trajectory says about itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentloop.trajectory import (
+    CallStatus,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnEnd,
+    VersionSpan,
+)
+
+MADE = Trajectory(
+    "t",
+    [1, 2],
+    [
+        Turn(
+            output_ids=[3, 4, 5],
+            logprobs=[-0.1, -0.2, -0.3],
+            versions=[VersionSpan("v1", 0, 2), VersionSpan("v2", 2, 3)],
+            end=TurnEnd.STOP,
+            calls=[ToolCall("c", "f", {"a": 1}, "{}", 0, 3)],
+            results=[ToolResult("c", "f", CallStatus.OK, "x", 0.0, 0.1, 0.2)],
+            observation_ids=[6],
+            text="first",
+        ),
+        Turn(output_ids=[7], logprobs=[-0.4], versions=[VersionSpan("v2", 0, 1)], text="last"),
+    ],
+)
+
+
+def test_everything_beside_the_ids_is_as_long_as_they() -> None:
+    assert MADE.ids == [1, 2, 3, 4, 5, 6, 7]
+    assert MADE.mask == [0, 0, 1, 1, 1, 0, 1]
+    assert MADE.logprobs == [0, 0, -0.1, -0.2, -0.3, 0, -0.4]
+    assert MADE.versions == [None, None, "v1", "v1", "v2", None, "v2"]
+    assert (MADE.num_response_tokens, MADE.num_sampled_tokens) == (5, 4)
+    assert [call.id for call in MADE.calls] == [result.call_id for result in MADE.results]
+    assert MADE.text == "last"
+    assert list(MADE) == MADE.turns
+
+
+def test_an_empty_one_is_one_too() -> None:
+    empty = Trajectory("t", [])
+    assert (empty.ids, empty.mask, empty.logprobs, empty.versions, empty.text) == (
+        [],
+        [],
+        [],
+        [],
+        "",
+    )
+    assert empty.stop_reason.infrastructure  # until it is known better
+
+
+def test_plain_data_is_json() -> None:
+    data = json.loads(json.dumps(MADE.to_dict()))
+    assert data["ids"] == MADE.ids
+    assert data["stop_reason"] == "infrastructure"
+    assert data["turns"][0]["calls"][0]["arguments"] == {"a": 1}
+
+
+@pytest.mark.parametrize("status", list(CallStatus))
+def test_the_model_is_not_blamed_for_what_others_did(status: CallStatus) -> None:
+    others = {"ok", "caller", "cancelled", "infrastructure"}
+    assert status.failed == (status.value not in others)
+
+
+def test_only_infrastructure_goes_unscored() -> None:
+    assert [reason for reason in StopReason if reason.infrastructure] == [StopReason.INFRASTRUCTURE]
