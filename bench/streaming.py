@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import orjson
 
@@ -49,6 +49,7 @@ class _Stream(asyncio.Protocol):
         self.total = 0
         self.chat = False
         self.rid = "r"
+        self.script: list[int] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
@@ -94,6 +95,10 @@ class _Stream(asyncio.Protocol):
         else:
             self.total = request["sampling_params"]["max_new_tokens"]
             self.rid = request["rid"]
+            if self._server.ending:
+                thought = [_PLAIN[0]] * random.randrange(20, 120)
+                self.script = [*thought, *self._server.ending]
+                self.total = len(self.script)
         self.transport.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
@@ -107,16 +112,23 @@ class _Stream(asyncio.Protocol):
             return
         self.sent += 1
         last = self.sent == self.total
-        frame = (_chat_frame if self.chat else _frame)(self.rid, self.sent, last)
+        if self.chat:
+            frame = _chat_frame(last)
+        elif self.script:
+            frame = _frame(self.rid, self.script[self.sent - 1], self.sent, last, b"stop")
+            if self.sent == self.total - 1:
+                self._server.sent_s[self.rid] = time.monotonic()
+        else:
+            token = _PLAIN[self.sent % len(_PLAIN)]
+            frame = _frame(self.rid, token, self.sent, last, b"length")
         if last:
             frame += b"data: [DONE]\n\n"
             self._server.active.discard(self)
         self.transport.write(b"%x\r\n%b\r\n" % (len(frame), frame) + b"0\r\n\r\n" * last)
 
 
-def _frame(rid: str, index: int, last: bool) -> bytes:
-    token = _PLAIN[index % len(_PLAIN)]
-    finish = b'{"type":"length","length":%d}' % index if last else b"null"
+def _frame(rid: str, token: int, index: int, last: bool, kind: bytes) -> bytes:
+    finish = b'{"type":"%b"}' % kind if last else b"null"
     extra = b',"weight_versions":[{"version":"v1","start":0,"end":%d}]' % index if last else b""
     return (
         b'data: {"text":" token","output_ids":[%d],"meta_info":{"id":"%b","finish_reason":%b,'
@@ -129,7 +141,7 @@ def _frame(rid: str, index: int, last: bool) -> bytes:
     ) % (token, rid.encode(), finish, token, index, index, extra)
 
 
-def _chat_frame(rid: str, index: int, last: bool) -> bytes:
+def _chat_frame(last: bool) -> bytes:
     finish = b'"length"' if last else b"null"
     return (
         b'data: {"id":"83dd87a1b9b74cd39f698ee1c652e224","object":"chat.completion.chunk",'
@@ -141,14 +153,23 @@ def _chat_frame(rid: str, index: int, last: bool) -> bytes:
 
 
 class _Server:
-    """One port, one clock."""
+    """One port, one clock.
 
-    def __init__(self, step_s: float) -> None:
+    With an `ending`, each response is a thought of random length and then these tokens; when the
+    last but one of them was sent (time.monotonic()) is kept by request.
+    """
+
+    sent_s: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, step_s: float, ending: list[int]) -> None:
+        self.ending = ending
         self.active: set[_Stream] = set()
         self.port = 0
         self._step_s = step_s
 
     def information(self, path: str) -> dict[str, Any]:
+        if path == "/sent":
+            return self.sent_s
         if path == "/v1/models":
             return {"data": [{"id": "small", "max_model_len": 32_768}]}
         return {"model_path": "small", "max_total_num_tokens": 1 << 20, "version": "0.5.23"}
@@ -167,8 +188,8 @@ class _Server:
         loop.call_at(due, self._tick, due)
 
 
-async def _generate_load(num_servers: int, step_s: float) -> None:
-    servers = [_Server(step_s) for _ in range(num_servers)]
+async def _generate_load(num_servers: int, step_s: float, ending: list[int]) -> None:
+    servers = [_Server(step_s, ending) for _ in range(num_servers)]
     for server in servers:
         await server.run()
     print(json.dumps([f"http://127.0.0.1:{server.port}" for server in servers]), flush=True)
@@ -319,12 +340,13 @@ def main() -> None:
     parser.add_argument("--readers", default=",".join(READERS))
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ending", type=json.loads, default=[], help=argparse.SUPPRESS)
     parser.add_argument("--read", choices=READERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load:
         import uvloop
 
-        uvloop.run(_generate_load(options.servers, options.step_ms / 1000))
+        uvloop.run(_generate_load(options.servers, options.step_ms / 1000, options.ending))
     elif options.read:
         import anyio
 

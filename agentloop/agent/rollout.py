@@ -108,7 +108,7 @@ class Rollout:
     emit: Emit = ignore
     with_text: bool = True  # decode as tokens arrive; training does without
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _started: float = 0.0
+    started_s: float = 0.0  # time.monotonic() when run() was called: 0 on its clock
     _tools: Tools = field(init=False)
     _trajectory: Trajectory = field(init=False)
 
@@ -118,7 +118,7 @@ class Rollout:
         Raises:
             RequestError: what was asked for is not possible (no part of it has run).
         """
-        self._started = anyio.current_time()
+        self.started_s = time.monotonic()
         self._tools = Tools(self.tools)
         prompt_ids = await self.chat.prompt_in_turn(self.messages, self._tools.schemas)
         if len(prompt_ids) >= self.engine.context_length:
@@ -280,7 +280,7 @@ class Rollout:
             output = await self._tools.run(call.name, call.arguments)
         started_s = dispatched_s
         if output.started_s is not None:
-            started_s = output.started_s - self._started
+            started_s = output.started_s - self.started_s
         # A lone surrogate, as in the name of a file, has no UTF-8 for a model or a client to read.
         content = output.content.encode("utf-8", "replace").decode()
         result = ToolResult(
@@ -297,7 +297,7 @@ class Rollout:
         return self.chat.observation(contents)
 
     def _now(self) -> float:
-        return anyio.current_time() - self._started
+        return time.monotonic() - self.started_s
 
 
 def _truncate(chat: ChatFormat, content: str, limit: int) -> list[int]:

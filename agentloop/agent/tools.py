@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ ToolFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a tool answered. `started_s` is `anyio.current_time()` when it began to run."""
+    """What a tool answered. `started_s` is `time.monotonic()` when it began to run."""
 
     status: CallStatus
     content: str
@@ -119,7 +120,7 @@ class FunctionTool:
         kwargs = {
             str(f.alias): getattr(model, name) for name, f in type(model).model_fields.items()
         }
-        started_s = anyio.current_time()
+        started_s = time.monotonic()
         with anyio.move_on_after(self.timeout_s):
             try:
                 if self._is_async:

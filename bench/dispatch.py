@@ -1,0 +1,220 @@
+"""How soon a tool call runs after its last token, and what that saves.
+
+    python -m bench.dispatch latency     256 rollouts against paced loopback servers
+    python -m bench.dispatch saving      real SGLang, real turns with three calls and with one
+
+`latency`: a load generator (bench.streaming's) plays turns that each call the real sandbox once.
+Reported is the time from the moment at which it *sent* the frame that closes a call to the moment
+at which the call's code began in the worker, on one clock: loopback, event loop, parsing, dispatch,
+the pool's queue and the worker's fork are all in it.
+
+`saving`: the same greedy turns, dispatched as each call closes and at the end of the turn in turn.
+The call sleeps `--tool-ms` on its way to the sandbox, as a slower tool would. A saving per turn is
+bounded by min(tool time, generation left after the call closes): with one call and nothing after
+it there is none, and the null case shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+
+from agentloop.agent import rollout as rollout_module
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.rollout import Budget, Rollout
+from agentloop.agent.sandbox_tools import PythonCode
+from agentloop.agent.tool_stream import ToolCallStream
+from agentloop.agent.tools import RunTool, ToolOutput
+from agentloop.inference.router import Router, RouterSettings
+from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.supervise import ServerSettings, sglang_servers
+from agentloop.models import SMALL
+from agentloop.trajectory import CallStatus, ToolCall, Trajectory
+from sandbox import Pool, PoolSettings
+
+THREE = "Compute 12*7, 8+5 and 90-3."
+ONE = "What is 37 times 48?"
+
+
+# --- latency ------------------------------------------------------------------------------------
+
+
+CALL = """<tool_call>
+{"name": "python_code_with_standard_io", "arguments": {"code": "print(37*48)"}}
+</tool_call>"""
+
+_rids: ContextVar[list[str]] = ContextVar("rids")
+
+
+class _Logged(SGLangServer):
+    """Notes which requests the rollout of this task has made, in order."""
+
+    def generate(
+        self, ids: Sequence[int], params: dict[str, Any], *, rid: str
+    ) -> AsyncGenerator[Chunk, None]:
+        _rids.get().append(rid)
+        return super().generate(ids, params, rid=rid)
+
+
+async def _latency(options: argparse.Namespace) -> dict[str, Any]:
+    chat = ChatFormat.load(SMALL)
+    ending = [*chat.tokenizer.encode(CALL, add_special_tokens=False).ids, chat.end_id]
+    command = [sys.executable, "-m", "bench.streaming", "--load", "--servers", "16"]
+    command += ["--step-ms", str(options.step_ms), "--ending", json.dumps(ending)]
+    load = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert load.stdin is not None
+    assert load.stdout is not None
+    began_s: dict[str, float] = {}
+    try:
+        urls = json.loads(load.stdout.readline())
+        async with (
+            Pool(PoolSettings(backend=options.sandbox), on_progress=_say) as pool,
+            http_session() as session,
+            Router.open([_Logged(url, session) for url in urls], RouterSettings()) as router,
+        ):
+            await pool.run("pass")
+            budget = Budget(max_turns=options.turns)
+            tool = PythonCode(pool)
+
+            async def one() -> None:
+                await anyio.sleep(random.random() * 2)  # rollouts do not start as one
+                _rids.set([])
+                messages = [{"role": "user", "content": "x"}]
+                run = Rollout(router, chat, messages, [tool], budget=budget, with_text=False)
+                trajectory = await run.run()
+                for rid, result in zip(_rids.get(), trajectory.results, strict=True):
+                    assert result.status is CallStatus.OK, result
+                    began_s[rid] = run.started_s + result.started_s
+
+            async with anyio.create_task_group() as tasks:
+                for _ in range(options.rollouts):
+                    tasks.start_soon(one)
+        sent_s = httpx.get(urls[0] + "/sent", trust_env=False).json()
+    finally:
+        load.stdin.close()
+        load.wait(10)
+    latencies = sorted((began - sent_s[rid]) * 1000 for rid, began in began_s.items())
+    return {
+        "calls": len(latencies),
+        "p50_ms": statistics.median(latencies),
+        "p95_ms": latencies[int(len(latencies) * 0.95)],
+        "p99_ms": latencies[int(len(latencies) * 0.99)],
+        "max_ms": latencies[-1],
+    }
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+
+class _AtTurnEnd(ToolCallStream):
+    """Holds every call back until the turn has ended, as other loops do."""
+
+    def __init__(self, chat: ChatFormat, *, id_prefix: str = "call") -> None:
+        super().__init__(chat, id_prefix=id_prefix)
+        self._held: list[ToolCall] = []
+
+    def feed(self, ids: Sequence[int]) -> list[ToolCall]:
+        self._held += super().feed(ids)
+        return []
+
+    def finish(self) -> list[ToolCall]:
+        return [*self._held, *super().finish()]
+
+
+class _Slow(PythonCode):
+    """The built-in tool, further away."""
+
+    delay_s = 0.1
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[RunTool]:
+        async with super().open() as run:
+
+            async def later(arguments: Mapping[str, Any], /) -> ToolOutput:
+                await anyio.sleep(self.delay_s)
+                return await run(arguments)
+
+            yield later
+
+
+async def _saving(options: argparse.Namespace) -> dict[str, Any]:
+    walls: dict[tuple[str, str], list[float]] = {}
+    ids: dict[str, set[tuple[int, ...]]] = {}
+    chat = ChatFormat.load(SMALL)
+    with tempfile.TemporaryDirectory() as log_dir:
+        servers = sglang_servers(SMALL, ServerSettings(), log_dir=Path(log_dir), on_progress=_say)
+        async with (
+            Pool(PoolSettings(backend=options.sandbox), on_progress=_say) as pool,
+            servers as processes,
+            http_session() as session,
+            Router.open([SGLangServer(processes[0].url, session)], RouterSettings()) as router,
+        ):
+            tool = _Slow(pool)
+            tool.delay_s = options.tool_ms / 1000
+
+            async def turn(question: str) -> Trajectory:
+                messages = [{"role": "user", "content": question}]
+                sampling = Sampling(temperature=0)
+                return await Rollout(router, chat, messages, [tool], sampling).run()
+
+            await turn(THREE)
+            await turn(ONE)
+            for _ in range(options.rounds):
+                for question in (THREE, ONE):
+                    for mode, stream in (
+                        ("as it closes", ToolCallStream),
+                        ("at the end", _AtTurnEnd),
+                    ):
+                        setattr(rollout_module, "ToolCallStream", stream)  # noqa: B010
+                        trajectory = await turn(question)
+                        first = trajectory.turns[0]
+                        walls.setdefault((question, mode), []).append(
+                            first.ended_s - first.started_s
+                        )
+                        ids.setdefault(question, set()).add(tuple(trajectory.ids))
+    assert all(len(found) == 1 for found in ids.values()), "the trajectories differ"
+    medians = {key: statistics.median(values) * 1000 for key, values in walls.items()}
+    return {
+        name: {
+            "as_it_closes_ms": medians[question, "as it closes"],
+            "at_the_end_ms": medians[question, "at the end"],
+            "saved_ms": medians[question, "at the end"] - medians[question, "as it closes"],
+        }
+        for name, question in (("three calls and text", THREE), ("one call, nothing after", ONE))
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("what", choices=("latency", "saving"))
+    parser.add_argument("--rollouts", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--step-ms", type=float, default=30.0)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tool-ms", type=float, default=100.0)
+    parser.add_argument("--sandbox", default="docker", choices=("docker", "process"))
+    options = parser.parse_args()
+    run = _latency if options.what == "latency" else _saving
+    figures = anyio.run(run, options, backend_options={"use_uvloop": True})
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
