@@ -1,0 +1,120 @@
+"""What the commands share: arguments, progress, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+from collections.abc import Iterator
+
+import anyio
+import pydantic
+import pytest
+
+from agentloop import console
+from agentloop.console import Progress, add_settings_arguments, settings_text, split_settings
+from agentloop.errors import SettingsError
+from sandbox import SandboxUnavailable
+
+
+@pytest.fixture(autouse=True)
+def _same_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_files_and_overrides_are_told_apart() -> None:
+    arguments = ["a.toml", "server.count=2", "folder/b.toml", "model=x"]
+    assert split_settings(arguments) == (
+        ["a.toml", "folder/b.toml"],
+        ["server.count=2", "model=x"],
+    )
+
+
+def test_settings_are_arguments_of_every_command() -> None:
+    parser = argparse.ArgumentParser()
+    add_settings_arguments(parser)
+    options = parser.parse_args(["a.toml", "x=1", "--list-settings"])
+    assert options.settings == ["a.toml", "x=1"]
+    assert options.list_settings
+
+
+def test_every_setting_is_listed() -> None:
+    class Settings(pydantic.BaseModel):
+        port: int = pydantic.Field(8000, description="Where it listens.")
+        model: str | None = None
+
+    assert settings_text(Settings).splitlines() == [
+        "port = 8000",
+        "    Where it listens.",
+        "model = (none)",
+    ]
+
+
+def test_progress_without_a_terminal_is_a_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("Starting") as progress:
+        for line in ("Loading", "Loading", "Ready"):
+            progress(line)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.split() == ["Starting", "Loading", "Ready"]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_command_ends_with_its_status(status: int) -> None:
+    async def main() -> int:
+        return status
+
+    assert console.run(main) == status
+
+
+@pytest.mark.parametrize("error", [SettingsError("port: bad"), SandboxUnavailable("port: bad")])
+def test_an_error_with_a_name_is_one_line(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> int:
+        raise error
+
+    assert console.run(main) == 2
+    assert capsys.readouterr().err == "agentloop: error: port: bad\n"
+
+
+def test_a_programmers_error_is_not_hidden() -> None:
+    async def main() -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        console.run(main)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_a_signal_lets_a_command_clean_up(number: signal.Signals, status: int) -> None:
+    cleaned = []
+
+    async def main() -> int:
+        try:
+            os.kill(os.getpid(), number)
+            await anyio.sleep_forever()
+        finally:
+            with anyio.move_on_after(5, shield=True):
+                await anyio.lowlevel.checkpoint()
+                cleaned.append(number)
+        return 0
+
+    before = signal.getsignal(number)
+    assert console.run(main) == status
+    assert cleaned == [number]
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_after_the_end_does_not_change_the_status() -> None:
+    async def main() -> int:
+        await anyio.lowlevel.checkpoint()
+        return 3
+
+    assert console.run(main) == 3

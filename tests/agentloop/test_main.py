@@ -1,0 +1,67 @@
+"""`agentloop COMMAND` before any command runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentloop.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    for word in ("usage: agentloop COMMAND", "serve", "chat"):
+        assert word in out
+
+
+def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sreve", "--help"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("agentloop: error: unknown command 'sreve'")
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_each_command_has_help_and_lists_its_settings(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"agentloop {command}" in capsys.readouterr().out
+    assert main([command, "--list-settings"]) == 0
+    listed = capsys.readouterr().out
+    assert "router.max_moves = 4" in listed
+    assert ("serve.port = 8000" in listed) == (command == "serve")
+
+
+@pytest.mark.parametrize(
+    ("command", "setting", "said"),
+    [
+        ("serve", "serve.prot=1", "did you mean 'serve.port'?"),
+        ("serve", "serve.host=0.0.0.0", "set serve.token"),
+        ("serve", "gone.toml", "gone.toml: No such file"),
+        ("chat", "budget.max_turns=0", "budget.max_turns: "),
+    ],
+)
+def test_a_bad_setting_ends_a_command_before_anything_starts(
+    command: str, setting: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, setting]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_is_quick_and_loads_nothing() -> None:
+    program = (
+        "import sys; from agentloop.__main__ import main; main(['--help']);"
+        "sys.exit(any(m in sys.modules for m in ('aiohttp', 'transformers', 'pydantic')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
+    assert done.returncode == 0

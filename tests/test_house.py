@@ -1,0 +1,237 @@
+"""The directions of the house: who may import whom. Every import counts, also one in a function;
+only those for the type checker do not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import agentloop
+import sandbox
+
+ROOT = Path(__file__).parent.parent
+OURS = ("agentloop", "sandbox", "learner", "bench", "tests")
+BOTTOM = {"agentloop.errors", "agentloop.trajectory", "agentloop.config", "agentloop.events"}
+HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
+# These run inside of the servers, on their own path, and belong to no package of ours.
+OVERLAY = "agentloop.inference.cpu.overlay"
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of ours by its name."""
+    files = (file for top in OURS for file in (ROOT / top).rglob("*.py"))
+    return {name_of(file): file for file in files}
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        if for_types_only(child):
+            assert isinstance(child, ast.If)
+            for other in child.orelse:
+                yield from nodes(ast.Module([other], []))
+        else:
+            yield child
+            yield from nodes(child)
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """What a module imports, as far as possible as the module that is meant."""
+    file = modules()[name]
+    package = name if file.stem == "__init__" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in nodes(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")
+            base = ".".join(up[: len(up) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, [base, node.module]))
+            inner = {f"{source}.{alias.name}" for alias in node.names}
+            found |= {one if one in modules() else source for one in inner}
+    return frozenset(found)
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def in_package(*packages: str) -> list[str]:
+    return sorted(
+        name for name in modules() if within(name, *packages) and not within(name, OVERLAY)
+    )
+
+
+def wing(name: str) -> str:
+    """`agentloop.agent.tools` is of the wing `agentloop.agent`."""
+    return ".".join(name.split(".")[:2])
+
+
+def composers() -> set[str]:
+    """The modules directly in agentloop/, less those at the bottom."""
+    return {
+        name
+        for name, file in modules().items()
+        if file.parent == ROOT / "agentloop" and name not in BOTTOM
+    }
+
+
+def ours(name: str) -> set[str]:
+    return {one for one in imports(name) if within(one, *OURS)}
+
+
+# A package's modules, and all that they may import of ours.
+MAY_IMPORT = {
+    "agentloop.agent": {"agentloop.agent", "agentloop.inference", "sandbox", *BOTTOM},
+    "agentloop.api": {"agentloop.api", "agentloop.agent", *BOTTOM},
+    "agentloop.inference": {"agentloop.inference", "agentloop.models", *BOTTOM},
+    "agentloop.groups": {"agentloop.groups", "agentloop.agent", "sandbox", *BOTTOM},
+    "agentloop.observe": {"agentloop.observe", "agentloop.inference", *BOTTOM},
+    "agentloop.models": set(),
+    "agentloop.errors": set(),
+    "agentloop.trajectory": {"agentloop.errors"},
+    "agentloop.config": {"agentloop.errors"},
+    "agentloop.events": {"agentloop.trajectory", "agentloop.errors"},
+    "agentloop.inference.kv_ledger": {"agentloop.trajectory", "agentloop.errors"},
+    "sandbox": {"sandbox"},
+    "learner": {"learner", "agentloop.models", *BOTTOM},
+    "agentloop": {"agentloop", "sandbox"},
+    "bench": {"bench", "agentloop", "sandbox", "learner"},
+}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    for name in in_package(package):
+        wrong = {one for one in ours(name) if not within(one, *MAY_IMPORT[package])}
+        assert not wrong, f"{name} imports {sorted(wrong)}"
+
+
+def test_the_runtime_never_imports_what_is_for_training() -> None:
+    for name in in_package("agentloop", "sandbox"):
+        wrong = {one for one in imports(name) if within(one, "torch", "deepspeed", "learner")}
+        assert not wrong, f"{name} imports {sorted(wrong)}"
+
+
+def test_the_worker_needs_nothing_but_the_standard_library() -> None:
+    worker = in_package("sandbox.worker")
+    assert worker
+    for name in worker:
+        tops = {one.partition(".")[0] for one in imports(name)}
+        assert tops <= sys.stdlib_module_names, name
+
+
+def test_parts_never_import_a_composer() -> None:
+    for name in in_package("agentloop"):
+        if name not in composers():
+            assert not ours(name) & composers(), name
+
+
+def test_what_people_see_is_imported_by_composers_alone() -> None:
+    for name in in_package(*OURS[:3]):
+        if wing(name) != "agentloop.observe" and name not in composers():
+            assert not {one for one in ours(name) if within(one, "agentloop.observe")}, name
+
+
+def test_inference_and_groups_do_not_know_each_other() -> None:
+    for one, other in [("inference", "groups"), ("groups", "inference")]:
+        for name in in_package(f"agentloop.{one}"):
+            assert not {i for i in ours(name) if within(i, f"agentloop.{other}")}, name
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {name: {one for one in ours(name) if one in modules()} for name in modules()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for one in sorted(graph[name]):
+                visit(one, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_the_rules_see_imports_wherever_they_stand() -> None:
+    """A rule that finds nothing holds of anything."""
+    assert "agentloop.errors" in imports("agentloop.agent.rollout")
+    assert "transformers" in imports("agentloop.agent.chat_format")  # within a function
+    assert "agentloop.console" in imports("agentloop.serve")  # `from agentloop import console`
+    assert "agentloop.runtime" not in imports("agentloop")  # for the type checker
+    assert "agentloop.serve" in composers()
+    assert "agentloop.agent.rollout" not in composers()
+
+
+def test_importing_the_package_is_light() -> None:
+    program = f"import sys, agentloop; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_public_names() -> None:
+    assert agentloop.__all__ == [
+        "AgentLoopError",
+        "Budget",
+        "CallStatus",
+        "RequestError",
+        "Runtime",
+        "Sampling",
+        "ServerError",
+        "Settings",
+        "SettingsError",
+        "StopReason",
+        "ToolCall",
+        "ToolResult",
+        "Trajectory",
+        "Turn",
+    ]
+    for name in agentloop.__all__:
+        assert getattr(agentloop, name).__module__.startswith("agentloop.")
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = agentloop.Nothing
+
+
+def test_the_sandboxs_public_names() -> None:
+    assert sandbox.__all__ == [
+        "CallError",
+        "CallResult",
+        "CallStatus",
+        "Overloaded",
+        "Pool",
+        "PoolSettings",
+        "ProtocolError",
+        "SandboxError",
+        "SandboxUnavailable",
+        "Session",
+        "SessionLost",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in in_package("agentloop") if not name.endswith("__main__")]
+)
+def test_what_a_module_offers_is_there(name: str) -> None:
+    module = importlib.import_module(name)
+    for one in getattr(module, "__all__", []):
+        assert hasattr(module, one), f"{name}.{one}"
