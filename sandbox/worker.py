@@ -27,6 +27,7 @@ import heapq
 import io
 import itertools
 import json
+import math
 import os
 import re
 import resource
@@ -56,6 +57,7 @@ LARGE_JOB = b"+"
 JOB_FD, REPORT_FD = 3, 4  # held free in a zygote
 NAME = "<call>"
 PIPE_CHUNK = 64 * 1024
+TOP_UP_DELAY_S = 0.002
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
 PR_CAPBSET_DROP = 24
@@ -138,7 +140,7 @@ class Settings:
         self.levels: list[list[str]] = given.get("levels", [[]])
         self.slots: int = given.get("slots", 4)
         self.sessions: int = given.get("sessions", 32)
-        self.ready: int = given.get("ready", 1)
+        self.ready: int = given.get("ready", 2)
         self.uid_base: int | None = given.get("uid_base")
         self.keep_bytes: int = given.get("keep_output_bytes", 64 * 1024)
         self.max_output_bytes: int = given.get("max_output_bytes", 1 << 20)
@@ -659,6 +661,7 @@ class Front:
         ]
         self.read_control, self.write_control = -1, -1
         self.oom_kills = count_oom_kills()
+        self.top_up_at = 0.0  # when to fork again ahead of calls; 0: not needed
 
     # -- starting ---------------------------------------------------------------------------
 
@@ -706,8 +709,7 @@ class Front:
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self.watch(wake, self.on_sigchld)
         self.watch(self.read_control, self.on_control)
-        for level in range(len(self.settings.levels)):
-            self.top_up(level)
+        self.top_up()
         self.send(
             {
                 "op": "ready",
@@ -783,12 +785,14 @@ class Front:
             self.start_queued()
 
     def next_deadline(self) -> float:
-        if not self.deadlines:
-            return 60.0
-        return max(0.0, self.deadlines[0][0] - time.monotonic())
+        first = self.deadlines[0][0] if self.deadlines else math.inf
+        first = min(first, self.top_up_at or math.inf)
+        return min(60.0, max(0.0, first - time.monotonic()))
 
     def check_deadlines(self) -> None:
         now = time.monotonic()
+        if 0 < self.top_up_at <= now:
+            self.top_up()
         while self.deadlines and self.deadlines[0][0] <= now:
             call = heapq.heappop(self.deadlines)[2]
             child = self.calls.get(call.id)
@@ -908,14 +912,18 @@ class Front:
             child.doomed = True
             if error.errno == errno.EMSGSIZE:
                 self.kill(child)
-        self.top_up(child.level)
+        # The next fork waits: at once it would take the processor from the call just sent.
+        self.top_up_at = self.top_up_at or call.started + TOP_UP_DELAY_S
 
-    def top_up(self, level: int) -> None:
-        while len(self.ready[level]) < self.settings.ready:
-            child = self.spawn(level)
-            if child is None:
-                return
-            self.ready[level].append(child)
+    def top_up(self) -> None:
+        """Fork ahead of the calls to come."""
+        self.top_up_at = 0.0
+        for level, ready in enumerate(self.ready):
+            while len(ready) < self.settings.ready:
+                child = self.spawn(level)
+                if child is None:
+                    return
+                ready.append(child)
 
     def spawn(self, level: int) -> Child | None:
         if not self.free:
