@@ -172,7 +172,7 @@ class Runtime:
 
     @asynccontextmanager
     async def stream(
-        self, messages: str | Sequence[Message], **options: Any
+        self, messages: str | Sequence[Message], *, on_event: Emit = ignore, **options: Any
     ) -> AsyncIterator[RolloutStream]:
         """Run one rollout while reading what happens; leaving early cancels it.
 
@@ -180,9 +180,13 @@ class Runtime:
         """
         feed = Feed()
 
+        def both(event: Event) -> None:
+            on_event(event)
+            feed(event)
+
         async def run() -> None:
             try:
-                await self.rollout(messages, on_event=feed, **options)
+                await self.rollout(messages, on_event=both, **options)
             except AgentLoopError as error:
                 feed.close(error)
             else:

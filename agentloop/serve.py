@@ -10,6 +10,7 @@ A request lives in its handler's task: a client that leaves cancels what it aske
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import uuid
@@ -128,10 +129,11 @@ class App:
         )
         async with (
             self._places,
-            self._runtime.stream(asked.messages, **self._options(asked, 0)) as stream,
+            self._runtime.stream(
+                asked.messages, on_event=self._metrics.seen, **self._options(asked, 0)
+            ) as stream,
         ):
-            first = await anext(stream)  # raises what is wrong with the request, as a status
-            self._metrics.seen(first)
+            await anext(stream)  # raises what is wrong with the request, as a status
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             )
@@ -139,7 +141,6 @@ class App:
             await _send(response, writer.first())
             try:
                 async for event in stream:
-                    self._metrics.seen(event)
                     for chunk in writer.feed(event):
                         await _send(response, chunk)
             except AgentLoopError as error:  # too late for a status
@@ -197,7 +198,7 @@ class App:
                     tasks.start_soon(work, lines_in.clone())
             async with lines:
                 async for line in lines:
-                    await response.write(orjson.dumps(line) + b"\n")
+                    await response.write(_dumps(line) + b"\n")
         return response
 
     async def models(self, request: web.Request) -> web.Response:
@@ -358,6 +359,14 @@ def _completion_id() -> str:
 
 def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def _dumps(value: Any) -> bytes:
+    """JSON, also of integers beyond 64 bits, which a model may well write."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, default=str).encode()
 
 
 async def _send(response: web.StreamResponse, body: Any) -> None:

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -39,7 +39,7 @@ from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import RunTool, ToolOutput
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.sglang import OnChunk, Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
 from agentloop.trajectory import CallStatus, ToolCall, Trajectory
@@ -62,11 +62,11 @@ _rids: ContextVar[list[str]] = ContextVar("rids")
 class _Logged(SGLangServer):
     """Notes which requests the rollout of this task has made, in order."""
 
-    def generate(
-        self, ids: Sequence[int], params: dict[str, Any], *, rid: str
-    ) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, ids: Sequence[int], params: dict[str, Any], *, rid: str, on_chunk: OnChunk
+    ) -> None:
         _rids.get().append(rid)
-        return super().generate(ids, params, rid=rid)
+        await super().generate(ids, params, rid=rid, on_chunk=on_chunk)
 
 
 async def _latency(options: argparse.Namespace) -> dict[str, Any]:

@@ -228,11 +228,11 @@ async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) ->
 
     chat = ChatFormat.load(SMALL)
     budget = Budget(max_response_tokens=num_tokens, max_turns=1)
-    messages = [{"role": "user", "content": "x" * (_PROMPT_TOKENS // 2)}]
     num_read = 0
 
-    async def one() -> None:
+    async def one(group: int) -> None:
         nonlocal num_read
+        messages = [{"role": "user", "content": f"{group} " + "x" * (_PROMPT_TOKENS // 2)}]
         rollout = Rollout(router, chat, messages, budget=budget, with_text=False)
         trajectory = await rollout.run()
         num_read += trajectory.num_sampled_tokens
@@ -241,8 +241,8 @@ async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) ->
         servers = [SGLangServer(url, session) for url in urls]
         async with Router.open(servers, RouterSettings()) as router:
             async with anyio.create_task_group() as tasks:
-                for _ in range(num_streams):
-                    tasks.start_soon(one)
+                for index in range(num_streams):
+                    tasks.start_soon(one, index // 32)  # groups of 32, as in training
     return num_read
 
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -159,16 +159,18 @@ class ScriptedEngine:
         generation: Generation,
         *,
         vocab_size: int,
+        on_chunk: Callable[[Chunk], None],
         on_placed: Callable[[str, str], None],
         on_moved: Callable[[str, str], None],
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> None:
         self.asked.append(replace(generation, ids=list(generation.ids)))
         on_placed("http://fake", "")
         self.num_open += 1
         try:
             for step in self._turns.popleft():
                 if isinstance(step, Chunk):
-                    yield step
+                    on_chunk(step)
+                    await anyio.lowlevel.checkpoint()
                 elif isinstance(step, Exception):
                     raise step
                 else:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from agentloop.trajectory import Message, Turn
 __all__ = ["ChatFormat", "TextStream"]
 
 Render = Callable[..., str]
+_MAX_RENDERED = 64  # prompts kept
 
 _MAX_HELD = 64
 
@@ -65,6 +67,7 @@ class ChatFormat:
         self._end_token = end_token
         self._learn_observation()
         self._rendering = anyio.Lock()
+        self._rendered: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
     @classmethod
     def load(cls, model_path: str | Path) -> ChatFormat:
@@ -187,9 +190,18 @@ class ChatFormat:
     async def prompt_in_turn(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """`prompt()`, one at a time: a thousand at once would hold the event loop for a second."""
+        """`prompt()`, one at a time: a thousand at once would hold the event loop for a second.
+
+        The rollouts of a group have one prompt, and render it once.
+        """
+        key = repr((messages, tools))
         async with self._rendering:
-            return self.prompt(messages, tools)
+            if key not in self._rendered:
+                self._rendered[key] = tuple(self.prompt(messages, tools))
+            self._rendered.move_to_end(key)
+            if len(self._rendered) > _MAX_RENDERED:
+                self._rendered.popitem(last=False)
+            return list(self._rendered[key])
 
     def observation(self, contents: Sequence[str | list[int]]) -> list[int]:
         """What follows an assistant's turn: the tools' responses and a new generation prompt.

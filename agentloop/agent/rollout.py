@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,14 +78,15 @@ class Engine(Protocol):
     @property
     def context_length(self) -> int: ...
 
-    def generate(
+    async def generate(
         self,
         generation: Generation,
         *,
         vocab_size: int,
+        on_chunk: Callable[[Chunk], None],
         on_placed: Callable[[str, str], None],
         on_moved: Callable[[str, str], None],
-    ) -> AsyncGenerator[Chunk, None]: ...
+    ) -> None: ...
 
     def forget(self, key: str) -> None: ...
 
@@ -215,6 +215,7 @@ class Rollout:
     ) -> None:
         stream = ToolCallStream(self.chat, id_prefix=f"call_{self.id[:12]}_{index}")
         text = TextStream(self.chat) if self.with_text else None
+        versions = _Versions()
         generation = Generation(
             rid=uuid.uuid4().hex,
             key=self.id,
@@ -227,20 +228,23 @@ class Rollout:
         def moved(server: str, reason: str) -> None:
             self.emit(TurnMoved(self.id, server, reason))
 
-        chunks = self.engine.generate(
-            generation,
-            vocab_size=self.chat.vocab_size,
-            on_placed=lambda server, _: turn.servers.append(server),
-            on_moved=moved,
-        )
+        def take(chunk: Chunk) -> None:
+            self._take(index, turn, chunk, text, versions)
+            for call in stream.feed(chunk.ids):
+                dispatch(call)
+
         try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    self._take(index, turn, chunk, text)
-                    for call in stream.feed(chunk.ids):
-                        dispatch(call)
+            await self.engine.generate(
+                generation,
+                vocab_size=self.chat.vocab_size,
+                on_chunk=take,
+                on_placed=lambda server, _: turn.servers.append(server),
+                on_moved=moved,
+            )
         finally:
             turn.generated_s = self._now()
+            if turn.end is TurnEnd.ABORT:
+                turn.versions = versions.spans(len(turn.output_ids), ())
             if text is None:
                 turn.text = self.chat.decode(turn.output_ids)
             elif held := text.flush():
@@ -250,20 +254,22 @@ class Rollout:
             for call in stream.finish():
                 dispatch(call)
 
-    def _take(self, index: int, turn: Turn, chunk: Chunk, text: TextStream | None) -> None:
+    def _take(
+        self, index: int, turn: Turn, chunk: Chunk, text: TextStream | None, versions: _Versions
+    ) -> None:
         if turn.first_token_s is None and chunk.ids:
             turn.first_token_s = self._now()
         start = len(turn.output_ids)
         turn.output_ids += chunk.ids
         turn.logprobs += chunk.logprobs
-        if chunk.ids:
-            _extend_versions(turn.versions, chunk.version, start, len(turn.output_ids))
+        if chunk.ids and chunk.version != versions.current:
+            versions.change(chunk.version, start)
         if chunk.end is not None:
             turn.end = chunk.end
             turn.cached_tokens = chunk.cached_tokens
-            if chunk.versions:  # the server's own account of the whole response
-                keep = chunk.versions[0].start
-                turn.versions = _clip_versions(turn.versions, keep) + list(chunk.versions)
+            account = chunk.versions
+            num_seen = account[0].start if account else len(turn.output_ids)
+            turn.versions = versions.spans(num_seen, account)
         piece = ""
         if text is not None:
             piece = text.feed(chunk.ids)
@@ -319,19 +325,29 @@ def _truncate(chat: ChatFormat, content: str, limit: int) -> list[int]:
     return head + chat.encode(f"\n[... {left_out} ...]\n") + tail
 
 
-def _extend_versions(spans: list[VersionSpan], version: str, start: int, end: int) -> None:
-    if spans and spans[-1].version == version:
-        spans[-1] = VersionSpan(version, spans[-1].start, end)
-    else:
-        spans.append(VersionSpan(version, start, end))
+class _Versions:
+    """Which policy version each token of a turn was sampled under, as it streams."""
 
+    __slots__ = ("_starts", "current")
 
-def _clip_versions(spans: list[VersionSpan], end: int) -> list[VersionSpan]:
-    return [
-        VersionSpan(span.version, span.start, min(span.end, end))
-        for span in spans
-        if span.start < end
-    ]
+    def __init__(self) -> None:
+        self.current: str | None = None
+        self._starts: list[tuple[str, int]] = []
+
+    def change(self, version: str, start: int) -> None:
+        """From token `start` on it is `version`."""
+        self.current = version
+        self._starts.append((version, start))
+
+    def spans(self, end: int, account: Sequence[VersionSpan]) -> list[VersionSpan]:
+        """What was seen up to `end`, and from there on the server's own account."""
+        ends = [start for _, start in self._starts[1:]] + [end]
+        seen = [
+            VersionSpan(version, start, min(stop, end))
+            for (version, start), stop in zip(self._starts, ends, strict=False)
+            if start < end
+        ]
+        return [*seen, *account]
 
 
 def _cause(group: ExceptionGroup[Exception]) -> Exception:

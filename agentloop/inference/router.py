@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -23,7 +23,7 @@ import pydantic
 
 from agentloop.errors import PromptTooLong, RequestError, ServerRefused, ServerUnavailable
 from agentloop.inference.kv_ledger import KVLedger
-from agentloop.inference.sglang import Chunk, Sampling, ServerInfo, SGLangServer
+from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]
@@ -162,11 +162,18 @@ class Router:
         ]
 
     async def generate(
-        self, generation: Generation, *, vocab_size: int, on_placed: OnMoved, on_moved: OnMoved
-    ) -> AsyncGenerator[Chunk, None]:
-        """Stream one turn, over as many servers as it takes.
+        self,
+        generation: Generation,
+        *,
+        vocab_size: int,
+        on_chunk: OnChunk,
+        on_placed: OnMoved,
+        on_moved: OnMoved,
+    ) -> None:
+        """Stream one turn, over as many servers as it takes; ends with a chunk that has `end` set.
 
         Args:
+            on_chunk: called as tokens arrive, in the event loop's callback: must not block.
             vocab_size: an id outside of it would kill a server, so it is refused here.
             on_placed: told which server takes the turn, before its first chunk.
             on_moved: told of each server that failed meanwhile.
@@ -185,7 +192,7 @@ class Router:
         moves = 0
         while True:
             if ending := _ended_unseen(generation, received):
-                yield ending
+                on_chunk(ending)
                 return
             rest = replace(
                 generation,
@@ -201,19 +208,29 @@ class Router:
             params = rest.sampling.to_sglang(
                 max_new_tokens=rest.max_new_tokens, stop_ids=rest.stop_ids
             )
+            aborted: list[Chunk] = []
+
+            def take(
+                chunk: Chunk,
+                rid: str = rest.rid,
+                offset: int = offset,
+                aborted: list[Chunk] = aborted,
+            ) -> None:
+                self._ledger.grow(rid, len(chunk.ids))
+                received.extend(chunk.ids)
+                if chunk.end is None:
+                    on_chunk(chunk)
+                elif chunk.end is not TurnEnd.ABORT:
+                    on_chunk(_shifted(chunk, offset))
+                else:  # not by us: what it carried is good, and the turn goes on
+                    aborted.append(chunk)
+                    on_chunk(replace(chunk, end=None, versions=()))
+
             try:
-                async with aclosing(seat.server.generate(rest.ids, params, rid=rest.rid)) as chunks:
-                    async for chunk in chunks:
-                        self._ledger.grow(rest.rid, len(chunk.ids))
-                        received += chunk.ids
-                        if chunk.end is None:
-                            yield chunk
-                        elif chunk.end is not TurnEnd.ABORT:
-                            yield _shifted(chunk, offset)
-                            return
-                        else:  # not by us: what it carried is good, and the turn goes on
-                            yield replace(chunk, end=None, versions=())
-                            raise ServerUnavailable(f"{seat.server.url} aborted: {chunk.error}")
+                await seat.server.generate(rest.ids, params, rid=rest.rid, on_chunk=take)
+                if not aborted:
+                    return
+                raise ServerUnavailable(f"{seat.server.url} aborted: {aborted[0].error}")
             except (ServerUnavailable, ServerRefused) as error:
                 if isinstance(error, ServerRefused) and not _worth_moving(error):
                     raise RequestError(str(error)) from error

@@ -7,24 +7,24 @@ Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http.client import responses
 from typing import Any
 
 import aiohttp
-import anyio
 import orjson
 import pydantic
 
 from agentloop.errors import ServerError, ServerRefused, ServerUnavailable
+from agentloop.inference.stream import PostStream, StreamBroken
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Chunk", "FrameDecoder", "SGLangServer", "Sampling", "ServerInfo", "http_session"]
 
 _MAX_FRAME_BYTES = 64 << 20
-_MAX_REFUSAL_BYTES = 64 << 10
-_REFUSAL_TIMEOUT_S = 5.0
+_MAX_ANSWER_BYTES = 16 << 20  # /server_info is long
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
@@ -67,6 +67,9 @@ class Chunk:
     error: str | None = None  # with TurnEnd.ABORT: what the server said
 
 
+OnChunk = Callable[[Chunk], None]
+
+
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
     """What a server is. `context_length` counts prompt and response."""
@@ -90,6 +93,15 @@ class FrameDecoder:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Raises ServerUnavailable where an event outgrows its bound."""
+        # The common case: one whole event.
+        if (
+            data.startswith(b"data: ")
+            and data.find(b"\n") == len(data) - 2
+            and data.endswith(b"\n\n")
+            and not self._rest
+            and not self._half_newline
+        ):
+            return [data[6:-2]]
         if self._half_newline or b"\r" in data:
             data = self._with_plain_newlines(data)
         if self._rest:
@@ -133,15 +145,6 @@ async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """A response under way, and when it was last heard."""
-
-    response: aiohttp.ClientResponse
-    heard_s: float
-    closed: bool = False
-
-
 class SGLangServer:
     """A client of one server. Knows nothing of the others."""
 
@@ -156,15 +159,19 @@ class SGLangServer:
         """`stall_timeout_s` bounds the silence before and between frames, not the whole stream."""
         self.url = url.rstrip("/")
         self._session = session
+        self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
-        # No timeout of aiohttp's for the reads: it costs a timer a frame. See close_stalled().
-        self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
-        self._streams: set[_Stream] = set()
+        self._streams: set[PostStream] = set()
 
     async def generate(
-        self, ids: Sequence[int], params: dict[str, Any], *, rid: str
-    ) -> AsyncGenerator[Chunk, None]:
-        """Stream the continuation of `ids`. Leaving the generator early frees the request.
+        self, ids: Sequence[int], params: dict[str, Any], *, rid: str, on_chunk: OnChunk
+    ) -> None:
+        """Stream the continuation of `ids`; returns after the chunk that has `end` set.
+
+        Cancelling it closes the connection, which frees the request on the server.
+
+        Args:
+            on_chunk: called as tokens arrive, in the event loop's callback: must not block.
 
         Raises:
             ServerRefused: the server answered with an error.
@@ -177,46 +184,33 @@ class SGLangServer:
             "return_logprob": True,
             "rid": rid,
         }
-        decoder = FrameDecoder()
-        seen = 0
-        stream: _Stream | None = None
+        frames = _Frames(on_chunk)
+        stream = PostStream(self.url + "/generate", orjson.dumps(body), frames.feed)
+        self._streams.add(stream)
         try:
-            with anyio.fail_after(self._stall_timeout_s):
-                response = await self._session.post(
-                    self.url + "/generate", json=body, timeout=self._stream_timeout
-                )
-            async with response:
-                if response.status != 200:
-                    raise await _refusal(self.url, response)
-                stream = _Stream(response, time.monotonic())
-                self._streams.add(stream)
-                while data := await response.content.readany():
-                    stream.heard_s = time.monotonic()
-                    for chunk in _together(decoder.feed(data), seen):
-                        seen += len(chunk.ids)
-                        yield chunk
-                        if chunk.end is not None:
-                            return
-            raise ServerUnavailable(f"{self.url}: the stream ended after {seen} tokens, unfinished")
+            await stream.run(connect_timeout_s=self._connect_timeout_s)
+        except StreamBroken as error:
+            after = f", after {frames.seen} tokens" if frames.seen else ""
+            raise ServerUnavailable(f"{self.url}: {error}{after}") from error
         except _NoFrame as error:
             raise ServerUnavailable(f"{self.url}: a frame that is none: {error}") from error
         except _ErrorFrame as error:
             raise ServerRefused(f"{self.url}: {error}", status=error.status) from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            silent = f"silent for {self._stall_timeout_s:g} s, after {seen} tokens"
-            why = silent if stream is not None and stream.closed else _say(error)
-            raise ServerUnavailable(f"{self.url}: {why}") from error
         finally:
-            if stream is not None:
-                self._streams.discard(stream)
+            self._streams.discard(stream)
+        if stream.status != 200:
+            raise _refusal(self.url, stream.status, stream.error_body)
+        if not frames.ended:
+            raise ServerUnavailable(
+                f"{self.url}: the stream ended after {frames.seen} tokens, unfinished"
+            )
 
     def close_stalled(self) -> None:
         """Break the streams that have been silent for too long; to be called now and then."""
         limit = time.monotonic() - self._stall_timeout_s
         for stream in self._streams:
             if stream.heard_s < limit:
-                stream.closed = True
-                stream.response.close()
+                stream.break_off(f"silent for {self._stall_timeout_s:g} s")
 
     async def abort(self, rid: str) -> None:
         """Tell the server to drop a request; best effort, bounded to ten seconds."""
@@ -250,15 +244,35 @@ class SGLangServer:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=_CONTROL_TIMEOUT
             ) as response:
+                content = await response.content.read(_MAX_ANSWER_BYTES)
                 if response.status != 200:
-                    raise await _refusal(self.url + path, response)
-                content = await response.read()
+                    raise _refusal(self.url + path, response.status, content)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerUnavailable(f"{self.url}: {_say(error)}") from error
         try:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError as error:
             raise ServerRefused(f"{self.url}{path} did not answer in JSON", status=200) from error
+
+
+class _Frames:
+    """The bytes of one response in, its chunks out."""
+
+    def __init__(self, on_chunk: OnChunk) -> None:
+        self.seen = 0  # tokens
+        self.ended = False
+        self._decoder = FrameDecoder()
+        self._on_chunk = on_chunk
+
+    def feed(self, data: bytes) -> bool:
+        """Returns whether the response has ended."""
+        for chunk in _together(self._decoder.feed(data), self.seen):
+            self.seen += len(chunk.ids)
+            self._on_chunk(chunk)
+            if chunk.end is not None:
+                self.ended = True
+                return True
+        return False
 
 
 class _NoFrame(Exception):
@@ -273,11 +287,12 @@ class _ErrorFrame(Exception):
         self.status = status if isinstance(status, int) else 500
 
 
-def _together(payloads: Sequence[bytes], seen: int) -> Iterator[Chunk]:
+def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
     """Frames that arrived together, as one chunk per policy version.
 
     What comes after costs the same for one token as for many. `seen` tokens came before.
     """
+    chunks: list[Chunk] = []
     ids: list[int] = []
     logprobs: list[float] = []
     version = ""
@@ -288,7 +303,7 @@ def _together(payloads: Sequence[bytes], seen: int) -> Iterator[Chunk]:
             frame = _frame(payload)
             meta = frame["meta_info"]
             if ids and meta["weight_version"] != version:
-                yield Chunk(ids, logprobs, version)
+                chunks.append(Chunk(ids, logprobs, version))
                 ids, logprobs = [], []
             version = meta["weight_version"]
             # Increments with `--incremental-streaming-output`, the whole response so far
@@ -302,12 +317,13 @@ def _together(payloads: Sequence[bytes], seen: int) -> Iterator[Chunk]:
                 ids += new_ids
                 logprobs += [entry[0] for entry in new_logprobs]
             if meta["finish_reason"] is not None:
-                yield _last_chunk(ids, logprobs, meta)
-                return
+                chunks.append(_last_chunk(ids, logprobs, meta))
+                return chunks
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise _NoFrame(f"{type(error).__name__}: {error}") from error
     if ids:
-        yield Chunk(ids, logprobs, version)
+        chunks.append(Chunk(ids, logprobs, version))
+    return chunks
 
 
 def _frame(payload: bytes) -> Any:
@@ -339,16 +355,12 @@ def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
     )
 
 
-async def _refusal(where: str, response: aiohttp.ClientResponse) -> ServerRefused:
-    body = b""
-    with anyio.move_on_after(_REFUSAL_TIMEOUT_S):
-        while len(body) < _MAX_REFUSAL_BYTES and (data := await response.content.readany()):
-            body += data
+def _refusal(where: str, status: int, body: bytes) -> ServerRefused:
     try:
         message = orjson.loads(body)["error"]["message"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        message = body[:500].decode(errors="replace") or response.reason
-    return ServerRefused(f"{where}: {response.status}: {message}", status=response.status)
+        message = body[:500].decode(errors="replace") or responses.get(status, "no reason given")
+    return ServerRefused(f"{where}: {status}: {message}", status=status)
 
 
 def _say(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,15 +53,13 @@ async def read(
     router: Router, asked: Generation, seen: Read | None = None, *, vocab_size: int = 200
 ) -> Read:
     seen = seen or Read()
-    stream = router.generate(
+    await router.generate(
         asked,
         vocab_size=vocab_size,
+        on_chunk=seen.chunks.append,
         on_placed=lambda url, _: seen.placed.append(url),
         on_moved=lambda url, why: seen.moved.append((url, why)),
     )
-    async with aclosing(stream) as chunks:
-        async for chunk in chunks:
-            seen.chunks.append(chunk)
     return seen
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -83,12 +83,14 @@ async def stream(
     server: SGLangServer, received: list[int] | None = None, *, max_new_tokens: int = 100
 ) -> list[Chunk]:
     params = Sampling().to_sglang(max_new_tokens=max_new_tokens, stop_ids=(99,))
-    given = []
-    async with aclosing(server.generate(PROMPT, params, rid="r-1")) as chunks:
-        async for chunk in chunks:
-            given.append(chunk)
-            if received is not None:
-                received += chunk.ids
+    given: list[Chunk] = []
+
+    def take(chunk: Chunk) -> None:
+        given.append(chunk)
+        if received is not None:
+            received.extend(chunk.ids)
+
+    await server.generate(PROMPT, params, rid="r-1", on_chunk=take)
     return given
 
 
@@ -247,11 +249,15 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
             await server.info()
 
 
-async def test_a_reader_that_leaves_frees_the_request() -> None:
+async def test_a_reader_that_raises_frees_the_request_and_hears_of_it() -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=2)]))
+
+    def take(chunk: Chunk) -> None:
+        raise ZeroDivisionError
+
     async with client(fake) as server:
-        async with aclosing(server.generate(PROMPT, {"max_new_tokens": 50}, rid="r")) as chunks:
-            await anext(chunks)
+        with pytest.raises(ZeroDivisionError):
+            await server.generate(PROMPT, {"max_new_tokens": 50}, rid="r", on_chunk=take)
         await eventually(lambda: fake.num_streaming == 0)
 
 

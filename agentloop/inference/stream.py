@@ -1,0 +1,152 @@
+"""One POST whose answer is handled byte by byte as it arrives, in the event loop's own callback.
+
+A client library wakes a task for every read; a token stream is nothing but small reads, and the
+task then walks its whole stack to handle a few bytes. Here the bytes go from the socket through
+llhttp (httptools) into a function, and the task sleeps until the answer is whole. Measured by
+bench/streaming.py: about half the CPU of a token. HTTP/1.1, TLS; one connection per request, which
+ends with it: closing it is how a request is taken back. Not covered: redirects, proxies,
+compression.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from typing import cast
+from urllib.parse import SplitResult, urlsplit
+
+import anyio
+import httptools
+
+__all__ = ["PostStream", "StreamBroken"]
+
+_MAX_ERROR_BYTES = 65_536
+
+
+class StreamBroken(Exception):
+    """No connection, or it ended before the answer did."""
+
+
+class PostStream(asyncio.Protocol):
+    """Use `run()` once. `on_data` gets the body of a 200, piece by piece; returning True ends it.
+
+    Attributes:
+        status: of the answer; 0 until its head has arrived.
+        error_body: what came with another status than 200, its first 64 KiB.
+        heard_s: time.monotonic() when anything last arrived.
+    """
+
+    def __init__(self, url: str, body: bytes, on_data: Callable[[bytes], bool]) -> None:
+        self.status = 0
+        self.error_body = b""
+        self.heard_s = time.monotonic()
+        self._url = urlsplit(url)
+        self._request = _head(self._url, len(body)) + body
+        self._on_data = on_data
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._pieces: list[bytes] = []
+        self._complete = False
+        self._over = False
+        self._ended = anyio.Event()
+        self._error: Exception | None = None
+
+    async def run(self, *, connect_timeout_s: float) -> None:
+        """Send the request and return when its answer has ended. Silence is the caller's to bound.
+
+        Raises:
+            StreamBroken: see the class.
+            Exception: whatever `on_data` raised.
+        """
+        loop = asyncio.get_running_loop()
+        host, port, tls = _address(self._url)
+        try:
+            with anyio.fail_after(connect_timeout_s):
+                await loop.create_connection(lambda: self, host, port, ssl=tls)
+            await self._ended.wait()  # no deadline here: see break_off()
+        except TimeoutError as error:
+            raise StreamBroken(f"no connection within {connect_timeout_s:g} s") from error
+        except OSError as error:
+            raise StreamBroken(str(error) or type(error).__name__) from error
+        finally:
+            self._end()
+        if self._error is not None:
+            raise self._error
+
+    def break_off(self, reason: str) -> None:
+        """End it from outside: `run()` raises StreamBroken."""
+        self._end(StreamBroken(reason))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._over:  # taken back while it was connecting
+            self._transport.abort()
+            return
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self._over:
+            return
+        self.heard_s = time.monotonic()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(StreamBroken(f"what came is not HTTP: {error}"))
+        else:
+            self._hand_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(StreamBroken(str(exc) if exc else "the connection was closed"))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        self._complete = True
+
+    def _hand_on(self) -> None:
+        """What one read brought, as one piece, however it was chunked."""
+        pieces, self._pieces = self._pieces, []
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        try:
+            if self.status != 200:
+                self.error_body += data[: _MAX_ERROR_BYTES - len(self.error_body)]
+            elif data and self._on_data(data):
+                self._complete = True
+        except Exception as error:  # raised where the stream is waited for, not in the loop
+            self._end(error)
+        if self._complete:
+            self._end()
+
+    def _end(self, error: Exception | None = None) -> None:
+        if not self._over:
+            self._over = True
+            self._error = error
+            self._ended.set()
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _head(url: SplitResult, length: int) -> bytes:
+    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    lines = (
+        f"POST {path} HTTP/1.1",
+        f"Host: {url.netloc.rpartition('@')[2]}",
+        "Accept: text/event-stream",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        "Connection: close",
+        "\r\n",
+    )
+    return "\r\n".join(lines).encode()
+
+
+def _address(url: SplitResult) -> tuple[str, int, ssl.SSLContext | None]:
+    secure = url.scheme == "https"
+    tls = ssl.create_default_context() if secure else None
+    return url.hostname or "", url.port or (443 if secure else 80), tls
