@@ -16,10 +16,12 @@ from agentloop.config import load_settings
 from agentloop.events import (
     CallFinished,
     CallStarted,
+    Emit,
     Event,
     TokensSampled,
     TurnFinished,
     TurnMoved,
+    ignore,
 )
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import CallStatus, Message, StopReason, ToolCall, Trajectory
@@ -109,10 +111,17 @@ def _source(call: ToolCall) -> str:
     return json.dumps(call.arguments, ensure_ascii=False)
 
 
-async def ask(runtime: Runtime, messages: list[Message], out: Console) -> Trajectory:
-    """Run one rollout and print it as it goes."""
+async def ask(
+    runtime: Runtime, messages: list[Message], out: Console, *, also: Emit = ignore
+) -> Trajectory:
+    """Run one rollout and print it as it goes; `also` hears of every event."""
     transcript = Transcript(out, reasoning_first=bool(runtime.chat.opened_thought))
-    trajectory = await runtime.rollout(messages, on_event=transcript)
+
+    def both(event: Event) -> None:
+        also(event)
+        transcript(event)
+
+    trajectory = await runtime.rollout(messages, on_event=both)
     transcript.end(trajectory)
     return trajectory
 

@@ -78,6 +78,11 @@ class App:
         self._places = anyio.CapacityLimiter(settings.serve.max_rollouts)
         self._created = int(time.time())
 
+    @property
+    def seen(self) -> Emit:
+        """Tell it of the events of rollouts that others start, for the metrics."""
+        return self._metrics.seen
+
     def build(self) -> web.Application:
         app = web.Application(
             middlewares=[self._errors, self._guard.middleware],
@@ -322,7 +327,7 @@ async def _serve(arguments: list[str], question: str | None) -> int:
             if question is not None:
                 messages: list[Message] = [{"role": "user", "content": question}]
                 print(f"\n> {question}")
-                await chat.ask(runtime, messages, Console())
+                await chat.ask(runtime, messages, Console(), also=app.seen)
                 print("\nStill serving; Ctrl-C ends it.", flush=True)
             await anyio.sleep_forever()
     return 0
