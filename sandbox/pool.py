@@ -31,12 +31,14 @@ from sandbox.container import docker_backend
 from sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
 from sandbox.link import Link, Pending, next_id
 from sandbox.process import ProcessBackend
+from sandbox.remote import HostBackend, HostLink
 from sandbox.results import CallResult, CallStatus
 from sandbox.settings import PoolSettings
 
 log = logging.getLogger("sandbox")
 
 GRACE_S = 5.0  # what a worker may take beyond a call's own time before it counts as hung
+SESSION_GONE = "the session's process has ended, its variables are gone"
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 
 # Worker ids are unique among all pools of all processes that use an engine.
@@ -45,20 +47,27 @@ _numbers = itertools.count()
 
 
 class _Worker:
-    """What the pool knows of a worker that is up."""
+    """What the pool knows of a worker that is up. A host is one, too: it says what it has."""
 
-    def __init__(self, link: Link, num_slots: int, num_seats: int) -> None:
+    def __init__(self, link: Link, settings: PoolSettings) -> None:
         self.link = link
-        self.free = num_slots
-        self.num_slots = num_slots
-        self.free_seats = num_seats  # for sessions
-        self.num_served = 0
+        told = link.hello
+        self.num_slots = self.free = int(told.get("slots", settings.slots_per_worker))
+        self.num_seats = self.free_seats = int(told.get("seats", settings.sessions_per_worker))
+        self.grace_s = float(told.get("grace_s", GRACE_S))
+        self.num_left = math.inf if "slots" in told else settings.recycle_after
         self.retiring = False
         self.drained = anyio.Event()
 
     @property
     def open(self) -> bool:
         return not self.retiring and not self.link.lost.is_set()
+
+    @property
+    def room(self) -> int:
+        """Free slots, less what a host has to do for others."""
+        others = self.link.others if isinstance(self.link, HostLink) else 0
+        return max(min(self.free, 1), self.free - others) if self.open else -1
 
 
 class _Waiter:
@@ -104,7 +113,7 @@ class _Room:
             worker = self._slot_for(waiter)
             if worker is not None:
                 worker.free -= 1
-                worker.num_served += 1
+                worker.num_left -= 1
                 waiter.worker = worker
                 waiter.granted.set()
             elif waiter.only is not None and not waiter.only.link.lost.is_set():
@@ -122,8 +131,8 @@ class _Room:
         if waiter.only is not None:
             only = waiter.only
             return only if only.free > 0 and not only.link.lost.is_set() else None
-        best = max(self.workers, key=lambda w: w.free if w.open else -1, default=None)
-        return best if best is not None and best.open and best.free > 0 else None
+        best = max(self.workers, key=lambda w: w.room, default=None)
+        return best if best is not None and best.room > 0 else None
 
 
 class Pool:
@@ -156,12 +165,12 @@ class Pool:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self._backend = await self._choose_backend(stack)
+            self._backends = await self._choose_backends(stack)
             self._group = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(self._group.cancel_scope.cancel)
             async with anyio.create_task_group() as starting:
-                for _ in range(self.settings.workers):
-                    starting.start_soon(self._group.start, self._keep)
+                for backend in self._backends:
+                    starting.start_soon(self._group.start, self._keep, backend)
             if self._room.workers:
                 self._stack = stack.pop_all()
                 return self
@@ -170,7 +179,15 @@ class Pool:
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.__aexit__(None, None, None)
 
-    async def _choose_backend(self, stack: AsyncExitStack) -> Backend:
+    async def _choose_backends(self, stack: AsyncExitStack) -> list[Backend]:
+        """One for each worker that is to be kept."""
+        settings = self.settings
+        hosts: list[Backend] = [HostBackend(url, settings) for url in settings.hosts]
+        if hosts and settings.backend == "auto" and not settings.engines:
+            return hosts
+        return hosts + [await self._choose_local(stack)] * settings.workers
+
+    async def _choose_local(self, stack: AsyncExitStack) -> Backend:
         settings = self.settings
         if settings.backend == "process":
             return ProcessBackend(settings)
@@ -188,13 +205,13 @@ class Pool:
 
     _why = ""
 
-    async def _keep(self, task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Keep one worker up for as long as the pool lives."""
         failures = 0
         while True:
             worker_id = f"{os.getpid()}-{_token}-{next(_numbers)}"
             try:
-                async with self._backend.worker(worker_id) as link:
+                async with backend.worker(worker_id) as link:
                     failures = 0
                     await self._employ(link, task_status)
                 self._num_replaced += 1
@@ -210,8 +227,7 @@ class Pool:
 
     async def _employ(self, link: Link, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Give the worker calls until it is lost or has run its share."""
-        settings = self.settings
-        worker = _Worker(link, settings.slots_per_worker, settings.sessions_per_worker)
+        worker = _Worker(link, self.settings)
         link.on_settled = lambda: self._on_settled(worker)
         self._room.workers.append(worker)
         self._room.serve()
@@ -236,12 +252,9 @@ class Pool:
             group.start_soon(watch, worker.drained)
 
     def _on_settled(self, worker: _Worker) -> None:
-        if worker.num_served >= self.settings.recycle_after and not self._has_sessions(worker):
+        if worker.num_left <= 0 and worker.free_seats == worker.num_seats:
             worker.retiring = True
         self._room.free(worker)
-
-    def _has_sessions(self, worker: _Worker) -> bool:
-        return worker.free_seats < self.settings.sessions_per_worker
 
     def _tell_seats(self) -> None:
         self._seat_freed.set()
@@ -279,17 +292,17 @@ class Pool:
         """Where the pool stands, for a status page."""
         workers = [w for w in self._room.workers if not w.link.lost.is_set()]
         slots = sum(w.num_slots for w in workers)
-        seats = self.settings.sessions_per_worker
+        layers = {backend.name: dict(backend.layers) for backend in self._backends}
         return {
-            "backend": self._backend.name,
+            "backend": "+".join(layers),
             "workers": len(workers),
             "slots": slots,
             "busy": slots - sum(w.free for w in workers),
             "waiting": len(self._room.waiting),
-            "sessions": sum(seats - w.free_seats for w in workers),
+            "sessions": sum(w.num_seats - w.free_seats for w in workers),
             "replaced": self._num_replaced,
             "calls": {str(status): count for status, count in self._counts.items() if count},
-            "layers": dict(self._backend.layers),
+            "layers": layers[self._backends[-1].name],
         }
 
     def _message(self, code: str, stdin: str, timeout_s: float | None) -> dict[str, Any]:
@@ -324,6 +337,8 @@ class Pool:
             }  # fmt: skip
             if reply is not None:
                 return CallResult.from_frame(reply, id=call_id, **where)
+            if only is not None and not only.link.lost.is_set():
+                raise SessionLost(SESSION_GONE)
             why = f"worker {worker.link.worker_id} was lost: {worker.link.why}"
             if only is not None:
                 raise SessionLost(why)
@@ -355,7 +370,7 @@ class Pool:
         when the worker has answered, also to a call that its caller has given up."""
         pending: Pending = worker.link.submit(message)
         try:
-            with anyio.move_on_after(message["timeout_s"] + GRACE_S):
+            with anyio.move_on_after(message["timeout_s"] + worker.grace_s):
                 await pending.done.wait()
         except BaseException:
             if not pending.done.is_set():
@@ -399,7 +414,7 @@ class Session:
         message = pool._message(code, stdin, timeout_s) | {"session": self.id}
         async with self._turn:
             if self.lost:
-                raise SessionLost("the session's process has ended, its variables are gone")
+                raise SessionLost(SESSION_GONE)
             result = pool._refused(message) or await pool._run(message, self._worker)
         pool._counts[result.status] += 1
         return result

@@ -81,7 +81,12 @@ class CallResult:
     def from_frame(
         cls, frame: dict[str, Any], *, id: int, queue_s: float, worker_id: str, attempt: int
     ) -> CallResult:
-        where: dict[str, Any] = {"queue_s": queue_s, "worker_id": worker_id, "attempt": attempt}
+        """A `done` frame as a result. A host's (remote.py) also says what it took there."""
+        where: dict[str, Any] = {
+            "queue_s": queue_s + frame.get("queue_s", 0.0),
+            "worker_id": frame.get("worker_id") or worker_id,
+            "attempt": attempt + frame.get("attempt", 1) - 1,
+        }
         status = CallStatus(frame["status"])
         if "run_s" not in frame:
             return cls.failed(id, status, frame.get("why") or str(status), **where)
@@ -90,12 +95,12 @@ class CallResult:
             id=id,
             status=status,
             error=CallError(**error) if error else None,
-            **{name: frame[name] for name in _MEASURED},
+            **{name: frame[name] for name in MEASURED},
             **where,
         )
 
 
-_MEASURED = (
+MEASURED = frozenset({
     "exit_code", "signal", "stdout", "stderr", "result", "stdout_bytes", "stderr_bytes",
     "truncated", "run_s", "cpu_s", "max_rss", "started_ns",
-)  # fmt: skip
+})  # fmt: skip

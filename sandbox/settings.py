@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Field
@@ -25,6 +26,14 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     engines: list[str] = Field(
         default_factory=list,
         description="Docker Engines: unix:///path or tcp://host:port. Empty: the local engine.",
+    )
+    hosts: list[str] = Field(
+        default_factory=list,
+        description="Machines that run `python -m sandbox.serve`: http://host:port. With hosts, "
+        "calls run here as well only where `backend` or `engines` ask for it.",
+    )
+    hosts_token: pydantic.SecretStr | None = Field(
+        default=None, description="The token of the hosts."
     )
     image: str = Field(
         default="",
@@ -82,3 +91,12 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         description="Modules that are loaded ahead of calls. A call is forked from the last set "
         "whose last module its code names, else from a bare interpreter, which is cheapest.",
     )
+
+    @pydantic.field_validator("hosts")
+    @classmethod
+    def _are_urls(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            parts = urlsplit(host)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"a host is http://host:port, not {host!r}")
+        return hosts

@@ -1,0 +1,68 @@
+"""Who may talk to the service: tokens, Host and Origin.
+
+On loopback no token is needed, so a page in the user's own browser must not get through: an exact
+check of Host stops DNS rebinding, one of Origin stops cross-site requests.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Mapping, Sequence
+
+OPEN_PATHS = frozenset({"/healthz", "/ping"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name stays on this machine."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+class Guard:
+    """Decides on a request before any handler sees it."""
+
+    def __init__(self, host: str, token: str | None, allowed_hosts: Sequence[str] = ()) -> None:
+        self._token = token.encode() if token else None
+        self._names = {host.lower(), *(name.lower() for name in allowed_hosts)}
+        self._any_address = host in ("0.0.0.0", "::")
+        if self._any_address or is_loopback(host):
+            self._names |= {"localhost", "127.0.0.1", "::1"}
+
+    def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        """None for a welcome request, else a status and the reason."""
+        host, origin = headers.get("Host"), headers.get("Origin")
+        if not self._knows(host):
+            return 403, f"Host {host!r} is not one of this server's; see allowed_hosts"
+        if origin is not None and not self._knows_origin(origin):
+            return 403, f"Origin {origin!r} may not use this server"
+        if path in OPEN_PATHS or self._token is None:
+            return None
+        scheme, _, given = headers.get("Authorization", "").partition(" ")
+        # Bytes of a header that are no UTF-8 arrive as surrogates.
+        sent = given.strip().encode("utf-8", "surrogatepass")
+        if scheme.lower() == "bearer" and secrets.compare_digest(sent, self._token):
+            return None
+        return 401, "a token is needed: send `Authorization: Bearer TOKEN`"
+
+    def _knows(self, host: str | None) -> bool:
+        name = _name_of(host or "")
+        return name in self._names or (self._any_address and _is_address(name))
+
+    def _knows_origin(self, origin: str) -> bool:
+        scheme, separator, rest = origin.partition("://")
+        return bool(separator) and scheme in ("http", "https") and self._knows(rest)
+
+
+def _name_of(host: str) -> str:
+    """The name or address of a Host header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

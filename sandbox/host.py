@@ -1,0 +1,123 @@
+"""The host's end of a link (remote.py): a pool on another machine sends its calls here."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import aiohttp
+import anyio
+from aiohttp import web
+
+from sandbox.errors import ProtocolError, SandboxError, SessionLost
+from sandbox.pool import GRACE_S, Pool
+from sandbox.protocol import FrameReader, encode
+from sandbox.remote import Outbox
+from sandbox.results import CallResult, CallStatus
+from sandbox.sessions import Sessions
+
+log = logging.getLogger("sandbox")
+
+LOAD_EVERY_S = 0.25
+
+
+class Guest:
+    """One connected client: its calls, its sessions. All of them end with the connection."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._outbox = Outbox()
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        # As many again wait here as can run, so that no slot waits for the network.
+        self._num_slots = 2 * pool.stats()["slots"]
+
+    async def serve(self, socket: web.WebSocketResponse) -> None:
+        """Until the client leaves, or sends what is no frame."""
+        reader = FrameReader()
+        async with Sessions(self._pool) as self._sessions, anyio.create_task_group() as self._group:
+            self._group.start_soon(self._outbox.send_all, socket)
+            self._greet()
+            self._group.start_soon(self._tell_load)
+            try:
+                async for message in socket:
+                    if message.type is aiohttp.WSMsgType.BINARY:
+                        for frame in reader.feed(message.data):
+                            self._on_frame(frame)
+            except (ProtocolError, KeyError, TypeError) as error:
+                log.warning("a client's connection is closed, it sent no frame: %r", error)
+            finally:
+                self._group.cancel_scope.cancel()
+
+    def _greet(self) -> None:
+        settings = self._pool.settings
+        stats = self._pool.stats()
+        ready = {
+            "op": "ready",
+            "slots": self._num_slots,
+            "seats": settings.sessions_per_worker * stats["workers"],
+            "grace_s": settings.max_wait_s + 2 * GRACE_S,
+            "layers": stats["layers"],
+        }
+        self._outbox.put(encode(ready))
+
+    async def _tell_load(self) -> None:
+        told = 0
+        while True:
+            stats = self._pool.stats()
+            others = max(0, stats["busy"] + stats["waiting"] - len(self._scopes))
+            if others != told:
+                self._outbox.put(encode({"op": "load", "others": others}))
+                told = others
+            await anyio.sleep(LOAD_EVERY_S)
+
+    def _on_frame(self, frame: dict[str, Any]) -> None:
+        match frame["op"]:
+            case "run" if len(self._scopes) < 2 * self._num_slots:
+                scope = self._scopes[frame["id"]] = anyio.CancelScope()
+                self._group.start_soon(self._call, frame, scope)
+            case "run":
+                self._done(frame["id"], CallStatus.OVERLOADED, "more calls than slots were told")
+            case "kill" if frame["id"] in self._scopes:
+                self._scopes[frame["id"]].cancel()
+            case "close":
+                self._sessions.close(frame["session"])
+
+    async def _call(self, frame: dict[str, Any], scope: anyio.CancelScope) -> None:
+        call_id = frame["id"]
+        try:
+            with scope:
+                result = await self._run(frame)
+                self._outbox.put(encode({"op": "done", **_fields(result), "id": call_id}))
+                return
+            self._done(call_id, CallStatus.CANCELLED, "killed by its caller")
+        except SessionLost:
+            lost = {"op": "session_lost", "session": frame["session"], "id": call_id}
+            self._outbox.put(encode(lost))
+        except (SandboxError, ValueError, TypeError, KeyError) as error:
+            self._done(call_id, CallStatus.SANDBOX_ERROR, str(error))
+        finally:
+            del self._scopes[call_id]
+
+    async def _run(self, frame: dict[str, Any]) -> CallResult:
+        what = (frame["code"], frame["stdin"], frame["timeout_s"])
+        session = frame.get("session")
+        if session is None:
+            return await self._pool.run(*what)
+        if session not in self._sessions:
+            await self._sessions.open(session)
+        return await self._sessions.run(session, *what)
+
+    def _done(self, call_id: int, status: CallStatus, why: str) -> None:
+        self._outbox.put(encode({"op": "done", "id": call_id, "status": status, "why": why}))
+
+
+def _fields(result: CallResult) -> dict[str, Any]:
+    """The inverse of CallResult.from_frame."""
+    fields = {name: getattr(result, name) for name in CallResult.__slots__}
+    if result.status.infrastructure:
+        del fields["run_s"]
+        fields["why"] = result.error.message if result.error else ""
+    elif result.error is not None:
+        fields["error"] = dataclasses.asdict(result.error)
+    return fields

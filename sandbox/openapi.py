@@ -1,0 +1,105 @@
+"""The service's OpenAPI document, made from the models that check its requests."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pydantic
+
+from sandbox.api import BatchRequest, RunRequest
+from sandbox.compat import BatchSubmission, RunCodeRequest, Submission
+from sandbox.results import CallResult
+
+_MODELS = (RunRequest, BatchRequest, Submission, BatchSubmission, RunCodeRequest)
+_OBJECT: dict[str, Any] = {"type": "object"}
+_SESSION = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+@cache
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "sandbox", "version": "1", "description": "Runs untrusted Python."},
+        "paths": _paths(),
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}, {}],
+    }
+
+
+def _schemas() -> dict[str, Any]:
+    template = "#/components/schemas/{model}"
+    models: list[tuple[Any, Any]] = [(model, "validation") for model in _MODELS]
+    result = pydantic.TypeAdapter(CallResult)
+    _, made = pydantic.TypeAdapter.json_schemas(
+        [(model.__name__, mode, pydantic.TypeAdapter(model)) for model, mode in models]
+        + [("CallResult", "serialization", result)],
+        ref_template=template,
+    )
+    error = {"type": {"type": "string"}, "message": {"type": "string"}, "field": {}}
+    schemas: dict[str, Any] = made["$defs"]
+    schemas["Error"] = _OBJECT | {"properties": {"error": _OBJECT | {"properties": error}}}
+    return schemas
+
+
+def _paths() -> dict[str, Any]:
+    result = _ref("CallResult")
+    paths = {
+        "/v1/run": _post("Run a program", "RunRequest", result),
+        "/v1/run/batch": _post(
+            "Run programs; a line for each, with its `index`, as it finishes",
+            "BatchRequest",
+            result,
+            answer_type="application/x-ndjson",
+        ),
+        "/v1/sessions": _post("Open a session", None, _OBJECT, code="201"),
+        "/v1/sessions/{id}/run": _post("Run a cell in a session", "RunRequest", result)
+        | {"parameters": [_SESSION]},
+        "/v1/sessions/{id}": {
+            "parameters": [_SESSION],
+            "delete": {"summary": "Close a session", "responses": {"204": {"description": "Done"}}},
+        },
+        "/v1/stats": _get("Workers, slots, what is busy and what waits"),
+        "/healthz": _get("200 while a worker is up"),
+        "/run_code": _post("SandboxFusion's", "RunCodeRequest", _OBJECT),
+        "/status": _get("Code Judge's"),
+        "/ping": _get("Code Judge's"),
+    }
+    for path in ("/run", "/judge"):
+        paths[path] = _post("Code Judge's", "Submission", _OBJECT)
+        for form in ("batch", "long-batch"):
+            paths[f"{path}/{form}"] = _post("Code Judge's", "BatchSubmission", _OBJECT)
+    return paths
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _content(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
+    return {"content": {media_type: {"schema": schema}}}
+
+
+def _post(
+    summary: str,
+    body: str | None,
+    answer: dict[str, Any],
+    *,
+    code: str = "200",
+    answer_type: str = "application/json",
+) -> dict[str, Any]:
+    refused = {"description": "Nothing was run", **_content(_ref("Error"))}
+    done = {"description": "An answer, however the program ended", **_content(answer, answer_type)}
+    operation: dict[str, Any] = {"summary": summary, "responses": {code: done, "default": refused}}
+    if body:
+        operation["requestBody"] = {"required": True, **_content(_ref(body))}
+    return {"post": operation}
+
+
+def _get(summary: str) -> dict[str, Any]:
+    done = {"description": "An answer", **_content({})}
+    return {"get": {"summary": summary, "responses": {"200": done}}}

@@ -1,0 +1,154 @@
+"""A `sandbox.serve` host as one more worker of the pool.
+
+A host speaks the worker's own frames (protocol.py) over a WebSocket at `/v1/link`: what the pool
+does for a worker (waiting, cancelling, sessions, a second run elsewhere after a loss) it so does
+for a host. Beyond a worker's frames:
+
+From the host     ready {slots, seats, grace_s, layers}     load {others}
+                  done {..., queue_s, worker_id, attempt}   session_lost {session, id?}
+
+`others`: calls that the host has for other clients; the pool goes where the least are. A host that
+vanishes is found by its missing heartbeat, within 15 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anyio
+
+from sandbox.errors import ProtocolError, SandboxUnavailable
+from sandbox.link import Link, Pending, wait_ready
+from sandbox.protocol import MAX_FRAME_BYTES
+from sandbox.results import MEASURED
+from sandbox.settings import PoolSettings
+
+PATH = "/v1/link"
+HEARTBEAT_S = 10.0
+WRITE_TIMEOUT_S = 30.0
+
+
+class Outbox:
+    """Frames on their way out; those that pile up travel together. Bounded by the calls that are
+    open: each has a few frames at most."""
+
+    def __init__(self) -> None:
+        self._frames: list[bytes] = []
+        self._filled = anyio.Event()
+
+    def put(self, frame: bytes) -> None:
+        self._frames.append(frame)
+        self._filled.set()
+
+    async def send_all(
+        self, socket: aiohttp.ClientWebSocketResponse | aiohttp.web.WebSocketResponse
+    ) -> None:
+        """Until cancelled, or the other side takes nothing for too long: then the socket closes."""
+        try:
+            while True:
+                await self._filled.wait()
+                self._filled = anyio.Event()
+                frames, self._frames = self._frames, []
+                with anyio.fail_after(WRITE_TIMEOUT_S):
+                    await socket.send_bytes(b"".join(frames))
+        except (OSError, TimeoutError, aiohttp.ClientError, RuntimeError):
+            with anyio.move_on_after(1, shield=True):
+                await socket.close()
+
+
+class HostLink(Link):
+    """A link whose other end is a whole pool."""
+
+    def __init__(self, worker_id: str) -> None:
+        super().__init__(worker_id)
+        self.others = 0
+
+    def submit(self, message: dict[str, Any]) -> Pending:
+        # Lone surrogates would be no JSON to the host: replaced here, as a worker does it.
+        clean = {key: message[key].encode("utf-8", "replace").decode() for key in ("code", "stdin")}
+        return super().submit({**message, **clean})
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"op": "load", "others": int(others)}:
+                self.others = others
+            case {"op": "session_lost", "session": session, "id": call_id}:
+                self.lost_sessions.add(session)
+                self._settle(call_id, None)
+            case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
+                raise ProtocolError("the host's results lack fields: is it of another version?")
+            case _:
+                super()._on_message(message)
+
+
+class HostBackend:
+    """Connects to one host; its "worker" is the connection."""
+
+    name = "host"
+
+    def __init__(self, url: str, settings: PoolSettings) -> None:
+        self._url = url.rstrip("/")
+        self._settings = settings
+        self._layers: dict[str, str] = {}
+
+    @property
+    def layers(self) -> Mapping[str, str]:
+        return self._layers
+
+    @asynccontextmanager
+    async def worker(self, worker_id: str) -> AsyncIterator[Link]:
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(sock_connect=10)) as http,
+                self._connect(http) as socket,
+            ):
+                async with self._linked(socket, worker_id) as link:
+                    yield link
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            why = str(error) or "no answer in time"
+            if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
+                why = "it wants another token; see hosts_token"
+            raise SandboxUnavailable(f"the host {self._url} gave no connection: {why}") from error
+
+    def _connect(self, http: aiohttp.ClientSession) -> Any:
+        token = self._settings.hosts_token
+        return http.ws_connect(
+            self._url + PATH,
+            headers={"Authorization": f"Bearer {token.get_secret_value()}"} if token else None,
+            heartbeat=HEARTBEAT_S,
+            max_msg_size=MAX_FRAME_BYTES,
+            compress=0,
+            timeout=aiohttp.ClientWSTimeout(ws_close=2.0),  # pyright: ignore
+        )
+
+    @asynccontextmanager
+    async def _linked(
+        self, socket: aiohttp.ClientWebSocketResponse, worker_id: str
+    ) -> AsyncIterator[Link]:
+        link, outbox = HostLink(worker_id), Outbox()
+        link.write = outbox.put
+        refused: SandboxUnavailable | None = None
+
+        async def read() -> None:
+            async for message in socket:
+                if message.type is aiohttp.WSMsgType.BINARY:
+                    link.feed(message.data)
+            link.lose(f"the connection to {self._url} ended")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(read)
+            group.start_soon(outbox.send_all, socket)
+            try:
+                await wait_ready(link, self._settings.start_timeout_s)
+                self._layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
+                yield link
+            except SandboxUnavailable as error:  # out of the task group it would come wrapped
+                refused = error
+            finally:
+                link.lose("the pool closed it")
+                group.cancel_scope.cancel()
+        if refused is not None:
+            raise refused

@@ -1,0 +1,92 @@
+"""Sessions that outlive the request which opened them.
+
+Each is a task that holds the pool's session open, until it is closed, is lost or has rested for
+longer than it may.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from contextlib import AsyncExitStack
+from typing import Any, Self
+
+import anyio
+import anyio.abc
+
+from sandbox.errors import SessionLost
+from sandbox.pool import Pool, Session
+from sandbox.results import CallResult
+
+
+class _Held:
+    def __init__(self, session: Session, scope: anyio.CancelScope) -> None:
+        self.session = session
+        self.scope = scope
+        self.num_running = 0
+
+
+class Sessions:
+    """`async with Sessions(pool, idle_s) as sessions`; leaving it closes them all."""
+
+    def __init__(self, pool: Pool, idle_s: float = math.inf) -> None:
+        self._pool = pool
+        self._idle_s = idle_s
+        self._held: dict[Any, _Held] = {}
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self._group = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(self._group.cancel_scope.cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.__aexit__(None, None, None)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def open(self, key: Any = None) -> Any:
+        """Open a session and return its key, a secret unless named. Raises Overloaded."""
+        key = secrets.token_urlsafe(16) if key is None else key
+        await self._group.start(self._hold, key)
+        return key
+
+    async def run(self, key: Any, code: str, stdin: str, timeout_s: float | None) -> CallResult:
+        """Run a cell. Raises KeyError for a session that is not here, SessionLost for a dead one,
+        which is forgotten with that."""
+        held = self._held[key]
+        held.num_running += 1
+        held.scope.deadline = math.inf
+        try:
+            return await held.session.run(code, stdin, timeout_s)
+        except SessionLost:
+            self.close(key)
+            raise
+        finally:
+            held.num_running -= 1
+            if not held.num_running:
+                held.scope.deadline = anyio.current_time() + self._idle_s
+
+    def close(self, key: Any) -> bool:
+        """End a session; False where there is none."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            held.scope.cancel()
+        return held is not None
+
+    async def _hold(self, key: Any, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async with self._pool.session() as session:
+            deadline = anyio.current_time() + self._idle_s
+            with anyio.CancelScope(deadline=deadline) as scope:
+                held = self._held[key] = _Held(session, scope)
+                task_status.started()
+                try:
+                    await anyio.sleep_forever()
+                finally:
+                    if self._held.get(key) is held:
+                        del self._held[key]

@@ -1,0 +1,98 @@
+"""`python -m sandbox.serve` as its users meet it: the command, over real containers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import httpx
+import pytest
+
+from sandbox import Pool, PoolSettings
+from sandbox.container import LABEL
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+
+FOREVER = "import time\nwhile True: time.sleep(1)"
+
+
+@contextmanager
+def command(*arguments: str, token: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the URL of its one line."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sandbox.serve", "port=0", "pool.workers=1", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"SANDBOX_TOKEN": token},
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("sandbox is ready: http://127.0.0.1:"), line
+        yield process, line.split()[3]
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+def containers(pid: int) -> list[str]:
+    asked = ["docker", "ps", "-a", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]
+    names = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+    return [name for name in names if name.startswith(f"agentloop-sandbox-{pid}-")]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_leaves_nothing(docker_engine: None, number: int, status: int) -> None:
+    with command("pool.backend=docker") as (process, url):
+        with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
+            body = {"calls": [{"code": "6 * 7"}, {"code": FOREVER, "timeout_s": 600}]}
+            with http.stream("POST", "/v1/run/batch", json=body) as answer:
+                assert '"result":"42"' in next(answer.iter_lines())
+                http.post("/v1/sessions")
+                assert len(containers(process.pid)) == 1
+                process.send_signal(number)
+                assert process.wait(30) == status
+        assert containers(process.pid) == []
+
+
+@pytest.mark.anyio
+async def test_a_pool_survives_the_kill_of_a_host(docker_engine: None) -> None:
+    with command("pool.backend=docker") as (process, one), command(token="") as (_, two):
+        async with Pool(PoolSettings(hosts=[one, two])) as pool:
+            results = []
+
+            async def call(n: int) -> None:
+                results.append(await pool.run(f"import time; time.sleep(0.05); {n}"))
+                if n == 40:
+                    process.kill()
+
+            async with anyio.create_task_group() as group:
+                for n in range(200):
+                    group.start_soon(call, n)
+            assert sorted(int(r.result or -1) for r in results) == list(range(200))
+            assert {r.attempt for r in results} == {1, 2}
+    async with Pool(PoolSettings(backend="docker", workers=1)):  # a start reaps what it finds
+        assert containers(process.pid) == []
+
+
+def test_it_says_what_is_wrong(docker_engine: None) -> None:
+    with command() as (_, url):
+        port = url.rpartition(":")[2]
+        for wrong, says in [
+            (f"port={port}", "cannot listen on"),
+            ("pool.engines=unix:///nowhere", "no Docker Engine answers"),
+            ("prot=1", "unrecognized arguments: --prot=1"),
+        ]:
+            done = subprocess.run(
+                [sys.executable, "-m", "sandbox.serve", wrong],
+                capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            assert done.returncode == 2
+            assert says in done.stderr
+            assert "Traceback" not in done.stderr

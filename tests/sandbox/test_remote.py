@@ -1,0 +1,260 @@
+"""A pool over hosts: each host is a real service over local workers, in this process."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anyio
+import anyio.abc
+import pydantic
+import pytest
+from pydantic import SecretStr
+
+from sandbox import (
+    CallResult,
+    CallStatus,
+    Pool,
+    PoolSettings,
+    SandboxUnavailable,
+    Session,
+    SessionLost,
+)
+from sandbox.protocol import encode
+from sandbox.remote import HostLink
+from sandbox.serve import ServeSettings, serving
+from tests.sandbox.conftest import BARE
+from tests.sandbox.test_pool import FOREVER, wait_until
+
+pytestmark = pytest.mark.anyio
+
+
+class Host:
+    """One machine's service; `stop` is the loss of it."""
+
+    url = ""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._scope = anyio.CancelScope()
+        self._stopped = anyio.Event()
+
+    async def serve(
+        self, settings: ServeSettings, *, task_status: anyio.abc.TaskStatus[None]
+    ) -> None:
+        with self._scope:
+            async with serving(self.pool, settings) as self.url:
+                task_status.started()
+                await anyio.sleep_forever()
+        self._stopped.set()
+
+    async def stop(self) -> None:
+        self._scope.cancel()
+        await self._stopped.wait()
+
+
+@asynccontextmanager
+async def host(port: int = 0, token: str | None = None, **more: Any) -> AsyncIterator[Host]:
+    settings = ServeSettings(port=port, token=SecretStr(token) if token else None)
+    async with Pool(BARE.model_copy(update=more)) as pool, anyio.create_task_group() as group:
+        made = Host(pool)
+        await group.start(made.serve, settings)
+        yield made
+        await made.stop()
+
+
+def over(*hosts: Host, **more: Any) -> Pool:
+    return Pool(PoolSettings(hosts=[host.url for host in hosts], **more))
+
+
+async def test_a_call_on_a_host() -> None:
+    async with host() as there, over(there) as pool:
+        result = await pool.run("print(input())\n6 * 7", stdin="größe \ud800")
+        assert (result.status, result.stdout, result.result) == (CallStatus.OK, "größe ?\n", "42")
+        assert (result.attempt, result.worker_id) == (1, there.pool._room.workers[0].link.worker_id)
+        failed = await pool.run("1 / 0")
+        assert failed.error is not None
+        assert failed.error.type == "ZeroDivisionError"
+        stats = pool.stats()
+        assert (stats["backend"], stats["workers"], stats["slots"]) == ("host", 1, 8)
+        assert stats["layers"] == there.pool.stats()["layers"]
+
+
+async def test_many_calls_over_two_hosts_each_its_own_answer() -> None:
+    answers: dict[int, CallResult] = {}
+    async with host() as one, host() as two, over(one, two) as pool:
+
+        async def call(n: int) -> None:
+            answers[n] = await pool.run(f"{n} * 2")
+
+        async with anyio.create_task_group() as group:
+            for n in range(200):
+                group.start_soon(call, n)
+    assert {n: answer.result for n, answer in answers.items()} == {
+        n: str(2 * n) for n in range(200)
+    }
+    shares = collections.Counter(answer.worker_id for answer in answers.values())
+    assert len(shares) == 2
+    assert min(shares.values()) > 40
+
+
+async def test_calls_go_where_others_are_not() -> None:
+    async with host() as busy, host() as idle, anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(busy.pool.run, FOREVER, "", 600)
+        async with over(busy, idle) as pool:
+            await wait_until(lambda: pool._room.workers[0].room != pool._room.workers[1].room)
+            ids = {(await pool.run("1")).worker_id for _ in range(4)}
+            assert ids == {idle.pool._room.workers[0].link.worker_id}
+        group.cancel_scope.cancel()
+
+
+async def test_a_call_of_a_lost_host_runs_on_another() -> None:
+    async with host() as one, host() as two, over(one, two) as pool:
+        results: list[CallResult] = []
+
+        async def call() -> None:
+            results.append(await pool.run("import time; time.sleep(1); 7"))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(call)
+            await wait_until(lambda: one.pool.stats()["busy"] == two.pool.stats()["busy"] == 2)
+            await one.stop()
+        assert [result.result for result in results] == ["7"] * 4
+        assert sorted(result.attempt for result in results) == [1, 1, 2, 2]
+        assert one.pool.stats()["busy"] == 0
+        assert pool.stats()["workers"] == 1
+
+
+async def test_a_host_that_comes_back_is_used_again() -> None:
+    async with host() as first, over(first) as pool, anyio.create_task_group() as group:
+        await first.stop()
+        await wait_until(lambda: pool.stats()["workers"] == 0)
+        group.start_soon(pool.run, "1")
+        await wait_until(lambda: pool.stats()["waiting"] == 1)
+        async with host(int(first.url.rpartition(":")[2])):
+            await wait_until(lambda: pool.stats()["calls"] == {"ok": 1})
+
+
+async def test_one_missing_host_is_no_failure_and_all_are() -> None:
+    async with host() as there:
+        hosts = [there.url, "http://127.0.0.1:1"]
+        async with Pool(PoolSettings(hosts=hosts)) as pool:
+            assert (await pool.run("1")).ok
+    with pytest.raises(SandboxUnavailable, match="gave no connection"):
+        async with Pool(PoolSettings(hosts=["http://127.0.0.1:1"])):
+            pass
+
+
+async def test_cancelling_the_caller_kills_the_call_over_there() -> None:
+    async with host() as there, over(there) as pool:
+        async with anyio.create_task_group() as group:
+            group.start_soon(pool.run, FOREVER, "", 600)
+            await wait_until(lambda: there.pool.stats()["busy"] == 1)
+            group.cancel_scope.cancel()
+        await wait_until(lambda: there.pool.stats()["busy"] == 0)
+        await wait_until(lambda: pool.stats()["busy"] == 0)
+        assert (await pool.run("1")).ok
+
+
+async def test_a_pool_that_ends_takes_its_calls_and_sessions_with_it() -> None:
+    async with host() as there:
+        async with over(there) as pool, anyio.create_task_group() as group, pool.session() as s:
+            await s.run("1")
+            group.start_soon(pool.run, FOREVER, "", 600)
+            await wait_until(lambda: there.pool.stats()["busy"] == 1)
+            group.cancel_scope.cancel()
+        await wait_until(lambda: there.pool.stats()["busy"] == 0)
+        await wait_until(lambda: there.pool.stats()["sessions"] == 0)
+
+
+async def test_a_session_on_a_host() -> None:
+    async with host() as there, over(there) as pool:
+        async with pool.session() as session, pool.session() as other:
+            await session.run("x = 41")
+            assert (await session.run("x + 1")).result == "42"
+            assert (await other.run("x")).error is not None
+            assert there.pool.stats()["sessions"] == 2
+        await wait_until(lambda: there.pool.stats()["sessions"] == 0)
+
+
+async def until_lost(session: Session) -> None:
+    with anyio.fail_after(10):
+        while True:
+            await session.run("1")
+
+
+async def test_a_lost_session_on_a_host_is_an_explicit_error() -> None:
+    async with host() as there, over(there) as pool:
+        async with pool.session() as session:
+            await session.run("import os; os._exit(1)")
+            with pytest.raises(SessionLost):
+                await until_lost(session)
+            with pytest.raises(SessionLost, match="variables are gone"):
+                await session.run("1")
+        assert (await pool.run("1")).ok
+
+
+async def test_the_token_is_needed() -> None:
+    async with host(token="hush") as there:
+        async with over(there, hosts_token=SecretStr("hush")) as pool:
+            assert (await pool.run("1")).ok
+        with pytest.raises(SandboxUnavailable, match="another token"):
+            async with over(there):
+                pass
+
+
+async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> None:
+    async with host(max_waiting=1, slots_per_worker=1) as there, over(there) as pool:
+        results: list[CallResult] = []
+
+        async def call() -> None:
+            results.append(await pool.run("import time; time.sleep(0.3)"))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(call)
+            await wait_until(lambda: there.pool.stats()["busy"] == 1)
+            group.start_soon(there.pool.run, "1")
+            await wait_until(lambda: there.pool.stats()["waiting"] == 1)
+            group.start_soon(call)
+    assert sorted(result.status for result in results) == ["ok", "overloaded"]
+    async with host(slots_per_worker=1) as there, over(there) as pool:
+        results.clear()
+        async with anyio.create_task_group() as group:
+            for _ in range(2):
+                group.start_soon(call)
+        waited, at_once = max(r.queue_s for r in results), min(r.queue_s for r in results)
+    assert at_once < 0.2 < waited
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xff\xff\xff", encode({"op": "run"}), encode({"no": 1}), b"\0\0\0\2{]"]
+)
+async def test_garbage_ends_its_own_connection_alone(garbage: bytes) -> None:
+    async with host() as there, over(there) as pool, aiohttp.ClientSession() as http:
+        async with http.ws_connect(there.url + "/v1/link") as socket:
+            await socket.receive()
+            await socket.send_bytes(garbage)
+            with anyio.fail_after(5):
+                async for _ in socket:
+                    pass
+        assert (await pool.run("1")).ok
+
+
+def test_a_result_of_another_version_loses_the_link() -> None:
+    link = HostLink("x")
+    pending = link.submit({"id": 1, "op": "run", "code": "", "stdin": ""})
+    link.feed(encode({"op": "done", "id": 1, "status": "ok", "run_s": 0.1}))
+    assert pending.reply is None
+    assert pending.done.is_set()
+    assert "version" in link.why
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "box:8010", "http://", ""])
+def test_a_host_is_a_url(url: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match="http://host:port"):
+        PoolSettings(hosts=[url])

@@ -1,0 +1,348 @@
+"""The HTTP service over a pool of local workers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+from pydantic import SecretStr
+
+from sandbox import Pool
+from sandbox.guard import Guard
+from sandbox.serve import ServeSettings, load, main, serving
+from tests.sandbox.test_pool import FOREVER, wait_until
+
+pytestmark = pytest.mark.anyio
+
+
+def settings(**more: Any) -> ServeSettings:
+    return ServeSettings(port=0, **more)
+
+
+class Client:
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.http = http
+
+    async def __call__(
+        self, method: str, path: str, body: Any = None, **more: Any
+    ) -> tuple[int, Any]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = None if body is None else io.BytesIO(raw)
+        async with self.http.request(method, self.url + path, data=data, **more) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if text else None
+
+    async def post(self, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+        return await self("POST", path, body, **more)
+
+
+@asynccontextmanager
+async def service(pool: Pool, **more: Any) -> AsyncIterator[Client]:
+    async with serving(pool, settings(**more)) as url, aiohttp.ClientSession() as http:
+        yield Client(url, http)
+
+
+@pytest.fixture
+async def client(pool: Pool) -> AsyncIterator[Client]:
+    async with service(pool) as client:
+        yield client
+
+
+async def test_a_program_with_every_field(client: Client) -> None:
+    body = {"code": "print(input())\n6 * 7", "stdin": "größe", "timeout_s": 3}
+    status, answer = await client.post("/v1/run", body)
+    assert status == 200
+    assert (answer["status"], answer["stdout"], answer["result"]) == ("ok", "größe\n", "42")
+    assert set(answer) == {
+        "id", "status", "exit_code", "signal", "stdout", "stderr", "result", "error",
+        "stdout_bytes", "stderr_bytes", "truncated", "queue_s", "run_s", "cpu_s", "max_rss",
+        "worker_id", "attempt", "started_ns",
+    }  # fmt: skip
+
+
+async def test_a_failing_program_is_an_answer(client: Client) -> None:
+    status, answer = await client.post("/v1/run", {"code": "1 / 0"})
+    assert (status, answer["status"], answer["error"]["type"]) == (
+        200,
+        "error",
+        "ZeroDivisionError",
+    )
+
+
+async def test_a_batch_comes_as_each_finishes(client: Client) -> None:
+    calls = [{"code": f"{n} * 2"} for n in range(60)]
+    calls[0] = {"code": "import time; time.sleep(1)"}
+    lines = []
+    async with client.http.post(client.url + "/v1/run/batch", json={"calls": calls}) as response:
+        assert response.content_type == "application/x-ndjson"
+        async for line in response.content:
+            lines.append(json.loads(line))
+    assert [line["index"] for line in lines][-1] == 0
+    assert {line["index"]: line["result"] for line in lines[:-1]} == {
+        n: str(n * 2) for n in range(1, 60)
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/run", "/v1/run/batch"])
+async def test_a_client_that_leaves_kills_its_calls(pool: Pool, client: Client, path: str) -> None:
+    call = {"code": FOREVER, "timeout_s": 600}
+    body = {"calls": [call] * 3} if path.endswith("batch") else call
+    async with anyio.create_task_group() as group:
+        group.start_soon(client.post, path, body)
+        await wait_until(lambda: pool.stats()["busy"] > 0)
+        group.cancel_scope.cancel()
+    await wait_until(lambda: pool.stats()["busy"] == 0)
+    assert pool.stats()["waiting"] == 0
+
+
+async def test_a_session_keeps_its_variables(pool: Pool, client: Client) -> None:
+    status, opened = await client.post("/v1/sessions")
+    assert status == 201
+    path = f"/v1/sessions/{opened['id']}"
+    await client.post(f"{path}/run", {"code": "x = 41"})
+    assert (await client.post(f"{path}/run", {"code": "x + 1"}))[1]["result"] == "42"
+    assert pool.stats()["sessions"] == 1
+    assert (await client("DELETE", path))[0] == 204
+    await wait_until(lambda: pool.stats()["sessions"] == 0)
+    assert (await client("DELETE", path))[0] == 404
+    assert (await client.post(f"{path}/run", {"code": "x"}))[0] == 404
+
+
+async def test_a_lost_session_is_told(client: Client) -> None:
+    _, opened = await client.post("/v1/sessions")
+    path = f"/v1/sessions/{opened['id']}/run"
+    await client.post(path, {"code": "import os; os._exit(3)"})
+    statuses: list[int] = []
+
+    async def lost() -> bool:
+        status, answer = await client.post(path, {"code": "1"})
+        statuses.append(status)
+        return bool(answer.get("error") and answer["error"]["type"] == "session_lost")
+
+    with anyio.fail_after(10):
+        while not await lost():
+            pass
+    assert statuses[-1] == 410
+    assert (await client.post(path, {"code": "1"}))[0] == 404
+
+
+async def test_a_session_that_rests_too_long_is_closed(pool: Pool) -> None:
+    async with service(pool, session_idle_s=0.2) as client:
+        _, opened = await client.post("/v1/sessions")
+        path = f"/v1/sessions/{opened['id']}/run"
+        busy = {"code": "import time; time.sleep(0.5); 1"}  # a cell that runs is no rest
+        assert (await client.post(path, busy))[1]["result"] == "1"
+        await wait_until(lambda: pool.stats()["sessions"] == 0)
+        assert (await client.post(path, {"code": "1"}))[0] == 404
+
+
+async def test_sessions_end_with_the_service(pool: Pool) -> None:
+    async with service(pool) as client:
+        await client.post("/v1/sessions")
+        assert pool.stats()["sessions"] == 1
+    assert pool.stats()["sessions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v1/run", b"{", 400, "not valid JSON"),
+        ("/v1/run", b"[]", 400, "valid dictionary"),
+        ("/v1/run", {}, 400, "code: Field required"),
+        ("/v1/run", {"code": 1}, 400, "code:"),
+        ("/v1/run", {"code": "1", "timeout_s": -1}, 400, "timeout_s:"),
+        ("/v1/run", {"code": "1", "timeout": 1}, 400, "timeout:"),
+        ("/v1/run/batch", {"calls": []}, 400, "calls:"),
+        ("/v1/run/batch", {"calls": [{"code": "1"}, {}]}, 400, "calls.1.code: Field required"),
+        ("/v1/run", b"#" * (2 << 20), 413, "the most"),
+        ("/run", {"type": "java", "solution": ""}, 400, "type:"),
+        ("/run_code", {}, 400, "code:"),
+        ("/nowhere", {}, 404, "/nowhere"),
+    ],
+)
+async def test_bad_input_is_named(pool: Pool, path: str, body: Any, status: int, says: str) -> None:
+    async with service(pool, max_body_mib=1) as client:
+        got, answer = await client.post(path, body)
+    assert got == status
+    assert says in answer["error"]["message"]
+
+
+async def test_a_body_of_unknown_length_is_bounded(pool: Pool) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(64):
+            yield b"#" * (1 << 16)
+
+    async with service(pool, max_body_mib=1) as client:
+        async with client.http.post(client.url + "/v1/run", data=endless()) as response:
+            assert response.status == 413
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(pool: Pool) -> None:
+    async with serving(pool, settings(io_timeout_s=0.2)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            head = f"POST /v1/run HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9\r\n\r\n{{"
+            await stream.send(head.encode())
+            assert b" 408 " in await stream.receive()
+
+
+async def test_too_many_requests_are_refused(pool: Pool) -> None:
+    async with service(pool, max_requests=1) as client, anyio.create_task_group() as group:
+        group.start_soon(client.post, "/v1/run", {"code": FOREVER, "timeout_s": 600})
+        await wait_until(lambda: pool.stats()["busy"] == 1)
+        async with client.http.post(client.url + "/v1/run", json={"code": "1"}) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"]
+        assert (await client("GET", "/healthz"))[0] == 200
+        group.cancel_scope.cancel()
+    await wait_until(lambda: pool.stats()["busy"] == 0)
+
+
+async def test_only_with_the_token(pool: Pool) -> None:
+    async with service(pool, token=SecretStr("hush")) as client:
+        assert (await client.post("/v1/run", {"code": "1"}))[0] == 401
+        for wrong in ("Bearer husk", "Basic hush", "Bearer", "Bearer hushhush"):
+            headers = {"Authorization": wrong}
+            assert (await client.post("/v1/run", {"code": "1"}, headers=headers))[0] == 401
+            assert (await client("GET", "/v1/link", headers=headers))[0] == 401
+        right = {"Authorization": "Bearer hush"}
+        assert (await client.post("/v1/run", {"code": "1"}, headers=right))[0] == 200
+        assert (await client("GET", "/healthz"))[0] == 200
+
+
+@pytest.mark.parametrize("header", ["Host", "Origin"])
+async def test_foreign_pages_are_refused(pool: Pool, client: Client, header: str) -> None:
+    before = pool.stats()["calls"]
+    value = "evil.example" if header == "Host" else "http://evil.example"
+    status, answer = await client.post("/v1/run", {"code": "1"}, headers={header: value})
+    assert status == 403
+    assert header in answer["error"]["message"]
+    assert pool.stats()["calls"] == before
+
+
+def test_a_guard_of_every_address_takes_addresses_but_no_names() -> None:
+    guard = Guard("0.0.0.0", "t")
+    ask = {"Authorization": "Bearer t"}
+    assert guard.refusal("/run", {"Host": "10.0.0.7:8010", **ask}) is None
+    assert guard.refusal("/run", {"Host": "[::1]:8010", **ask}) is None
+    assert guard.refusal("/run", {"Host": "evil.example", **ask}) is not None
+    assert Guard("0.0.0.0", "t", ["box.lan"]).refusal("/run", {"Host": "box.lan", **ask}) is None
+
+
+async def test_code_judge(client: Client) -> None:
+    ask = {"type": "python", "solution": "print(input())", "input": "7"}
+    _, ran = await client.post("/run", {**ask, "sub_id": "a"})
+    assert ran.pop("cost") > 0
+    assert ran == {
+        "sub_id": "a", "success": True, "run_success": True, "reason": "", "stdout": "7\n",
+        "stderr": "",
+    }  # fmt: skip
+    _, judged = await client.post("/judge", {**ask, "expected_output": " 7 "})
+    assert (judged["success"], judged["run_success"]) == (True, True)
+    assert judged["sub_id"]
+    assert "stdout" not in judged
+    _, judged = await client.post("/judge", {**ask, "expected_output": "8"})
+    assert (judged["success"], judged["run_success"]) == (False, True)
+    assert await client("GET", "/ping") == (200, "pong")
+    assert (await client("GET", "/status"))[1] == {"queue": 0, "num_workers": 4}
+
+
+@pytest.mark.parametrize("form", ["batch", "long-batch"])
+async def test_code_judges_batches_keep_their_order(client: Client, form: str) -> None:
+    asked: list[dict[str, Any]] = [
+        {"type": "python", "solution": f"print({n})", "expected_output": str(n % 40)}
+        for n in range(50)
+    ]
+    asked[7] = {"type": "cpp", "solution": "int main() {}"}
+    asked[8] = {"type": "math", "solution": "1", "expected_output": "1"}
+    body = {"type": "batch", "sub_id": "all", "submissions": asked}
+    _, judged = await client.post(f"/judge/{form}", body)
+    _, ran = await client.post(f"/run/{form}", body)
+    assert judged["sub_id"] == ran["sub_id"] == "all"
+    for answers in (judged["results"], ran["results"]):
+        assert [one["success"] for one in answers] == [
+            n < 40 and n not in (7, 8) for n in range(50)
+        ]
+        assert [answers[n]["reason"] for n in (6, 7, 8)] == ["", "invalid_input", "invalid_input"]
+        assert "'cpp'" in answers[7]["message"]
+    assert [one["stdout"] for one in ran["results"]][9] == "9\n"
+    assert "'math'" in ran["results"][8]["stderr"]
+
+
+async def test_code_judge_says_what_went_wrong(pool: Pool) -> None:
+    async with service(pool, code_judge_timeout_s=0.2) as client:
+        late = await client.post("/run", {"type": "python", "solution": FOREVER})
+        assert (late[1]["reason"], late[1]["success"], late[1]["stdout"]) == (
+            "worker_timeout", False, "begun\n",
+        )  # fmt: skip
+        large = await client.post("/run", {"type": "python", "solution": "#" * (9 << 20)})
+        assert large[1]["reason"] == "internal_error"
+        options = {"type": "python", "solution": "1", "options": {"a": "b"}}
+        assert (await client.post("/run", options))[1]["reason"] == "invalid_input"
+
+
+@pytest.mark.parametrize(
+    ("ask", "status", "ran"),
+    [
+        ({"code": "print(input())", "stdin": "x"}, "Success", ("Finished", 0, "x\n")),
+        ({"code": "print(1); raise SystemExit(3)"}, "Failed", ("Finished", 3, "1\n")),
+        ({"code": FOREVER, "run_timeout": 0.2}, "Failed", ("TimeLimitExceeded", None, "begun\n")),
+        ({"code": "1", "language": "cpp"}, "SandboxError", None),
+        ({"code": "1", "files": {"a": "Yg=="}}, "SandboxError", None),
+    ],
+)
+async def test_sandbox_fusion(client: Client, ask: Any, status: str, ran: Any) -> None:
+    _, answer = await client.post("/run_code", {"language": "python", **ask})
+    assert answer["status"] == status
+    if ran is None:
+        assert "not offered" in answer["message"]
+    else:
+        run = answer["run_result"]
+        assert (run["status"], run["return_code"], run["stdout"]) == ran
+
+
+async def test_the_document_names_every_path(pool: Pool, client: Client) -> None:
+    _, document = await client("GET", "/openapi.json")
+    for path, operations in document["paths"].items():
+        method = next(name for name in operations if name != "parameters")
+        status, _ = await client(
+            method.upper(), path.replace("{id}", "x"), b"{" * (method == "post")
+        )
+        assert status in (200, 201, 400, 404), path
+        refs = json.dumps(operations).split('"#/components/schemas/')[1:]
+        for ref in refs:
+            assert ref.partition('"')[0] in document["components"]["schemas"]
+    assert "/v1/sessions/{id}/run" in document["paths"]
+    assert set(document["components"]["schemas"]["RunRequest"]["required"]) == {"code"}
+
+
+def test_settings_come_as_flags_or_pairs_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_TOKEN", "hush")
+    monkeypatch.setenv("SANDBOX_POOL__TIMEOUT_S", "7")
+    got = load(["--port", "9", "host=0.0.0.0", "pool.workers=3", "--pool.backend=process"])
+    assert (got.port, got.host, got.pool.workers, got.pool.backend) == (9, "0.0.0.0", 3, "process")
+    assert (got.token, got.pool.timeout_s) == (SecretStr("hush"), 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["host=0.0.0.0"], "set a token"),
+        (["host=0.0.0.0", "token="], "set a token"),
+        (["port=x"], "port:"),
+        (["pool.workers=0"], "pool.workers:"),
+        (["pool.hosts=ftp://x"], "pool.hosts:"),
+    ],
+)
+def test_a_bad_setting_is_named(
+    arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert says in capfd.readouterr().err
