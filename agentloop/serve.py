@@ -40,6 +40,7 @@ from agentloop.api.openai import (
 )
 from agentloop.config import load_settings
 from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
+from agentloop.events import Emit
 from agentloop.observe.metrics import Metrics
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message, StopReason, Trajectory
