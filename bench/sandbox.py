@@ -1,0 +1,600 @@
+"""The sandbox under load: how many calls, how soon, at what cost, and is every answer right.
+
+    python -m bench.sandbox --concurrency 1,64,1024,45000 --calls 45000 --mix trivial=8,failing=1
+    python -m bench.sandbox --open 0.5 --plot load.png          then half of that load, open loop
+    python -m bench.sandbox --against code-judge=http://127.0.0.1:8088 --cpu-of code-judge=PID,PID
+
+Closed loop: `concurrency` callers, each with its next call as soon as it has the last answer. Open
+loop: calls come at random times of a fixed rate, whatever has been answered, and are timed from the
+moment at which they should have come. Every call has an answer of its own, which is checked.
+
+CPU is what the kernel says of this process (pool and load generator together) and of the workers
+with all that they forked. The floor is measured in the same run, before and after each load, with
+the workers' interpreter: fork, exec of the same code, a pipe; from a zygote with the modules of the
+code and nothing else loaded, with no isolation, limits or clock.
+
+Not covered: the network. Services are reached over loopback only, each call a request of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import anyio
+import orjson
+
+from sandbox import CallStatus, Pool, PoolSettings
+from sandbox.engine import connect
+
+TIMEOUT_S = 10.0
+TICK_S = os.sysconf("SC_CLK_TCK")
+
+# --- calls and their answers -------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Answer:
+    """One call's answer, whoever gave it."""
+
+    status: str  # ok, failed, limit (output), infrastructure
+    stdout: str = ""
+    stderr: str = ""
+    queue_s: float = math.nan
+    run_s: float = math.nan
+    cpu_s: float = math.nan
+    attempt: int = 1
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of call: {n} is the call's own number, {m} the next."""
+
+    code: str
+    stdout: str
+    status: tuple[str, ...] = ("ok",)
+    stderr: str = ""
+    modules: tuple[str, ...] = ()
+
+    def write(self, n: int) -> str:
+        return self.code.replace("{n}", str(n)).replace("{m}", str(n + 1))
+
+    def is_right(self, n: int, answer: Answer) -> bool:
+        stdout = self.stdout.replace("{n}", str(n)).replace("{m}", str(n + 1))
+        return (
+            answer.status in self.status
+            and answer.stdout.partition("\n")[0] == stdout
+            and self.stderr.replace("{n}", str(n)) in answer.stderr
+        )
+
+
+KINDS = {
+    "trivial": Kind("print({n}, {n} + 1)", "{n} {m}"),
+    "numpy": Kind(
+        "import numpy as np\nprint(int(np.ones(1000).sum()), np.array([{n}]).max() + 1)",
+        "1000 {m}",
+        modules=("numpy",),
+    ),
+    "sympy": Kind(
+        "import sympy as sp\nx = sp.Symbol('x')\nprint(sp.solve((x - {n}) * (x - {m}), x))",
+        "[{n}, {m}]",
+        modules=("numpy", "sympy"),
+    ),
+    "sleeping": Kind("import time\ntime.sleep(0.1)\nprint({n})", "{n}"),
+    "failing": Kind(
+        "print({n})\nraise ValueError('no {n}')", "{n}", ("failed",), "ValueError: no {n}"
+    ),
+    # Others than us have no limit on output and deliver the head of it.
+    "flooding": Kind("print({n})\nprint('x' * (4 << 20))", "{n}", ("limit", "ok")),
+}
+
+
+def make_mix(text: str) -> dict[str, float]:
+    mix = {
+        name: float(weight or 1) for name, _, weight in (p.partition("=") for p in text.split(","))
+    }
+    if unknown := mix.keys() - KINDS.keys():
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)}: kinds are {', '.join(KINDS)}")
+    return mix
+
+
+# --- who is asked ------------------------------------------------------------------------------
+
+Ask = Callable[[str], Awaitable[Answer]]
+
+
+@dataclass
+class Target:
+    """Something that runs code, and the processes whose CPU time is its own."""
+
+    name: str
+    ask: Ask
+    pids: Callable[[], Sequence[int]] = lambda: ()
+    floor_command: Sequence[str] = (sys.executable,)
+
+
+@asynccontextmanager
+async def open_pool(settings: PoolSettings) -> AsyncIterator[Target]:
+    kinds = {CallStatus.OK: "ok", CallStatus.ERROR: "failed", CallStatus.OUTPUT_LIMIT: "limit"}
+    async with Pool(settings, on_progress=_say) as pool:
+
+        async def ask(code: str) -> Answer:
+            r = await pool.run(code, timeout_s=TIMEOUT_S)
+            status = "infrastructure" if r.status.infrastructure else kinds.get(r.status, "other")
+            said = f"{r.status}: {r.error.message if r.error else ''}"
+            return Answer(status, r.stdout, r.stderr, r.queue_s, r.run_s, r.cpu_s, r.attempt, said)
+
+        backend = pool.stats()["backend"]
+        for kind in KINDS.values():  # what is loaded on first use is loaded
+            await ask(kind.write(1))
+        if backend == "docker":
+            pids, image = await _container_pids()
+            floor = ["docker", "run", "--rm", "-i", "--network=none", "--entrypoint=python3", image]
+            yield Target("pool (docker)", ask, lambda: pids, floor)
+        else:
+            yield Target(f"pool ({backend})", ask, lambda: _children(os.getpid()))
+
+
+async def _container_pids() -> tuple[list[int], str]:
+    """The first processes of our containers, and the image that they run."""
+    pids, image = [], ""
+    async with connect() as docker:
+        for container in await docker.containers.list():
+            shown = await container.show()
+            if shown["Name"].startswith(f"/agentloop-sandbox-{os.getpid()}-"):
+                pids.append(int(shown["State"]["Pid"]))
+                image = shown["Config"]["Image"]
+    return pids, image
+
+
+@asynccontextmanager
+async def open_service(
+    name: str, url: str, connections: int, pids: Sequence[int]
+) -> AsyncIterator[Target]:
+    """A service on this machine, in its own protocol."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=connections)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+
+        async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            async with http.post(url + path, json=body) as response:
+                response.raise_for_status()
+                answer: dict[str, Any] = orjson.loads(await response.read())
+                return answer
+
+        async def code_judge(code: str) -> Answer:
+            r = await post("/run", {"type": "python", "solution": code})
+            lost = r["reason"] in ("internal_error", "queue_timeout", "invalid_input")
+            status = "infrastructure" if lost else "ok" if r["run_success"] else "failed"
+            run_s = r["cost"]
+            return Answer(
+                status, r["stdout"] or "", r["stderr"] or "", run_s=run_s, said=r["reason"]
+            )
+
+        async def sandbox_fusion(code: str) -> Answer:
+            body = {"code": code, "language": "python", "run_timeout": TIMEOUT_S}
+            r = await post("/run_code", body)
+            run = r["run_result"] or {}
+            done = {"Success": "ok", "Failed": "failed"}.get(r["status"], "infrastructure")
+            run_s = run.get("execution_time") or math.nan
+            texts = run.get("stdout") or "", run.get("stderr") or ""
+            return Answer(done, *texts, run_s=run_s, said=r["message"])
+
+        async def sandbox(code: str) -> Answer:
+            r = await post("/v1/run", {"code": code, "timeout_s": TIMEOUT_S})
+            kinds = {"ok": "ok", "error": "failed", "output_limit": "limit"}
+            lost = CallStatus(r["status"]).infrastructure
+            status = "infrastructure" if lost else kinds.get(r["status"], "other")
+            times = r["queue_s"], r["run_s"], r["cpu_s"]
+            return Answer(status, r["stdout"], r["stderr"], *times, r["attempt"], r["status"])
+
+        asks = {"code-judge": code_judge, "sandbox-fusion": sandbox_fusion, "sandbox": sandbox}
+        yield Target(name, asks[name], lambda: pids)
+
+
+# --- what the kernel says ----------------------------------------------------------------------
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for task in tasks for child in task.read_text().split()]
+    return []
+
+
+def cpu_of_tree(pid: int) -> float:
+    """CPU seconds of a process, of those that it waited for, and of all below it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICK_S + sum(map(cpu_of_tree, _children(pid)))
+
+
+def own_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def reset_peak_memory() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+FLOOR = """
+import gc, importlib, json, os, resource, sys
+modules, codes = json.loads(sys.stdin.read())
+for name in modules: importlib.import_module(name)
+if codes: exec(codes[0], {"print": lambda *a: None})
+gc.collect(); gc.freeze(); gc.disable()
+def cpu():
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in spent)
+began = cpu()
+for code in codes:
+    mine, its = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.dup2(its, 1); os.close(its)
+        try:
+            exec(compile(code, "<call>", "exec"), {"__name__": "__main__"})
+            sys.stdout.flush()
+        finally:
+            os._exit(0)
+    os.close(its)
+    while os.read(mine, 65536): pass
+    os.close(mine); os.waitpid(pid, 0)
+print(1000 * (cpu() - began) / len(codes))
+"""
+
+
+def measure_floor(command: Sequence[str], mix: dict[str, float], num: int) -> dict[str, float]:
+    """CPU milliseconds of a call of each kind that is nothing but a fork, an exec and a pipe."""
+    floor = {}
+    for name in mix:
+        kind = KINDS[name]
+        if name == "failing":  # its traceback is no part of a floor
+            kind = KINDS["trivial"]
+        bare = ["-I", "-S"] if not kind.modules else ["-I"]
+        given = json.dumps([kind.modules, [kind.write(n) for n in range(num)]])
+        done = subprocess.run(
+            [*command, *bare, "-c", FLOOR], input=given, capture_output=True, text=True, check=True
+        )
+        floor[name] = float(done.stdout)
+    total = sum(mix.values())
+    return {**floor, "mix": sum(floor[name] * mix[name] for name in mix) / total}
+
+
+# --- the load ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Load:
+    """One run: so many calls of a mix, one way or the other."""
+
+    target: Target
+    mix: dict[str, float]
+    num_calls: int
+    concurrency: int | None = None
+    rate: float | None = None
+    deadline_s: float = 600.0
+    answers: dict[int, Answer] = field(default_factory=dict)
+    latency_s: dict[int, float] = field(default_factory=dict)
+    lags_s: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    most_outstanding: int = 0
+
+    def __post_init__(self) -> None:
+        names, weights = zip(*self.mix.items(), strict=True)
+        self._kinds = random.Random(0).choices(names, weights, k=self.num_calls)
+        self._outstanding = 0
+
+    async def run(self) -> dict[str, Any]:
+        reset_peak_memory()
+        own_s, theirs_s = own_cpu_s(), self._their_cpu_s()
+        began = time.monotonic()
+        with anyio.move_on_after(self.deadline_s):
+            async with anyio.create_task_group() as watching:
+                watching.start_soon(self._watch_lag)
+                watching.start_soon(self._show_progress)
+                async with anyio.create_task_group() as calling:
+                    await (self._closed if self.rate is None else self._open)(calling)
+                watching.cancel_scope.cancel()
+        wall_s = time.monotonic() - began
+        own_s, theirs_s = own_cpu_s() - own_s, self._their_cpu_s() - theirs_s
+        return self._figures(wall_s, own_s, theirs_s)
+
+    def _their_cpu_s(self) -> float:
+        return sum(map(cpu_of_tree, self.target.pids()))
+
+    async def _closed(self, calling: anyio.abc.TaskGroup) -> None:
+        numbers = iter(range(self.num_calls))  # shared: each caller takes the next
+
+        async def caller() -> None:
+            for n in numbers:
+                await self._call(n, time.monotonic())
+
+        for _ in range(min(self.concurrency or 1, self.num_calls)):
+            calling.start_soon(caller)
+
+    async def _open(self, calling: anyio.abc.TaskGroup) -> None:
+        assert self.rate is not None
+        draw = random.Random(1)
+        due = time.monotonic()
+        for n in range(self.num_calls):
+            due += draw.expovariate(self.rate)
+            if (left_s := due - time.monotonic()) > 0:
+                await anyio.sleep(left_s)
+            calling.start_soon(self._call, n, due)
+
+    async def _call(self, n: int, due: float) -> None:
+        kind = KINDS[self._kinds[n]]
+        self._outstanding += 1
+        self.most_outstanding = max(self.most_outstanding, self._outstanding)
+        try:
+            answer = await self.target.ask(kind.write(n))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
+            self.errors[repr(error)[:100]] += 1
+            return
+        finally:
+            self._outstanding -= 1
+        self.latency_s[n] = time.monotonic() - due
+        if answer.status == "infrastructure":
+            self.errors[answer.said[:100]] += 1
+        elif not kind.is_right(n, answer) and len(self.wrong) < 1000:
+            self.wrong.append(f"{n} {self._kinds[n]}: {answer.status} {answer.stdout[:80]!r}")
+        answer.stdout = answer.stderr = ""
+        self.answers[n] = answer
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = time.monotonic() + 0.01
+            await anyio.sleep(0.01)
+            self.lags_s.append(max(0.0, time.monotonic() - due))
+
+    async def _show_progress(self) -> None:
+        what = f"{self.target.name}, {self._title()}"
+        every_s = 1 if sys.stderr.isatty() else 10
+        for seconds in itertools.count(every_s, every_s):
+            await anyio.sleep(every_s)
+            done = len(self.latency_s) + self.errors.total()
+            line = f"{what}: {done:,} of {self.num_calls:,} answered, {seconds} s"
+            print(line, file=sys.stderr, end="\r" if sys.stderr.isatty() else "\n", flush=True)
+
+    def _title(self) -> str:
+        if self.rate is not None:
+            return f"open loop, {self.rate:.0f} calls/s"
+        return f"{self.concurrency} at once"
+
+    def _figures(self, wall_s: float, own_s: float, theirs_s: float) -> dict[str, Any]:
+        answers = list(self.answers.values())
+        good = [a for a in answers if a.status != "infrastructure"]
+        num = max(1, len(good))
+        queue = [a.queue_s for a in good if not math.isnan(a.queue_s)]
+        children = [a.cpu_s for a in good if a.cpu_s > 0]
+        figures: dict[str, Any] = {
+            "target": self.target.name,
+            "load": self._title(),
+            "calls": self.num_calls,
+            "most_outstanding": self.most_outstanding,
+            "wall_s": round(wall_s, 2),
+            "calls_per_s": round(len(good) / wall_s, 1),
+            "lost": self.num_calls - len(good),
+            "wrong": len(self.wrong),
+            "run_twice": sum(a.attempt > 1 for a in good),
+            "queue_ms": _percentiles(queue),
+            "run_ms": _percentiles([a.run_s for a in good if not math.isnan(a.run_s)]),
+            "latency_ms": _percentiles(list(self.latency_s.values())),
+            "loop_lag_ms": _percentiles(self.lags_s),
+            "peak_memory_mib": round(peak_memory_mib()),
+            "cpu_ms_per_call": {
+                "this process (supervisor and generator)": round(1000 * own_s / num, 3),
+                "workers with their calls": round(1000 * theirs_s / num, 3),
+            },
+        }
+        cpu = figures["cpu_ms_per_call"]
+        if children:
+            cpu["of these, the calls themselves"] = round(1000 * statistics.mean(children), 3)
+        cpu["total"] = round(1000 * (own_s + theirs_s) / num, 3)
+        if not theirs_s:
+            cpu["total"] = None  # nobody said which processes are the service's
+        if self.errors:
+            figures["errors"] = dict(self.errors.most_common(5))
+        if self.wrong:
+            figures["wrong_answers"] = self.wrong[:5]
+        return figures
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    seconds.sort()
+    last = len(seconds) - 1
+    named = {f"p{p}": seconds[round(last * p / 100)] for p in (50, 95, 99)}
+    return {name: round(1000 * s, 3) for name, s in {**named, "max": seconds[-1]}.items()}
+
+
+# --- the whole ---------------------------------------------------------------------------------
+
+
+async def bench(options: argparse.Namespace) -> dict[str, Any]:
+    runs: list[dict[str, Any]] = []
+    async with contextlib.AsyncExitStack() as stack:
+        targets = []
+        if not options.only_against:
+            settings = PoolSettings.model_validate(options.pool)
+            targets.append(await stack.enter_async_context(open_pool(settings)))
+        for name, url in options.against:
+            pids = options.cpu_of.get(name, [])
+            service = open_service(name, url, options.connections, pids)
+            targets.append(await stack.enter_async_context(service))
+        for target in targets:
+            best = 0.0
+            for concurrency in options.concurrency:
+                num = max(options.calls, concurrency) if target is targets[0] else options.calls
+                load = Load(target, options.mix, num, concurrency, deadline_s=options.deadline_s)
+                runs.append(await _one(load, options))
+                best = max(best, runs[-1]["calls_per_s"])
+            for part in options.open:
+                load = Load(target, options.mix, options.calls, rate=best * part)
+                load.deadline_s = options.deadline_s
+                runs.append(await _one(load, options))
+    return {"machine": _machine(), "mix": options.mix, "pool": options.pool, "runs": runs}
+
+
+async def _one(load: Load, options: argparse.Namespace) -> dict[str, Any]:
+    floor = partial(measure_floor, load.target.floor_command, load.mix, options.floor)
+    before = await anyio.to_thread.run_sync(floor)
+    figures = await load.run()
+    after = await anyio.to_thread.run_sync(floor)
+    figures["floor_cpu_ms"] = {name: round((before[name] + after[name]) / 2, 3) for name in before}
+    total, least = figures["cpu_ms_per_call"]["total"], figures["floor_cpu_ms"]["mix"]
+    figures["times_the_floor"] = round(total / least, 2) if total else None
+    _say(_in_words(figures))
+    return figures
+
+
+def _in_words(f: dict[str, Any]) -> str:
+    run = f["run_ms"] or {"p50": math.nan, "p99": math.nan}
+    return (
+        f"{f['target']}, {f['load']}: {f['calls']:,} calls in {f['wall_s']} s, "
+        f"{f['calls_per_s']:.0f}/s; lost {f['lost']}, wrong {f['wrong']}; run p50 {run['p50']} ms, "
+        f"p99 {run['p99']} ms; CPU {f['cpu_ms_per_call']['total']} ms a call "
+        f"({f['times_the_floor']} times the floor); loop lag p99 {f['loop_lag_ms']['p99']} ms; "
+        f"peak memory {f['peak_memory_mib']} MiB"
+    )
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """Throughput and run time over concurrency, for each target."""
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        _say(f"No plot: matplotlib is not installed (pip install matplotlib). {path} is unwritten.")
+        return
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    speed, wait = figure.subplots(1, 2)
+    closed = [run for run in figures["runs"] if run["load"].endswith("at once")]
+    for target in dict.fromkeys(run["target"] for run in closed):
+        runs = [run for run in closed if run["target"] == target]
+        at = [int(run["load"].split()[0]) for run in runs]
+        speed.plot(at, [run["calls_per_s"] for run in runs], "o-", label=target)
+        wait.plot(at, [run["latency_ms"]["p99"] for run in runs], "o-", label=f"{target}, p99")
+        wait.plot(at, [run["latency_ms"]["p50"] for run in runs], "o--", label=f"{target}, p50")
+    for axes, title in ((speed, "calls a second"), (wait, "milliseconds from call to answer")):
+        axes.set(xscale="log", yscale="log", xlabel="calls at once", title=title)
+        axes.legend()
+    figure.savefig(path)
+    _say(f"The plot is in {path}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _service(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    if name not in ("code-judge", "sandbox-fusion", "sandbox"):
+        raise argparse.ArgumentTypeError(f"{name!r}: code-judge, sandbox-fusion or sandbox")
+    if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
+        raise argparse.ArgumentTypeError(f"{url!r}: the load goes to this machine alone")
+    return name, url.rstrip("/")
+
+
+def _numbers(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [convert(part) for part in text.split(",")]
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sandbox",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--concurrency", type=_numbers(int), default=[1, 64, 1024], help="closed loops, one by one")
+    add("--open", type=_numbers(float), default=[], metavar="PART,...",
+        help="then open loops, at these parts of the best throughput so far")  # fmt: skip
+    add("--calls", type=int, default=5000, help="of each run; at least as many as are at once")
+    add("--mix", metavar="KIND=WEIGHT,...", type=make_mix, default={"trivial": 1.0},
+        help=f"kinds of calls: {', '.join(KINDS)}")  # fmt: skip
+    add("--against", type=_service, action="append", default=[], metavar="NAME=URL",
+        help="code-judge, sandbox-fusion or sandbox (python -m sandbox.serve); repeatable")  # fmt: skip
+    add("--only-against", action="store_true", help="no pool of our own in this run")
+    add("--cpu-of", type=_pair, action="append", default=[], metavar="NAME=PID,...",
+        help="the processes of such a service, for its CPU time")  # fmt: skip
+    add("--connections", type=int, default=4096, help="to a service, at once; others wait here")
+    add("--floor", type=int, default=300, help="calls of a measurement of the floor")
+    add("--deadline-s", type=float, default=600.0, help="of a run; what is open then is lost")
+    add("--json", type=Path, help="also write the figures here")
+    add("--plot", type=Path, help="a picture of the closed loops (needs matplotlib)")
+    add("pool", nargs="*", type=_pair, metavar="key=value", help="settings of our pool")
+    options = parser.parse_args(arguments)
+    # A recycled worker would take the record of its CPU time with it.
+    options.pool = {"recycle_after": 1 << 30, **dict(options.pool)}
+    options.cpu_of = {
+        name: [int(pid) for pid in str(pids).split(",")] for name, pids in options.cpu_of
+    }
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    figures = anyio.run(bench, options, backend_options={"use_uvloop": True})
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+    if options.plot:
+        plot(figures, options.plot)
+    return 1 if any(run["wrong"] for run in figures["runs"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
