@@ -12,10 +12,7 @@ from agentloop.inference.cpu import INSTALL_COMMAND
 
 __all__ = ["NOT_INSTALLED", "ServerLog"]
 
-NOT_INSTALLED = (
-    f"SGLang is not installed. On a CPU: `{INSTALL_COMMAND}`; "
-    "on a GPU: `pip install 'agentloop[sglang]'`"
-)
+NOT_INSTALLED = f"SGLang is not installed: `{INSTALL_COMMAND}`"
 _TAIL_LINES = 30
 _READ_BYTES = 256 * 1024
 _MAX_LINE = 300

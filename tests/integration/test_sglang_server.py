@@ -19,7 +19,7 @@ import pytest
 
 from agentloop.errors import ServerStartError
 from agentloop.inference.cpu import OVERLAY
-from agentloop.inference.cpu.install import install
+from agentloop.inference.install import install
 from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
 
 pytestmark = [

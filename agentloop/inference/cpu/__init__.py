@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["INSTALL_COMMAND", "OVERLAY", "has_accelerator"]
 
 OVERLAY = Path(__file__).parent / "overlay"
-INSTALL_COMMAND = "python -m agentloop.inference.cpu.install"
+INSTALL_COMMAND = "python -m agentloop.inference.install"
 
 _DEVICE_FILES = ("nvidia0", "kfd")  # NVIDIA, AMD
 

@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
                 "ended with exit status 1.",
                 "ModuleNotFoundError: No module named 'einops'",
                 "A package that SGLang imports is missing: "
-                "`python -m agentloop.inference.cpu.install`.",
+                "`python -m agentloop.inference.install`.",
             ],
         ),
         (

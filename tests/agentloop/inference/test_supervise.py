@@ -404,7 +404,7 @@ async def test_sglang_is_missing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ServerStartError, match=r"agentloop\.inference\.cpu\.install"):
+    with pytest.raises(ServerStartError, match=r"agentloop\.inference\.install"):
         async with supervise.sglang_servers(
             model, ServerSettings(), log_dir=tmp_path, on_progress=quiet
         ):

@@ -1,7 +1,8 @@
-"""Install SGLang for a machine without an accelerator: `python -m agentloop.inference.cpu.install`.
+"""Install SGLang for this machine: `python -m agentloop.inference.install`.
 
-SGLang's own requirements name CUDA libraries and a PyTorch that wants them. So there are two
-steps: what it imports on a CPU, then SGLang itself and two more without their requirements.
+With an accelerator: SGLang as it comes. Without one there are two steps, because SGLang's own
+requirements name CUDA libraries and a PyTorch that wants them: what it imports on a CPU, then
+SGLang itself and two more without their requirements.
 Goes into the environment of the running interpreter; does nothing when all of it is there.
 Not covered: building from source where there are no wheels (macOS, Windows).
 """
@@ -14,27 +15,35 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from agentloop.errors import ServerStartError
+from agentloop.inference.cpu import has_accelerator
 
-__all__ = ["install", "missing"]
+__all__ = ["install", "missing", "steps"]
 
-_HERE = Path(__file__).parent
-_STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("requirements.txt", ()),
-    ("requirements-nodeps.txt", ("--no-deps",)),
-)
+_CPU = Path(__file__).parent / "cpu"
+Step = tuple[list[Requirement], tuple[str, ...]]  # with pip's options
 _SHOWN = ("Collecting", "Downloading", "Installing", "Successfully", "ERROR")
 _TAIL_LINES = 15
 
 
-def missing() -> list[str]:
+def steps(*, accelerator: bool) -> list[Step]:
+    """What goes into the environment, in this order."""
+    if accelerator:
+        return [([Requirement("sglang==0.5.23")], ())]
+    return [
+        (_read(_CPU / "requirements.txt"), ()),
+        (_read(_CPU / "requirements-nodeps.txt"), ("--no-deps",)),
+    ]
+
+
+def missing(wanted: list[Step]) -> list[str]:
     """The requirements that the running interpreter's environment does not satisfy."""
-    return [str(r) for name, _ in _STEPS for r in _read(_HERE / name) if not _satisfied(r)]
+    return [str(r) for requirements, _ in wanted for r in requirements if not _satisfied(r)]
 
 
 def install(on_progress: Callable[[str], None] = print) -> None:
@@ -43,29 +52,31 @@ def install(on_progress: Callable[[str], None] = print) -> None:
     Raises:
         ServerStartError: no installer, no network, or no wheel for this machine and Python.
     """
-    absent = missing()
+    accelerator = has_accelerator()
+    kind = "GPU" if accelerator else "CPU"
+    wanted = steps(accelerator=accelerator)
+    absent = missing(wanted)
     if not absent:
-        on_progress("SGLang for the CPU is installed already.")
+        on_progress(f"SGLang for the {kind} is installed already.")
         return
     on_progress(
-        f"Installing SGLang for the CPU into {sys.prefix}: {len(absent)} packages are missing. "
-        "In full it is about 2.6 GB and five minutes, once."
+        f"Installing SGLang for the {kind} into {sys.prefix}: {len(absent)} packages and what "
+        "they need, several GB, some minutes, once."
     )
     installer = _installer()
-    for step, (name, options) in enumerate(_STEPS, start=1):
-        if any(not _satisfied(r) for r in _read(_HERE / name)):
-            on_progress(f"Step {step} of {len(_STEPS)}: {name}")
-            _run([*installer, *options, "-r", str(_HERE / name)], on_progress)
+    for step, (requirements, options) in enumerate(wanted, start=1):
+        if any(not _satisfied(r) for r in requirements):
+            on_progress(f"Step {step} of {len(wanted)}")
+            _run([*installer, *options, *map(str, requirements)], on_progress)
     importlib.invalidate_caches()
-    if left := missing():
+    if left := missing(wanted):
         raise ServerStartError(f"after the installation these are still missing: {', '.join(left)}")
-    on_progress("SGLang for the CPU is installed.")
+    on_progress(f"SGLang for the {kind} is installed.")
 
 
-def _read(path: Path) -> Iterator[Requirement]:
-    for line in path.read_text().splitlines():
-        if line and not line.startswith("#"):
-            yield Requirement(line)
+def _read(path: Path) -> list[Requirement]:
+    lines = path.read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
 def _satisfied(requirement: Requirement) -> bool:
