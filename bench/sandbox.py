@@ -563,7 +563,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mix", metavar="KIND=WEIGHT,...", type=make_mix, default={"trivial": 1.0},
         help=f"kinds of calls: {', '.join(KINDS)}")  # fmt: skip
     add("--against", type=_service, action="append", default=[], metavar="NAME=URL",
-        help="code-judge, sandbox-fusion or sandbox (python -m sandbox.serve); repeatable")  # fmt: skip
+        help="code-judge, sandbox-fusion or sandbox (sandbox.serve); repeatable")  # fmt: skip
     add("--only-against", action="store_true", help="no pool of our own in this run")
     add("--cpu-of", type=_pair, action="append", default=[], metavar="NAME=PID,...",
         help="the processes of such a service, for its CPU time")  # fmt: skip
