@@ -121,7 +121,7 @@ class HostBackend:
             heartbeat=HEARTBEAT_S,
             max_msg_size=MAX_FRAME_BYTES,
             compress=0,
-            timeout=aiohttp.ClientWSTimeout(ws_close=2.0),  # pyright: ignore
+            timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
         )
 
     @asynccontextmanager
