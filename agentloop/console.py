@@ -96,7 +96,8 @@ class Progress:
         self._spinner.update(self._task, description=line)
 
     def stop(self) -> None:
-        self._spinner.stop()
+        if not self._plain:
+            self._spinner.stop()
 
 
 @asynccontextmanager

@@ -9,9 +9,10 @@ or pool that fails for good ends the runtime, loudly, with everything that it ha
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -305,7 +306,21 @@ class Runtime:
     def _log_dir(self, stack: AsyncExitStack) -> Path:
         if self.settings.log_dir is not None:
             return self.settings.log_dir
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentloop-")))
+        return stack.enter_context(_folder_kept_on_error())
+
+
+@contextmanager
+def _folder_kept_on_error() -> Iterator[Path]:
+    """A temporary folder for logs. An error may name a log in it: then it stays."""
+    folder = Path(tempfile.mkdtemp(prefix="agentloop-"))
+    try:
+        yield folder
+    except Exception:
+        raise
+    except BaseException:  # cancelled: nobody has been told of it
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _watch(process: ServerProcess) -> None:

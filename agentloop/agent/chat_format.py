@@ -101,7 +101,10 @@ class ChatFormat:
             )
             return str(text)
 
-        return cls(backend, render, end_token=str(hf.eos_token))
+        chat = cls(backend, render, end_token=str(hf.eos_token))
+        # A padded vocabulary: the model may sample ids that the tokenizer has no text for.
+        chat.vocab_size = max(chat.vocab_size, _padded_vocab_size(Path(model_path)))
+        return chat
 
     @property
     def opened_thought(self) -> str:
@@ -336,6 +339,15 @@ def _spelling(tokens: Iterable[str]) -> re.Pattern[str]:
     """Matches where one of `tokens` is spelled; never, where there is none."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _padded_vocab_size(folder: Path) -> int:
+    """Rows of the model's embedding, where its folder tells; else 0."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _marked(index: int, message: object, mark: _Placeholders) -> dict[str, Any]:

@@ -53,13 +53,14 @@ class PythonCode:
     def __init__(self, pool: Pool, *, timeout_s: float = 4.0) -> None:
         self._pool = pool
         self._timeout_s = timeout_s
+        self._max_code = pool.settings.max_code_bytes
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
     async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
-        if wrong := _wrong(arguments, required="code", optional="input"):
+        if wrong := _wrong(arguments, self._max_code, required="code", optional="input"):
             return wrong
         result = await self._pool.run(
             arguments["code"], stdin=arguments.get("input", ""), timeout_s=self._timeout_s
@@ -97,7 +98,7 @@ class JupyterCode:
             except SandboxError as error:
                 yield _refusing(str(error))
             else:
-                yield _Notebook(session, self._timeout_s).run
+                yield _Notebook(session, self._timeout_s, self._pool.settings.max_code_bytes).run
 
 
 def _refusing(why: str) -> RunTool:
@@ -110,14 +111,15 @@ def _refusing(why: str) -> RunTool:
 class _Notebook:
     """One session. Cells run one at a time, in the order in which they were called."""
 
-    def __init__(self, session: Session, timeout_s: float) -> None:
+    def __init__(self, session: Session, timeout_s: float, max_code: int) -> None:
         self._session = session
+        self._max_code = max_code
         self._timeout_s = timeout_s
         self._turn = anyio.Lock()
         self._ended = False
 
     async def run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
-        if wrong := _wrong(arguments, required="code"):
+        if wrong := _wrong(arguments, self._max_code, required="code"):
             return wrong
         async with self._turn:
             if self._ended:
@@ -178,7 +180,9 @@ def _output(result: CallResult) -> ToolOutput:
     return ToolOutput(CallStatus(result.status.value), describe(result), started_s)
 
 
-def _wrong(arguments: Mapping[str, Any], *, required: str, optional: str = "") -> ToolOutput | None:
+def _wrong(
+    arguments: Mapping[str, Any], max_code: int, *, required: str, optional: str = ""
+) -> ToolOutput | None:
     problems = [f"{required}: missing"] if required not in arguments else []
     for name, value in arguments.items():
         if name not in (required, optional):
@@ -186,5 +190,7 @@ def _wrong(arguments: Mapping[str, Any], *, required: str, optional: str = "") -
         elif not isinstance(value, str):
             problems.append(f"{name}: a string is expected")
     if not problems:
-        return None
+        if sum(len(value.encode(errors="replace")) for value in arguments.values()) <= max_code:
+            return None
+        problems.append(f"{required}: longer than {max_code} bytes")
     return ToolOutput(CallStatus.BAD_ARGUMENTS, f"[bad arguments] {'; '.join(problems)}")

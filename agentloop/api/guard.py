@@ -70,7 +70,7 @@ class Guard:
         self._token = settings.token.get_secret_value().encode() if settings.token else None
         self._any_address = settings.host in ("0.0.0.0", "::")
         self._names = {settings.host.lower(), *(name.lower() for name in settings.allowed_hosts)}
-        if is_loopback(settings.host):
+        if is_loopback(settings.host) or self._any_address:
             self._names |= {"localhost", "127.0.0.1", "::1"}
 
     def refusal(

@@ -202,7 +202,7 @@ class Router:
                 ids=generation.ids + received,
                 max_new_tokens=generation.max_new_tokens - len(received),
             )
-            seat = await self._place(rest)
+            seat = await self._place(rest, first=moves > 0)
             on_placed(seat.server.url, "")
             offset = len(received)
             params = rest.sampling.to_sglang(
@@ -247,12 +247,15 @@ class Router:
         """A trajectory ended: its place in a server's cache is of no more use."""
         self._sticky.pop(key, None)
 
-    async def _place(self, generation: Generation) -> _Seat:
+    async def _place(self, generation: Generation, *, first: bool) -> _Seat:
+        """Wait for room; `first` goes before those who wait already: it has begun."""
         if len(self._waiting) >= self._settings.max_waiting:
             raise ServerUnavailable(f"{len(self._waiting)} requests wait already")
         num_reserved = min(generation.max_new_tokens, self._settings.reserve_tokens)
         waiter = _Waiter(len(generation.ids), num_reserved, generation)
         self._waiting[generation.rid] = waiter
+        if first:
+            self._waiting.move_to_end(generation.rid, last=False)
         self._admit()
         try:
             with anyio.fail_after(self._settings.wait_timeout_s):

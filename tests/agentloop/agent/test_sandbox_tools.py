@@ -12,7 +12,7 @@ import pytest
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode, describe
 from agentloop.agent.tools import Tools
 from agentloop.trajectory import CallStatus
-from sandbox import CallError, CallResult, Overloaded, Pool, SessionLost
+from sandbox import CallError, CallResult, Overloaded, Pool, PoolSettings, SessionLost
 from sandbox import CallStatus as SandboxStatus
 
 pytestmark = pytest.mark.anyio
@@ -24,6 +24,8 @@ def result(status: SandboxStatus = SandboxStatus.OK, **fields: Any) -> CallResul
 
 class FakePool:
     """Gives the results that it was given; a cell of the text `hang` never ends."""
+
+    settings = PoolSettings(max_code_bytes=1024)
 
     def __init__(self, *results: CallResult | Exception, full: bool = False) -> None:
         self.results = list(results)
@@ -79,6 +81,7 @@ async def test_a_program_gets_its_input_and_its_deadline() -> None:
         ({"code": 3}, "code: a string is expected"),
         ({"code": "", "input": None}, "input: a string is expected"),
         ({"code": "", "cmd": ""}, "cmd: unknown"),
+        ({"code": "\u00e9" * 600}, "code: longer than 1024 bytes"),
     ],
 )
 async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], said: str) -> None:
