@@ -42,6 +42,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
+import anyio.abc
+import anyio.lowlevel
 import orjson
 
 from sandbox import CallStatus, Pool, PoolSettings
@@ -341,8 +343,10 @@ class Load:
             for n in numbers:
                 await self._call(n, time.monotonic())
 
-        for _ in range(min(self.concurrency or 1, self.num_calls)):
+        for started in range(min(self.concurrency or 1, self.num_calls)):
             calling.start_soon(caller)
+            if started % 64 == 63:  # tens of thousands of first steps in one go would be our stall
+                await anyio.lowlevel.checkpoint()
 
     async def _open(self, calling: anyio.abc.TaskGroup) -> None:
         assert self.rate is not None
