@@ -223,7 +223,7 @@ async def test_what_the_engine_kept_is_reaped_at_the_next_start(engine: aiodocke
         f"{LABEL}.boot": (await anyio.Path("/proc/sys/kernel/random/boot_id").read_text()).strip(),
     }
     async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
-        image = pool._backend._engines[0].image  # type: ignore[attr-defined]
+        image = pool._backends[0]._engines[0].image  # type: ignore[attr-defined]
     left = await engine.containers.create(
         {"Image": image, "Cmd": ["sleep", "600"], "Labels": labels}, name="agentloop-left-over"
     )
