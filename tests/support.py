@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import anyio
+import anyio.lowlevel
 import jinja2
 from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -313,9 +314,16 @@ class FakeSGLang:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": stop}]
         return {"text": "", "output_ids": ids[first:stop], "meta_info": meta}
 
-    async def _server_info(self, request: web.Request) -> web.Response:
+    async def _server_info(self, request: web.Request) -> web.StreamResponse:
+        """In pieces, as the real one's 37 KB may come."""
         info = {"model_path": self.model_path, "version": "0.5.23", "weight_version": self.version}
-        return web.json_response({**info, "max_total_num_tokens": self.max_total_num_tokens})
+        body = json.dumps({**info, "max_total_num_tokens": self.max_total_num_tokens}).encode()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for start in range(0, len(body), 40):
+            await response.write(body[start : start + 40])
+            await anyio.lowlevel.checkpoint()
+        return response
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"max_model_len": self.context_length}]})

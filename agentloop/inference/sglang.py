@@ -244,7 +244,11 @@ class SGLangServer:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=_CONTROL_TIMEOUT
             ) as response:
-                content = await response.content.read(_MAX_ANSWER_BYTES)
+                content = b""
+                async for piece in response.content.iter_any():
+                    content += piece
+                    if len(content) > _MAX_ANSWER_BYTES:
+                        raise ServerRefused(f"{self.url}{path}: an endless answer", status=200)
                 if response.status != 200:
                     raise _refusal(self.url + path, response.status, content)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
