@@ -9,6 +9,7 @@ or pool that fails for good ends the runtime, loudly, with everything that it ha
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ from agentloop.trajectory import Message, Trajectory
 from sandbox import Pool, PoolSettings
 
 __all__ = ["RolloutStream", "Runtime", "Settings"]
+
+log = logging.getLogger(__name__)
 
 AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
 """A tool, a Python function, the name of a built-in one, or a JSON schema for the caller to run."""
@@ -290,8 +293,8 @@ class Runtime:
             model = self.settings.model or router.model_path
             chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            for process in processes:
-                tasks.start_soon(_watch, process)
+            if processes:
+                tasks.start_soon(_watch, processes)
             task_status.started(
                 {
                     "chat": chat,
@@ -323,9 +326,24 @@ def _folder_kept_on_error() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _watch(process: ServerProcess) -> None:
-    reason = await process.wait_dead()
-    raise ServerError(f"{process.url} died: {reason}")
+async def _watch(processes: Sequence[ServerProcess]) -> None:
+    """Say loudly which of our servers died; the rest go on with its turns while there is one.
+
+    Raises:
+        ServerError: the last one died; the message ends with its log's tail.
+    """
+    deaths: list[str] = []
+
+    async def wait(process: ServerProcess) -> None:
+        reason = await process.wait_dead()
+        deaths.append(reason)
+        if len(deaths) == len(processes):
+            raise ServerError(f"no server is left: {process.url}: {reason}")
+        log.error("%s died: %s", process.url, reason)
+
+    async with anyio.create_task_group() as tasks:
+        for process in processes:
+            tasks.start_soon(wait, process)
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException:
