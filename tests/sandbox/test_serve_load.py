@@ -22,7 +22,7 @@ CHEAP = {"trivial": 3.0, "failing": 1.0, "flooding": 0.2, "sleeping": 0.2}
 
 async def test_a_pool_under_load_loses_nothing_and_is_right() -> None:
     async with open_pool(BARE) as target:
-        closed = await Load(target, CHEAP, 200, concurrency=200).run()
+        closed = await Load(target, CHEAP, 300, concurrency=200).run()
         opened = await Load(target, CHEAP, 40, rate=200).run()
     assert (closed["lost"], closed["wrong"], closed["most_outstanding"]) == (0, 0, 200)
     assert (opened["lost"], opened["wrong"]) == (0, 0)
