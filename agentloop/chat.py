@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sized
 
 import anyio
 from rich.console import Console
@@ -74,7 +75,7 @@ class Transcript:
             reason = f": {trajectory.error}" if trajectory.error else ""
             self._line(f"[red]no answer: {escape(ending + reason)}[/red]")
         self._line(
-            f"[dim]{len(trajectory.turns)} turns, {len(trajectory.calls)} calls, "
+            f"[dim]{_count(trajectory.turns, 'turn')}, {_count(trajectory.calls, 'call')}, "
             f"{trajectory.num_sampled_tokens} tokens in {trajectory.elapsed_s:.1f} s[/dim]"
         )
 
@@ -99,6 +100,10 @@ class Transcript:
             self._at_line_start = True
 
 
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
+
+
 def _source(call: ToolCall) -> str:
     """A program as it is; other arguments as JSON."""
     if call.error is not None:
@@ -117,11 +122,11 @@ async def ask(
     """Run one rollout and print it as it goes; `also` hears of every event."""
     transcript = Transcript(out, reasoning_first=bool(runtime.chat.opened_thought))
 
-    def both(event: Event) -> None:
-        also(event)
-        transcript(event)
-
-    trajectory = await runtime.rollout(messages, on_event=both)
+    async with runtime.stream(messages, on_event=also) as rollout:
+        async for event in rollout:
+            transcript(event)
+    trajectory = rollout.trajectory
+    assert trajectory is not None
     transcript.end(trajectory)
     return trajectory
 

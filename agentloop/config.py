@@ -21,7 +21,7 @@ from pydantic_settings import EnvSettingsSource
 
 from agentloop.errors import SettingsError
 
-__all__ = ["describe_settings", "load_settings", "to_toml"]
+__all__ = ["describe_settings", "load_settings", "to_toml", "with_values"]
 
 _ENV_PREFIX = "AGENTLOOP_"
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -44,6 +44,22 @@ def load_settings(
         return model.model_validate(merged)
     except pydantic.ValidationError as error:
         raise SettingsError(_explain(error, sources)) from error
+
+
+def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
+    """`settings` with some of its keys set anew.
+
+    Raises:
+        SettingsError: as `load_settings`.
+    """
+    if not values:
+        return settings
+    _check_keys(type(settings), values, source)
+    merged = {**settings.model_dump(exclude_unset=True), **values}
+    try:
+        return type(settings).model_validate(merged)
+    except pydantic.ValidationError as error:
+        raise SettingsError(_explain(error, dict.fromkeys(values, source))) from error
 
 
 def _layers(

@@ -142,7 +142,11 @@ def _configure_logging() -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *([] if sys.stderr.isatty() else [structlog.processors.format_exc_info]),
+                renderer,
+            ],
         )
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.abc
@@ -26,8 +27,9 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, as_tool
-from agentloop.config import load_settings
-from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
+from agentloop.api.guard import ServeSettings
+from agentloop.config import load_settings, with_values
+from agentloop.errors import AgentLoopError, RequestError, ServerError
 from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import Sampling, SGLangServer, http_session
@@ -39,6 +41,8 @@ from sandbox import Pool, PoolSettings
 __all__ = ["RolloutStream", "Runtime", "Settings"]
 
 log = logging.getLogger(__name__)
+
+_BUILT_IN = {tool.name: tool for tool in (PythonCode, JupyterCode)}
 
 AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
 """A tool, a Python function, the name of a built-in one, or a JSON schema for the caller to run."""
@@ -73,8 +77,26 @@ class Settings(pydantic.BaseModel):
     server: ServerSettings = pydantic.Field(default_factory=ServerSettings)
     router: RouterSettings = pydantic.Field(default_factory=RouterSettings)
     sandbox: PoolSettings = pydantic.Field(default_factory=PoolSettings)
+    serve: ServeSettings = pydantic.Field(default_factory=ServeSettings)
     sampling: Sampling = pydantic.Field(default_factory=lambda: Sampling())
     budget: Budget = pydantic.Field(default_factory=lambda: Budget())
+
+    @pydantic.field_validator("servers")
+    @classmethod
+    def _are_addresses(cls, servers: list[str]) -> list[str]:
+        for server in servers:
+            url = urlsplit(server)
+            if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/"):
+                raise ValueError(f"{server!r} is not of the form http://HOST:PORT")
+        return servers
+
+    @pydantic.field_validator("tools")
+    @classmethod
+    def _are_built_in(cls, tools: list[str]) -> list[str]:
+        for tool in tools:
+            if tool not in _BUILT_IN:
+                raise ValueError(f"{tool!r} is not built in; there are {', '.join(_BUILT_IN)}")
+        return tools
 
 
 class RolloutStream:
@@ -125,11 +147,7 @@ class Runtime:
         """
         if not isinstance(settings, Settings):
             settings = load_settings(Settings, [] if settings is None else [settings])
-        values = settings.model_dump(exclude_unset=True)
-        try:
-            self.settings = type(settings).model_validate({**values, **overrides})
-        except pydantic.ValidationError as error:
-            raise SettingsError(str(error)) from error
+        self.settings = with_values(settings, overrides, source="Runtime()")
         self._progress = progress or (lambda line: None)
         self._stack = AsyncExitStack()
         self._parts_or_none: _Parts | None = None
@@ -199,8 +217,11 @@ class Runtime:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run)
-                yield RolloutStream(feed)
-                tasks.cancel_scope.cancel()
+                try:
+                    yield RolloutStream(feed)
+                finally:
+                    tasks.cancel_scope.cancel()
+                    feed.close()  # whoever reads on finds its end
         except BaseExceptionGroup as group:
             raise _sole(group) from None
 
@@ -227,16 +248,16 @@ class Runtime:
         return self._parts_or_none
 
     def _tools(self, tools: Sequence[AnyTool] | None) -> list[Tool]:
+        if isinstance(tools, str):
+            raise RequestError(f"tools: a list is expected, not {tools!r}")
         return [self._tool(tool) for tool in (self.settings.tools if tools is None else tools)]
 
     def _tool(self, tool: AnyTool) -> Tool:
         if isinstance(tool, str):
-            timeout_s = self.settings.tool_timeout_s
-            for builtin in (PythonCode, JupyterCode):
-                if tool == builtin.name:
-                    return builtin(self._parts.pool, timeout_s=timeout_s)
-            known = f"{PythonCode.name}, {JupyterCode.name}"
-            raise RequestError(f"tools: {tool!r} is not built in (there are: {known})")
+            if tool not in _BUILT_IN:
+                known = ", ".join(_BUILT_IN)
+                raise RequestError(f"tools: {tool!r} is not built in; there are {known}")
+            return _BUILT_IN[tool](self._parts.pool, timeout_s=self.settings.tool_timeout_s)
         if isinstance(tool, Mapping):
             return CallerTool(tool)
         return as_tool(tool)
@@ -316,14 +337,21 @@ class Runtime:
 def _folder_kept_on_error() -> Iterator[Path]:
     """A temporary folder for logs. An error may name a log in it: then it stays."""
     folder = Path(tempfile.mkdtemp(prefix="agentloop-"))
+    keep = False
     try:
         yield folder
-    except Exception:
+    except Exception as error:
+        keep = str(folder) in _all_said(error)
         raise
-    except BaseException:  # cancelled: nobody has been told of it
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _all_said(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return " ".join(map(_all_said, error.exceptions))
+    return str(error)
 
 
 async def _watch(processes: Sequence[ServerProcess]) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import socket
 import sys
 import time
 import uuid
@@ -45,15 +47,11 @@ from agentloop.observe.metrics import Metrics
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message, StopReason, Trajectory
 
-__all__ = ["App", "AppSettings", "listening", "main"]
+__all__ = ["App", "bind", "listening", "main"]
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class AppSettings(Settings):
-    """The runtime's settings and those of the service."""
-
-    serve: ServeSettings = pydantic.Field(default_factory=ServeSettings)
 
 
 class RolloutsRequest(pydantic.BaseModel):
@@ -71,7 +69,7 @@ class RolloutsRequest(pydantic.BaseModel):
 class App:
     """The handlers. They know a runtime, and how its errors look over HTTP."""
 
-    def __init__(self, runtime: Runtime, settings: AppSettings) -> None:
+    def __init__(self, runtime: Runtime, settings: Settings) -> None:
         self._runtime = runtime
         self._settings = settings
         self._guard = Guard(settings.serve)
@@ -244,6 +242,9 @@ class App:
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             message = error.text or error.reason
             return _json(error_body(message, kind), status=error.status)
+        except Exception:  # a mistake of ours: the client gets the same form, the log the rest
+            log.exception("%s %s failed", request.method, request.path)
+            return _json(error_body("an error of the server's own", "server_error"), status=500)
 
     def _options(self, asked: ChatRequest, index: int) -> dict[str, Any]:
         overrides = asked.sampling_overrides()
@@ -269,27 +270,38 @@ class App:
         return bool(self._runtime.chat.opened_thought)
 
 
-@asynccontextmanager
-async def listening(app: App, settings: ServeSettings) -> AsyncIterator[str]:
-    """Serve until the context is left; yields the URL.
+def bind(settings: ServeSettings) -> socket.socket:
+    """Take the address, before anything is started that takes long.
 
     Raises:
-        SettingsError: the address cannot be used.
+        SettingsError: it cannot be taken.
     """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen()  # so that a second service on this port fails now, not when it is ready
+    except OSError as error:
+        raise SettingsError(
+            f"serve.port: cannot listen on {settings.host}:{settings.port}: "
+            f"{error.strerror or error}"
+        ) from error
+    return bound
+
+
+@asynccontextmanager
+async def listening(app: App, bound: socket.socket) -> AsyncIterator[str]:
+    """Serve on a socket that is bound, until the context is left; yields the URL."""
     runner = web.AppRunner(
         app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=5.0
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, settings.host, settings.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise SettingsError(
-                f"serve.port: cannot listen on {settings.host}:{settings.port}: "
-                f"{error.strerror or error}"
-            ) from error
-        host, port = runner.addresses[0][:2]
+        await web.SockSite(runner, bound, backlog=1024).start()
+        host, port = bound.getsockname()[:2]
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         with anyio.move_on_after(10, shield=True):
@@ -308,29 +320,33 @@ def main(arguments: list[str] | None = None) -> int:
     console.add_settings_arguments(parser)
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if options.list_settings:
-        print(console.settings_text(AppSettings))
+        print(console.settings_text(Settings))
         return 0
     return console.run(lambda: _serve(options.settings, options.ask))
 
 
 async def _serve(arguments: list[str], question: str | None) -> int:
-    settings = load_settings(AppSettings, *console.split_settings(arguments))
-    async with console.started(settings) as runtime:
-        app = App(runtime, settings)
-        async with listening(app, settings.serve) as url:
-            servers = len(runtime.router.view())
-            print(
-                f"agentloop is ready: {url}/v1 (model {runtime.model_name}, "
-                f"{servers} SGLang server{'s' * (servers > 1)}, "
-                f"sandbox: {runtime.pool.stats()['backend']})",
-                flush=True,
-            )
-            if question is not None:
-                messages: list[Message] = [{"role": "user", "content": question}]
-                print(f"\n> {question}")
-                await chat.ask(runtime, messages, Console(), also=app.seen)
-                print("\nStill serving; Ctrl-C ends it.", flush=True)
-            await anyio.sleep_forever()
+    settings = load_settings(Settings, *console.split_settings(arguments))
+    with bind(settings.serve) as bound:
+        async with console.started(settings) as runtime:
+            return await _serve_on(bound, App(runtime, settings), runtime, question)
+
+
+async def _serve_on(bound: socket.socket, app: App, runtime: Runtime, question: str | None) -> int:
+    async with listening(app, bound) as url:
+        servers = len(runtime.router.view())
+        print(
+            f"agentloop is ready: {url}/v1 (model {runtime.model_name}, "
+            f"{servers} SGLang server{'s' * (servers > 1)}, "
+            f"sandbox: {runtime.pool.stats()['backend']})",
+            flush=True,
+        )
+        if question is not None:
+            messages: list[Message] = [{"role": "user", "content": question}]
+            print(f"\n> {question}")
+            await chat.ask(runtime, messages, Console(), also=app.seen)
+            print("\nStill serving; Ctrl-C ends it.", flush=True)
+        await anyio.sleep_forever()
     return 0
 
 

@@ -194,7 +194,9 @@ class Pool:
         try:
             return await stack.enter_async_context(docker_backend(settings, self._on_progress))
         except SandboxUnavailable as error:
-            if settings.backend == "docker" or settings.engines:
+            # Who names an engine or an image means it: nothing weaker is put in its place.
+            named = settings.engines or settings.image or os.environ.get("DOCKER_HOST")
+            if settings.backend == "docker" or named:
                 raise
             log.warning(
                 "Calls run as local processes, which isolate less than containers do: %s "

@@ -47,10 +47,14 @@ class ProcessBackend:
         process: anyio.abc.Process | None = None
         try:
             near, far = socket.socketpair()
-            with far:
-                process = await self._start(far, scratch)
-            loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: protocol, sock=near)
+            try:
+                with far:
+                    process = await self._start(far, scratch)
+                loop = asyncio.get_running_loop()
+                await loop.create_connection(lambda: protocol, sock=near)
+            except BaseException:
+                near.close()
+                raise
             await wait_ready(link, self._settings.start_timeout_s)
             self._layers = link.hello["layers"]
             yield link

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.config import describe_settings
-from agentloop.serve import AppSettings
+from agentloop.runtime import Settings
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -29,7 +29,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_settings_that_are_named_exist(document: Path) -> None:
-    known = {key for key, _, _ in describe_settings(AppSettings)}
+    known = {key for key, _, _ in describe_settings(Settings)}
     sections = {key.split(".")[0] for key in known if "." in key}
     named = re.findall(rf"`((?:{'|'.join(sections)})\.[a-z]\w+)`", document.read_text())
     assert [key for key in named if key not in known and not key.endswith(".py")] == []

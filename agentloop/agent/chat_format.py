@@ -33,6 +33,9 @@ __all__ = ["ChatFormat", "TextStream"]
 
 Render = Callable[..., str]
 _MAX_RENDERED = 64  # prompts kept
+_MAX_DEPTH = 64
+_THOUGHTS = ("reason", "think", "answer")
+_MAX_CHARS_ON_LOOP = 20_000  # some milliseconds
 
 _MAX_HELD = 64
 
@@ -59,7 +62,7 @@ class ChatFormat:
         added = tokenizer.get_added_tokens_decoder()
         self._control_ids = frozenset(added)
         self._control_re = _spelling(token.content for token in added.values())
-        self._special_re = _spelling(token.content for token in added.values() if token.special)
+        self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
         end_id = tokenizer.token_to_id(end_token)
         if end_id is None:
             raise ModelError(f"the tokenizer has no end-of-turn token {end_token!r}")
@@ -180,7 +183,7 @@ class ChatFormat:
             raise RequestError("messages: at least one is needed")
         mark = _Placeholders()
         marked = [
-            self._disarmed(_marked(index, message, mark), mark)
+            self._disarmed_message(_marked(index, message, mark), mark)
             for index, message in enumerate(messages)
         ]
         disarmed_tools = [self._disarmed(tool, mark) for tool in tools]
@@ -195,16 +198,24 @@ class ChatFormat:
     ) -> list[int]:
         """`prompt()`, one at a time: a thousand at once would hold the event loop for a second.
 
-        The rollouts of a group have one prompt, and render it once.
+        The rollouts of a group have one prompt, and render it once. A long prompt is rendered in
+        a thread.
         """
-        key = repr((messages, tools))
+        size = _num_chars((messages, tools))
         async with self._rendering:
+            if size > _MAX_CHARS_ON_LOOP:
+                return await anyio.to_thread.run_sync(self.prompt, messages, tools)
+            key = repr((messages, tools))
             if key not in self._rendered:
                 self._rendered[key] = tuple(self.prompt(messages, tools))
             self._rendered.move_to_end(key)
             if len(self._rendered) > _MAX_RENDERED:
                 self._rendered.popitem(last=False)
             return list(self._rendered[key])
+
+    def at_least(self, messages: Sequence[Message]) -> int:
+        """Tokens that a prompt of these messages has at the least; found without rendering it."""
+        return max(len(messages), _num_chars(messages) // self._longest_token)
 
     def observation(self, contents: Sequence[str | list[int]]) -> list[int]:
         """What follows an assistant's turn: the tools' responses and a new generation prompt.
@@ -220,14 +231,26 @@ class ChatFormat:
             ids += self.encode(content) if isinstance(content, str) else content
         return ids + after
 
-    def _disarmed(self, value: Any, mark: _Placeholders) -> Any:
-        """What goes through the template as it is, less what spells a special token.
+    def _disarmed_message(self, message: Mapping[str, Any], mark: _Placeholders) -> Any:
+        """An assistant's past turn keeps its thoughts as markup, and nothing else: it may have
+        repeated what a user or a tool told it to say."""
+        disarmed = self._disarmed(message, mark)
+        content = message.get("content")
+        if message.get("role") == "assistant" and isinstance(content, str):
+            disarmed["content"] = self._control_re.sub(
+                lambda match: (
+                    match.group()
+                    if match.group().strip("</>") in _THOUGHTS
+                    else mark(match.group())
+                ),
+                content,
+            )
+        return disarmed
 
-        An assistant's past turn needs its thoughts and calls as markup, but it may have repeated
-        what a user told it to say.
-        """
+    def _disarmed(self, value: Any, mark: _Placeholders) -> Any:
+        """What goes through the template as it is, less what spells a control token."""
         if isinstance(value, str):
-            return self._special_re.sub(lambda match: mark(match.group()), value)
+            return self._control_re.sub(lambda match: mark(match.group()), value)
         if isinstance(value, Mapping):
             return {
                 self._disarmed(key, mark): self._disarmed(item, mark) for key, item in value.items()
@@ -339,6 +362,26 @@ def _spelling(tokens: Iterable[str]) -> re.Pattern[str]:
     """Matches where one of `tokens` is spelled; never, where there is none."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _num_chars(value: Any) -> int:
+    """Characters of all texts in it, at any depth.
+
+    Raises:
+        RequestError: it is nested too deeply to be rendered.
+    """
+    total, pending = 0, [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        if depth > _MAX_DEPTH:
+            raise RequestError(f"messages: nested more than {_MAX_DEPTH} deep")
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            pending += [(part, depth + 1) for pair in item.items() for part in pair]
+        elif isinstance(item, list | tuple):
+            pending += [(part, depth + 1) for part in item]
+    return total
 
 
 def _padded_vocab_size(folder: Path) -> int:

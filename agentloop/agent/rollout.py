@@ -120,11 +120,15 @@ class Rollout:
         """
         self.started_s = time.monotonic()
         self._tools = Tools(self.tools)
-        prompt_ids = await self.chat.prompt_in_turn(self.messages, self._tools.schemas)
-        if len(prompt_ids) >= self.engine.context_length:
+        context = self.engine.context_length
+        if (at_least := self.chat.at_least(self.messages)) >= context:
             raise PromptTooLong(
-                f"messages: they make {len(prompt_ids)} tokens; the model's context is "
-                f"{self.engine.context_length}"
+                f"messages: they make at least {at_least} tokens; the model's context is {context}"
+            )
+        prompt_ids = await self.chat.prompt_in_turn(self.messages, self._tools.schemas)
+        if len(prompt_ids) >= context:
+            raise PromptTooLong(
+                f"messages: they make {len(prompt_ids)} tokens; the model's context is {context}"
             )
         self._trajectory = Trajectory(self.id, prompt_ids, created_unix_s=time.time())
         self.emit(RolloutStarted(self.id, len(prompt_ids)))

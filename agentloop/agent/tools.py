@@ -6,6 +6,7 @@ A plain typed Python function with a docstring is a tool. What runs a model's ow
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import threading
@@ -126,13 +127,17 @@ class FunctionTool:
                 if self._is_async:
                     value = await self._function(**kwargs)
                 else:
-                    value = await _in_daemon_thread(
-                        functools.partial(self._function, **kwargs), self.MAX_THREADS
-                    )
-            except Exception as error:  # a tool may raise anything: the model reads it
-                text = f"[error] {type(error).__name__}: {error}"
-                return ToolOutput(CallStatus.ERROR, text, started_s)
-            return ToolOutput(CallStatus.OK, _as_text(value), started_s)
+                    call = functools.partial(self._function, **kwargs)
+                    value = await _in_daemon_thread(call, self.MAX_THREADS)
+                if inspect.isawaitable(value):  # an async function in a plain wrapper
+                    value = await value
+                return ToolOutput(CallStatus.OK, _as_text(value), started_s)
+            except (Exception, SystemExit) as error:  # it may raise anything: the model reads it
+                return ToolOutput(CallStatus.ERROR, _as_error(error), started_s)
+            except asyncio.CancelledError as error:
+                if _cancelled_from_outside():
+                    raise
+                return ToolOutput(CallStatus.ERROR, _as_error(error), started_s)
         text = f"[timeout] stopped after {self.timeout_s:g} s"
         return ToolOutput(CallStatus.TIMEOUT, text, started_s)
 
@@ -270,6 +275,19 @@ async def _in_daemon_thread(function: Callable[[], Any], max_threads: int) -> An
     if succeeded:
         return value
     raise value if isinstance(value, Exception) else RuntimeError(f"the tool raised {value!r}")
+
+
+def _cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _as_error(error: BaseException) -> str:
+    try:
+        said = str(error)
+    except Exception:  # of the tool's own making, too
+        said = ""
+    return f"[error] {type(error).__name__}{': ' * bool(said)}{said}"
 
 
 def _schema(function: ToolFunction) -> Schema:

@@ -48,9 +48,9 @@ class ChatRequest(pydantic.BaseModel):
     n: int = pydantic.Field(1, ge=1, le=128)
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = pydantic.Field(None, gt=0, le=1)
-    top_k: int | None = pydantic.Field(None, ge=-1)
+    top_k: int | None = pydantic.Field(None, ge=-1, le=1 << 30)
     min_p: float | None = pydantic.Field(None, ge=0, le=1)
-    seed: int | None = pydantic.Field(None, ge=0)
+    seed: int | None = pydantic.Field(None, ge=0, lt=1 << 62)
     max_tokens: int | None = pydantic.Field(None, ge=1)
     max_completion_tokens: int | None = pydantic.Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
@@ -63,6 +63,12 @@ class ChatRequest(pydantic.BaseModel):
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     functions: None = None
+    function_call: None = None
+    modalities: None = None
+    repetition_penalty: Literal[1] | None = None
+    min_tokens: Literal[0] | None = None
+    stop_token_ids: tuple[()] | None = None
+    ignore_eos: Literal[False] | None = None
     response_format: None = None
     parallel_tool_calls: Literal[True] | None = None  # a model writes as many as it likes
 
@@ -98,6 +104,12 @@ _UNSUPPORTED = {
     "presence_penalty",
     "frequency_penalty",
     "functions",
+    "function_call",
+    "modalities",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
     "response_format",
     "parallel_tool_calls",
 }
@@ -201,6 +213,7 @@ def _choice(index: int, trajectory: Trajectory, reasoning_first: bool) -> Json:
         for part in (channels.feed(turn.text), channels.flush()):
             for channel, text in part:
                 said[channel] += text
+        said[Channel.REASONING] += "\n"
     calls = {call.id: call for call in trajectory.calls}
     to_run = [r for r in trajectory.results if r.status is CallStatus.CALLER]
     executed = [r for r in trajectory.results if r.status is not CallStatus.CALLER]

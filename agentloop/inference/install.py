@@ -9,6 +9,7 @@ Not covered: building from source where there are no wheels (macOS, Windows).
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import shutil
@@ -123,7 +124,11 @@ def _explain(command: list[str], returncode: int, tail: list[str]) -> str:
     return f"`{' '.join(command)}` failed (exit status {returncode}):\n{said}{hint}"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    description = (__doc__ or "").split("\n\n", 1)[1]
+    argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(arguments)
     try:
         install()
     except ServerStartError as error:

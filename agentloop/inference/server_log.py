@@ -19,7 +19,10 @@ _MAX_LINE = 300
 
 _ADVICE = (
     ("No module named 'sglang'", NOT_INSTALLED),
-    ("No module named", f"A package that SGLang imports is missing: `{INSTALL_COMMAND}`"),
+    (
+        "ModuleNotFoundError: ",
+        f"A package that SGLang imports is missing: `{INSTALL_COMMAND}`",
+    ),
     ("address already in use", "Another program took its port in the meantime: start again"),
     ("out of memory", "There is not enough GPU memory: lower `max_total_tokens`"),
     ("Not enough memory", "There is not enough memory: lower `max_total_tokens`"),

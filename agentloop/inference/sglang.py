@@ -35,9 +35,12 @@ class Sampling(pydantic.BaseModel):
 
     temperature: float = pydantic.Field(1.0, ge=0, le=100, description="0 is greedy.")
     top_p: float = pydantic.Field(1.0, gt=0, le=1, description="Nucleus of this mass.")
-    top_k: int = pydantic.Field(-1, ge=-1, description="The k likeliest; -1 for all.")
+    # A number beyond 32 bits would kill the server.
+    top_k: int = pydantic.Field(-1, ge=-1, le=1 << 30, description="The k likeliest; -1 for all.")
     min_p: float = pydantic.Field(0.0, ge=0, le=1, description="Relative to the likeliest.")
-    seed: int | None = pydantic.Field(None, ge=0, description="Where the server supports it.")
+    seed: int | None = pydantic.Field(
+        None, ge=0, lt=1 << 63, description="Where the server supports it."
+    )
 
     def to_sglang(self, *, max_new_tokens: int, stop_ids: Sequence[int]) -> dict[str, Any]:
         params: dict[str, Any] = {

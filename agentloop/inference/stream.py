@@ -51,7 +51,7 @@ class PostStream(asyncio.Protocol):
         self._complete = False
         self._over = False
         self._ended = anyio.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     async def run(self, *, connect_timeout_s: float) -> None:
         """Send the request and return when its answer has ended. Silence is the caller's to bound.
@@ -118,12 +118,12 @@ class PostStream(asyncio.Protocol):
                 self.error_body += data[: _MAX_ERROR_BYTES - len(self.error_body)]
             elif data and self._on_data(data):
                 self._complete = True
-        except Exception as error:  # raised where the stream is waited for, not in the loop
+        except BaseException as error:  # raised where the stream is waited for, not in the loop
             self._end(error)
         if self._complete:
             self._end()
 
-    def _end(self, error: Exception | None = None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         if not self._over:
             self._over = True
             self._error = error

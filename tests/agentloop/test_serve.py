@@ -17,8 +17,8 @@ import pytest
 from agentloop.errors import ServerUnavailable
 from agentloop.inference.router import Router, ServerView
 from agentloop.inference.sglang import http_session
-from agentloop.runtime import Runtime, _Parts
-from agentloop.serve import App, AppSettings, listening
+from agentloop.runtime import Runtime, Settings, _Parts
+from agentloop.serve import App, bind, listening
 from sandbox import Pool
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
 from tests.support import written as ids_of
@@ -43,7 +43,7 @@ class PlayedRouter(ScriptedEngine):
 class PlayedRuntime(Runtime):
     """A runtime whose parts are there without having been started."""
 
-    def __init__(self, settings: AppSettings, router: PlayedRouter) -> None:
+    def __init__(self, settings: Settings, router: PlayedRouter) -> None:
         super().__init__(settings)
         parts = (CHAT, cast(Router, router), cast(Pool, None), "fake")
         self._parts_or_none = _Parts(*parts, processes=[])
@@ -69,11 +69,12 @@ class Service:
 
 @asynccontextmanager
 async def service(*turns: Sequence[Step], **settings: Any) -> AsyncIterator[Service]:
-    given = AppSettings.model_validate({"tools": [], "serve": {"port": 0}, **settings})
+    given = Settings.model_validate({"tools": [], "serve": {"port": 0}, **settings})
     router = PlayedRouter(*turns)
     app = App(PlayedRuntime(given, router), given)
-    async with listening(app, given.serve) as url, http_session() as http:
-        yield Service(url, router, http)
+    with bind(given.serve) as bound:
+        async with listening(app, bound) as url, http_session() as http:
+            yield Service(url, router, http)
 
 
 def says(text: str) -> list[Step]:

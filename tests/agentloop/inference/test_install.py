@@ -107,5 +107,5 @@ def test_install_needs_an_installer(
     _installed(monkeypatch, {})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert install.main() == 1
+    assert install.main([]) == 1
     assert "ensurepip" in capsys.readouterr().err
