@@ -276,18 +276,18 @@ def bind(settings: ServeSettings) -> socket.socket:
     Raises:
         SettingsError: it cannot be taken.
     """
+    where = (settings.host, settings.port)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        bound.bind(where)
         bound.listen()  # so that a second service on this port fails now, not when it is ready
     except OSError as error:
+        bound.close()
+        reason = error.strerror or error
         raise SettingsError(
-            f"serve.port: cannot listen on {settings.host}:{settings.port}: "
-            f"{error.strerror or error}"
+            f"serve.port: cannot listen on {where[0]}:{where[1]}: {reason}"
         ) from error
     return bound
 

@@ -102,6 +102,8 @@ class FunctionTool:
     MAX_THREADS = 64
 
     def __init__(self, function: ToolFunction, *, timeout_s: float = 30.0) -> None:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise RequestError(f"tools: {function.__name__} yields; a tool returns its answer")
         self.schema = _schema(function)
         self.name: str = function.__name__
         self.timeout_s = timeout_s

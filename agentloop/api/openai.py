@@ -150,6 +150,7 @@ class ChunkWriter:
         self._channels = Channels(reasoning=reasoning_first)
         self._calls: dict[str, ToolCall] = {}
         self._num_caller_calls = 0
+        self._thought = False  # in this turn
         self._num_executed = 0
 
     def first(self) -> Json:
@@ -161,6 +162,9 @@ class ChunkWriter:
                 yield from map(self._said, self._channels.feed(text))
             case TurnFinished():
                 yield from map(self._said, self._channels.flush())
+                if self._thought:  # one turn's thoughts end where the next one's begin
+                    yield self._said((Channel.REASONING, "\n"))
+                self._thought = False
                 self._channels = Channels(reasoning=self._reasoning_first)
             case CallStarted(call=call):
                 self._calls[call.id] = call
@@ -181,6 +185,7 @@ class ChunkWriter:
 
     def _said(self, piece: tuple[Channel, str]) -> Json:
         channel, text = piece
+        self._thought |= channel is Channel.REASONING
         key = "content" if channel is Channel.CONTENT else "reasoning_content"
         return self._chunk({key: text})
 
@@ -210,10 +215,12 @@ def _choice(index: int, trajectory: Trajectory, reasoning_first: bool) -> Json:
     said: dict[Channel, str] = {Channel.REASONING: "", Channel.CONTENT: ""}
     for turn in trajectory:
         channels = Channels(reasoning=reasoning_first)
+        before = len(said[Channel.REASONING])
         for part in (channels.feed(turn.text), channels.flush()):
             for channel, text in part:
                 said[channel] += text
-        said[Channel.REASONING] += "\n"
+        if len(said[Channel.REASONING]) > before:
+            said[Channel.REASONING] += "\n"
     calls = {call.id: call for call in trajectory.calls}
     to_run = [r for r in trajectory.results if r.status is CallStatus.CALLER]
     executed = [r for r in trajectory.results if r.status is not CallStatus.CALLER]

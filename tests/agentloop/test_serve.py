@@ -14,7 +14,8 @@ import anyio
 import openai
 import pytest
 
-from agentloop.errors import ServerUnavailable
+from agentloop.api.guard import ServeSettings
+from agentloop.errors import ServerUnavailable, SettingsError
 from agentloop.inference.router import Router, ServerView
 from agentloop.inference.sglang import http_session
 from agentloop.runtime import Runtime, Settings, _Parts
@@ -234,3 +235,56 @@ async def test_a_token_is_asked_for_where_one_is_set() -> None:
             assert response.status == 401
         async with at.http.get(f"{at.url}/healthz") as response:
             assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("top_k", 1 << 31), ("seed", 1 << 63), ("repetition_penalty", 1.3), ("ignore_eos", True)],
+)
+async def test_what_would_harm_a_server_or_be_ignored_is_refused(field: str, value: Any) -> None:
+    async with service() as at:
+        body = {"messages": HELLO, field: value}
+        async with at.post("/v1/chat/completions", body) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["message"].startswith(field)
+
+
+async def test_our_own_mistake_has_openais_form_too(caplog: pytest.LogCaptureFixture) -> None:
+    def mistake() -> None:
+        raise ZeroDivisionError
+
+    async with service([lambda: anyio.to_thread.run_sync(mistake)]) as at:
+        async with at.post("/v1/chat/completions", {"messages": HELLO}) as response:
+            assert response.status == 500
+            assert (await response.json())["error"]["type"] == "server_error"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_port_in_use_is_told_before_anything_starts() -> None:
+    with bind(ServeSettings(port=0)) as bound:
+        with pytest.raises(SettingsError, match=r"serve\.port: cannot listen"):
+            bind(ServeSettings(port=bound.getsockname()[1]))
+
+
+async def test_whoever_reads_on_after_leaving_finds_the_end() -> None:
+    played = PlayedRuntime(Settings(tools=[]), PlayedRouter([anyio.sleep_forever]))
+    async with played.stream("hello") as stream:
+        await anext(stream)
+    with anyio.fail_after(5):
+        assert len([event async for event in stream]) < 5
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"servers": ["foo"]}, "servers: .*http://HOST:PORT"),
+        ({"servers": ["http://x:1/v1"]}, "servers"),
+        ({"tools": ["nope"]}, "tools: .*nope"),
+        ({"sever": {}}, "did you mean 'server'"),
+    ],
+)
+def test_settings_given_in_python_are_named_where_they_are_wrong(
+    values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        Runtime(**values)

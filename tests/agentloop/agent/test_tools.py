@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import threading
@@ -361,3 +362,63 @@ async def test_a_caller_tool_runs_nothing() -> None:
     tool = CallerTool({"type": "function", "function": {"name": "theirs"}})
     async with Tools([tool]) as tools:
         assert (await tools.run("theirs", {"any": "thing"})).status is CallStatus.CALLER
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("even this")
+
+
+async def raises_unprintable() -> None:
+    """Raise what cannot be told."""
+    raise Unprintable
+
+
+def returns_unprintable() -> Any:
+    """Return what cannot be told."""
+    return Unprintable()
+
+
+async def cancels_itself() -> None:
+    """Raise what only a caller should."""
+    raise asyncio.CancelledError
+
+
+async def exits() -> None:
+    """Leave."""
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "function", [raises_unprintable, returns_unprintable, cancels_itself, exits]
+)
+async def test_whatever_a_tool_does_is_an_error_that_the_model_reads(
+    function: Callable[..., Any],
+) -> None:
+    output = await call(function)
+    assert output.status is CallStatus.ERROR
+    assert output.content.startswith("[error] ")
+
+
+async def test_an_async_function_in_a_plain_wrapper_is_awaited() -> None:
+    @functools.wraps(greet)
+    def wrapped(name: str, *, loud: bool = False) -> Any:
+        return greet(name, loud=loud)
+
+    assert (await call(wrapped, name="you")).content == (await call(greet, name="you")).content
+
+
+def yields() -> Any:
+    """Yield."""
+    yield 1
+
+
+async def yields_later() -> Any:
+    """Yield."""
+    yield 1
+
+
+@pytest.mark.parametrize("function", [yields, yields_later])
+def test_a_generator_is_no_tool(function: Any) -> None:
+    with pytest.raises(RequestError, match="yields"):
+        Tools([function])
