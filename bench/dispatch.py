@@ -6,7 +6,8 @@
 `latency`: a load generator (bench.streaming's) plays turns that each call the real sandbox once.
 Reported is the time from the moment at which it *sent* the frame that closes a call to the moment
 at which the call's code began in the worker, on one clock: loopback, event loop, parsing, dispatch,
-the pool's queue and the worker's fork are all in it.
+the pool's queue and the worker's fork are all in it, and so is the time for which the generator
+itself holds the frame back until its loop comes round to writing.
 
 `saving`: the same greedy turns, dispatched as each call closes and at the end of the turn in turn.
 The call sleeps `--tool-ms` on its way to the sandbox, as a slower tool would. A saving per turn is
@@ -78,6 +79,7 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
     assert load.stdin is not None
     assert load.stdout is not None
     began_s: dict[str, float] = {}
+    dispatched_s: dict[str, float] = {}
     try:
         urls = json.loads(load.stdout.readline())
         async with (
@@ -98,6 +100,7 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
                 for rid, result in zip(_rids.get(), trajectory.results, strict=True):
                     assert result.status is CallStatus.OK, result
                     began_s[rid] = run.started_s + result.started_s
+                    dispatched_s[rid] = run.started_s + result.dispatched_s
 
             async with anyio.create_task_group() as tasks:
                 for _ in range(options.rollouts):
@@ -106,13 +109,20 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         load.stdin.close()
         load.wait(10)
-    latencies = sorted((began - sent_s[rid]) * 1000 for rid, began in began_s.items())
     return {
-        "calls": len(latencies),
-        "p50_ms": statistics.median(latencies),
-        "p95_ms": latencies[int(len(latencies) * 0.95)],
-        "p99_ms": latencies[int(len(latencies) * 0.99)],
-        "max_ms": latencies[-1],
+        "calls": len(began_s),
+        "sent_to_start": _spread(sent_s, began_s),
+        "of_it_sent_to_dispatch": _spread(sent_s, dispatched_s),
+        "of_it_dispatch_to_start": _spread(dispatched_s, began_s),
+    }
+
+
+def _spread(earlier: dict[str, float], later: dict[str, float]) -> dict[str, float]:
+    took = sorted((moment - earlier[rid]) * 1000 for rid, moment in later.items())
+    return {
+        "p50_ms": round(statistics.median(took), 3),
+        "p95_ms": round(took[int(len(took) * 0.95)], 3),
+        "p99_ms": round(took[int(len(took) * 0.99)], 3),
     }
 
 

@@ -178,7 +178,8 @@ class _Server:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Stream(self), "127.0.0.1", 0, backlog=4096)
         self.port = server.sockets[0].getsockname()[1]
-        loop.call_later(random.random() * self._step_s, self._tick, loop.time())
+        first = loop.time() + random.random() * self._step_s  # servers do not step as one
+        loop.call_at(first, self._tick, first)
 
     def _tick(self, due: float) -> None:
         loop = asyncio.get_running_loop()

@@ -79,10 +79,11 @@ class ChatFormat:
         Raises:
             ModelError: there is none, or it is of a kind that cannot be used.
         """
-        from transformers import AutoTokenizer  # 0.7 s: paid by those who load a model
+        # 0.7 s, paid by those who load a model; AutoTokenizer would import torch as well.
+        from transformers import PreTrainedTokenizerFast
 
         try:
-            hf = AutoTokenizer.from_pretrained(str(model_path))
+            hf = PreTrainedTokenizerFast.from_pretrained(str(model_path))
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"no usable tokenizer in {str(model_path)!r}: {error}") from error
         backend = getattr(hf, "backend_tokenizer", None)
