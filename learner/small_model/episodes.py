@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from learner.small_model import problems
+from learner.small_model.names import Names
 from learner.small_model.problems import NO_TOOL, Calc, Question
 from learner.small_model.toolbox import Style, Tool, Toolbox, by_meaning, toolbox
 
@@ -225,7 +226,7 @@ def question(rng: Random, box: Toolbox, *, unseen: bool = False) -> Question:
     return kind(rng, box.ops, unseen=unseen)
 
 
-def sample(rng: Random) -> Episode:
+def sample(rng: Random, names: Names = Names.PLAIN) -> Episode:
     """One training episode: one question mostly, sometimes a chat of up to ten."""
     roll = rng.random()
     if roll < 0.04:
@@ -233,7 +234,7 @@ def sample(rng: Random) -> Episode:
     elif roll < 0.12:
         box = by_meaning(rng)
     else:
-        box = toolbox(rng, _STYLES, unseen=False)
+        box = toolbox(rng, _STYLES, names)
     episode = opening(rng, box)
     count = rng.choices((1, 2, 3, rng.randint(4, 10)), (80, 12, 5, 3))[0]
     for _ in range(count):

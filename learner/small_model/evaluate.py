@@ -18,6 +18,7 @@ import torch
 from learner.small_model import problems
 from learner.small_model.calculate import Refused, answer_call
 from learner.small_model.episodes import NO_TOOLS, Episode, failure, opening, question
+from learner.small_model.names import Names
 from learner.small_model.problems import NO_TOOL, Calc, Question
 from learner.small_model.toolbox import Style, Toolbox, by_meaning, toolbox
 from learner.small_model.train import token_ids
@@ -104,8 +105,8 @@ class Skill:
         return case
 
 
-def _box(*styles: Style) -> Callable[[Random], Toolbox]:
-    return lambda rng: toolbox(rng, styles, unseen=True)
+def _box(*styles: Style, names: Names = Names.UNSEEN) -> Callable[[Random], Toolbox]:
+    return lambda rng: toolbox(rng, styles, names)
 
 
 def _single(rng: Random, box: Toolbox) -> Question:
@@ -132,12 +133,15 @@ def _talk(rng: Random, _: Toolbox) -> Question:
     return problems.small_talk(rng)
 
 
+_WIDE = Names.UNSEEN_WIDE
 _ANY = _box(Style.PYTHON, Style.JUPYTER, Style.OPERANDS)
 SKILLS = (
     Skill("python_code_with_standard_io, one step", _box(Style.PYTHON), _single),
     Skill("jupyter_code, one step", _box(Style.JUPYTER), _single),
     Skill("two-parameter tool, unseen names", _box(Style.OPERANDS), _single),
     Skill("one-parameter tool, unseen names", _box(Style.EXPRESSION), _single),
+    Skill("two-parameter tool, any new name", _box(Style.OPERANDS, names=_WIDE), _single),
+    Skill("one-parameter tool, any new name", _box(Style.EXPRESSION, names=_WIDE), _single),
     Skill("several tools with telling names", by_meaning, _single),
     Skill("two steps, python", _box(Style.PYTHON), _two_step),
     Skill("two steps, any tool", _ANY, _two_step),
@@ -148,7 +152,7 @@ SKILLS = (
     Skill("first two calls fail", _box(Style.PYTHON), _single, num_failures=2),
     Skill("chat of three questions, python", _box(Style.PYTHON), _single, num_questions=3),
     Skill("chat of three questions, any tool and kind", _ANY, _mixed, num_questions=3),
-    Skill("chat of eight questions, python", _box(Style.PYTHON), _mixed, num_questions=8),
+    Skill("chat of five questions, python", _box(Style.PYTHON), _mixed, num_questions=5),
     Skill("no tool listed", lambda _: NO_TOOLS, _single),
     Skill("not arithmetic (phrases seen)", _ANY, _talk),
 )
@@ -193,7 +197,8 @@ def evaluate(
     for skill in SKILLS:
         rng = Random(f"evaluation {seed} {skill.name}")
         cases = [skill.case(rng) for _ in range(num_cases)]
-        run(model, tokenizer, cases)
+        # The attention of a batch grows with the square of its longest chat.
+        run(model, tokenizer, cases, batch_size=64 // skill.num_questions**2 + 1)
         accuracies[skill.name] = sum(not case.wrong for case in cases) / num_cases
         report(skill.name, cases)
     return accuracies

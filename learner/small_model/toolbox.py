@@ -1,8 +1,4 @@
-"""The tools an episode offers: the two built-in ones, and tools of any name.
-
-Names of custom tools are mostly invented, so that the model must copy them from the system
-line instead of knowing them.
-"""
+"""The tools an episode offers: the two built-in ones, and tools of any name."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
-from string import ascii_lowercase
 from typing import Any
 
-from learner.small_model.problems import OPS, Calc, Op, held_out
+from learner.small_model.names import Names, identifier
+from learner.small_model.problems import OPS, Calc, Op
 
 
 class Style(StrEnum):
@@ -67,63 +63,32 @@ BY_MEANING = {
     "gcd": ("gcd", "greatest_common_divisor"),
     "pow": ("power", "pow", "raise_to_power"),
 }
-_WORDS = (
-    "add", "sum", "my", "multiply", "times", "number", "value", "first", "second", "left", "right",
-    "calc", "compute", "math", "do", "run", "tool", "op", "arith", "fast", "safe", "int", "eval",
-    "get", "apply", "operand", "arg", "base", "exponent", "factor", "term", "num", "one", "two",
-    "result", "simple", "best", "helper", "call", "service", "remote", "local", "big", "old", "new",
-    "total", "product", "divide", "power", "gcd", "solve", "query", "text", "input", "expr",
-    "calculator", "calculate", "evaluate", "expression", "formula", "machine", "worker", "abacus",
-)  # fmt: skip
 _PAIRS = (
     ("a", "b"), ("x", "y"), ("left", "right"), ("first", "second"), ("n", "m"), ("p", "q"),
     ("lhs", "rhs"), ("first_number", "second_number"), ("num1", "num2"), ("i", "j"), ("u", "v"),
     ("value_a", "value_b"), ("x1", "x2"), ("number_one", "number_two"), ("base", "exponent"),
 )  # fmt: skip
+_ENDS = (("1", "2"), ("_a", "_b"), ("_1", "_2"), ("_one", "_two"), ("A", "B"))
 _ONES = ("expression", "expr", "formula", "text", "query", "input", "code", "s", "q", "problem")
-_COMMON = {name for names in BY_MEANING.values() for name in names}
+_COMMON = frozenset(name for names in BY_MEANING.values() for name in names)
 
 
-def identifier(rng: Random, *, unseen: bool) -> str:
-    """A name for a tool or a parameter; the split of unseen names is by hash."""
-    while True:
-        roll = rng.random()
-        if roll < 0.35:
-            name = "_".join(rng.choice(_WORDS) for _ in range(rng.choice((1, 2, 2, 3))))
-        elif roll < 0.75:
-            name = "_".join(_syllables(rng) for _ in range(rng.choice((1, 1, 2))))
-        elif roll < 0.85:
-            name = rng.choice(_WORDS) + rng.choice(_WORDS).title()
-        elif roll < 0.93:
-            name = "".join(rng.choices(ascii_lowercase, k=rng.randint(2, 8)))
-        else:
-            name = f"{_syllables(rng)}{rng.randrange(100)}"
-        if rng.random() < 0.04:
-            name = name.upper()
-        if (held_out(name) and name not in _COMMON) is unseen:
-            return name
-
-
-def _syllables(rng: Random) -> str:
-    return "".join(
-        rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice(("", "", "n", "r", "s"))
-        for _ in range(rng.choice((1, 2, 2, 3)))
-    )
-
-
-def custom(rng: Random, style: Style, *, unseen: bool) -> Tool:
+def custom(rng: Random, style: Style, names: Names) -> Tool:
     """A tool of two operands, or of one expression."""
-    name = identifier(rng, unseen=unseen)
-    if not unseen and rng.random() < 0.12:
+    name = identifier(rng, names, _COMMON)
+    if names.seen and rng.random() < 0.12:
         name = rng.choice(sorted(_COMMON))
     if style is Style.EXPRESSION:
-        one = identifier(rng, unseen=unseen)
-        if not unseen and rng.random() < 0.3:
+        one = identifier(rng, names, _COMMON)
+        if names.seen and rng.random() < 0.3:
             one = rng.choice(_ONES)
         return Tool(name, (one,), style)
-    pair = (identifier(rng, unseen=unseen), identifier(rng, unseen=unseen))
-    if pair[0] == pair[1] or (not unseen and rng.random() < 0.35):
+    pair = (identifier(rng, names, _COMMON), identifier(rng, names, _COMMON))
+    if pair[0] == pair[1] or (names.seen and rng.random() < 0.35):
         pair = rng.choice(_PAIRS)
+    elif names.wide and rng.random() < 0.3:
+        ends = rng.choice(_ENDS)
+        pair = (pair[0] + ends[0], pair[0] + ends[1])
     return Tool(name, pair, style)
 
 
@@ -148,14 +113,14 @@ class Toolbox:
         return dict(self.meanings).get(calc.op.name, self.chosen)
 
 
-def toolbox(rng: Random, styles: tuple[Style, ...], *, unseen: bool) -> Toolbox:
+def toolbox(rng: Random, styles: tuple[Style, ...], names: Names) -> Toolbox:
     """A box whose preferred tool has one of `styles`; built-in ones may lie beside a custom one."""
     style = rng.choice(styles)
     if style is Style.PYTHON:
         return Toolbox(_shuffled(rng, PYTHON, *([JUPYTER] if rng.random() < 0.3 else [])), PYTHON)
     if style is Style.JUPYTER:
         return Toolbox((JUPYTER,), JUPYTER)
-    tool = custom(rng, style, unseen=unseen)
+    tool = custom(rng, style, names)
     beside = rng.choices(((), (PYTHON,), (JUPYTER,), (PYTHON, JUPYTER)), (60, 20, 8, 12))[0]
     return Toolbox(_shuffled(rng, tool, *beside), tool)
 

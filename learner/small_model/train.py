@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from learner.small_model.episodes import Episode, Message, sample
+from learner.small_model.names import Names
 from learner.small_model.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from learner.small_model.tokenizer import ADDED, END, PAD, START, VOCAB_SIZE, build, render
 
@@ -28,7 +29,7 @@ _CUT = "\ue000"
 class Settings:
     """`batch_tokens` counts padding; a longer sample than `max_tokens` is left out."""
 
-    steps: int = 3200
+    steps: int = 4000
     seed: int = 0
     learning_rate: float = 3e-3
     batch_tokens: int = 4096
@@ -36,6 +37,25 @@ class Settings:
     pool: int = 512
     warmup: int = 50
     weight_decay: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the training with a schedule of its own."""
+
+    names: Names
+    steps: int
+    learning_rate: float
+
+
+def stages(settings: Settings) -> tuple[Stage, ...]:
+    """Four fifths on all skills; the last fifth again, gently, with names of every kind."""
+    last = settings.steps // 5
+    parts = (
+        Stage(Names.PLAIN, settings.steps - last, settings.learning_rate),
+        Stage(Names.WIDE, last, settings.learning_rate / 3),
+    )
+    return tuple(stage for stage in parts if stage.steps)
 
 
 def architecture(tokenizer: Any) -> Any:
@@ -99,12 +119,12 @@ def encode(tokenizer: Any, episodes: list[Episode]) -> list[tuple[list[int], lis
     return encoded
 
 
-def batches(tokenizer: Any, settings: Settings) -> Iterator[tuple[Any, Any]]:
+def batches(tokenizer: Any, settings: Settings, names: Names) -> Iterator[tuple[Any, Any]]:
     """Endless batches: ids and labels [B, T], padded on the right."""
-    rng = Random(f"episodes {settings.seed}")
+    rng = Random(f"episodes {settings.seed}{' wide' if names is Names.WIDE else ''}")
     pad = tokenizer.pad_token_id
     while True:
-        pool = encode(tokenizer, [sample(rng) for _ in range(settings.pool)])
+        pool = encode(tokenizer, [sample(rng, names) for _ in range(settings.pool)])
         pool = sorted(
             (p for p in pool if len(p[0]) <= settings.max_tokens), key=lambda p: len(p[0])
         )
@@ -138,19 +158,35 @@ def train(
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(settings.seed)
     model = Qwen3ForCausalLM(architecture(tokenizer)).float().train()
+    done = 0
+    for stage in stages(settings):
+        if done:  # start from what would have shipped, so that a stage can be repeated by itself
+            _round_to_bf16(model)
+        for loss in _steps(model, tokenizer, settings, stage):
+            done += 1
+            progress(done, loss)
+    return model.eval()
+
+
+def _steps(model: Any, tokenizer: Any, settings: Settings, stage: Stage) -> Iterator[float]:
     optimizers = _optimizers(model, settings)
-    stream = batches(tokenizer, settings)
-    for step in range(settings.steps):
+    stream = batches(tokenizer, settings, stage.names)
+    for step in range(stage.steps):
         loss = loss_of(model, *next(stream))
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * _schedule(step, settings)
+                group["lr"] = stage.learning_rate * _schedule(step, stage.steps, settings.warmup)
             optimizer.step()
-        progress(step + 1, loss.item())
-    return model.eval()
+        yield loss.item()
+
+
+def _round_to_bf16(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
 
 
 def _optimizers(model: Any, settings: Settings) -> tuple[Any, Any]:
@@ -173,8 +209,7 @@ def _optimizers(model: Any, settings: Settings) -> tuple[Any, Any]:
     return muon, adam
 
 
-def _schedule(step: int, settings: Settings) -> float:
-    if step < settings.warmup:
-        return (step + 1) / settings.warmup
-    done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
-    return 0.5 * (1 + math.cos(math.pi * done))
+def _schedule(step: int, steps: int, warmup: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -10,6 +10,7 @@ import pytest
 from learner.small_model import problems
 from learner.small_model.calculate import Refused, answer_call, run_code
 from learner.small_model.episodes import NO_TOOLS, Episode, question, sample, teach
+from learner.small_model.names import Names, identifier
 from learner.small_model.problems import ADD, GCD, SUM, Calc, held_out
 from learner.small_model.toolbox import (
     JUPYTER,
@@ -35,9 +36,17 @@ def test_problems_keep_to_their_side_of_the_split(unseen: bool) -> None:
                 assert held_out(f"{calc.a} {calc.b}") is unseen
 
 
-def test_names_keep_to_their_side_of_the_split() -> None:
+@pytest.mark.parametrize("names", Names)
+def test_names_keep_to_their_side_of_the_split(names: Names) -> None:
     rng = Random(1)
-    assert all(held_out(custom(rng, Style.OPERANDS, unseen=True).name) for _ in range(100))
+    drawn = [identifier(rng, names, frozenset({"add"})) for _ in range(300)]
+    assert {held_out(name) for name in drawn if name != "add"} == {not names.seen}
+    assert all(name.isidentifier() for name in drawn)
+
+
+def test_a_custom_tool_of_unseen_names_has_no_seen_one() -> None:
+    rng = Random(1)
+    assert all(held_out(custom(rng, Style.OPERANDS, Names.UNSEEN).name) for _ in range(100))
 
 
 def test_operands_stand_in_the_question() -> None:
@@ -49,11 +58,12 @@ def test_operands_stand_in_the_question() -> None:
         assert str(calc.b) in ask.text or calc.op is problems.POW
 
 
+@pytest.mark.parametrize("names", Names)
 @pytest.mark.parametrize("style", STYLES)
-def test_the_teachers_calls_compute_the_answer(style: Style) -> None:
+def test_the_teachers_calls_compute_the_answer(style: Style, names: Names) -> None:
     rng = Random(3)
     for _ in range(200):
-        box = toolbox(rng, (style,), unseen=False)
+        box = toolbox(rng, (style,), names)
         ask = question(rng, box)
         for calc in (calc for calls in ask.rounds for calc in calls):
             tool = box.pick(calc)
