@@ -248,7 +248,7 @@ def start(spec: dict[str, Any]) -> None:
     if spaces == "none" and os.getuid() == 0 and not readable_by_others():
         raise OSError(
             "as root without namespaces every call needs a uid of its own, and another uid can't "
-            f"read the interpreter ({os.path.realpath(os.__file__)}); use one outside /root"
+            f"read the interpreter ({os.path.realpath(os.__file__)}); use one that others can read"
         )
     spec["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
     if spaces == "user":
