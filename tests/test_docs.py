@@ -47,3 +47,7 @@ def test_modules_that_are_named_exist(document: Path) -> None:
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists())
     ]
     assert missing == []
+
+
+def test_every_setting_says_what_it_means() -> None:
+    assert [key for key, _, said in describe_settings(Settings) if not said] == []

@@ -46,32 +46,38 @@ _OURS = ("--model-path", "--host", "--port", "--nccl-port", "--tp-size", "--base
 
 
 class ServerSettings(BaseModel, extra="forbid", frozen=True):
-    """How one's own servers are started. They listen on loopback.
+    """How one's own servers are started. They listen on loopback."""
 
-    Attributes:
-        count: servers to start, each with its own copy of the model.
-        port: of the first server, the others follow; 0 finds free ones.
-        device: "auto" is "cuda" where there is an accelerator, else "cpu".
-        dtype: of weights and KV cache; None is float32 on a CPU, the model's own on a GPU.
-        max_total_tokens: size of the KV cache; None is what fits.
-        tp_size: GPUs a server.
-        threads: OpenMP threads a server, on a CPU. More than one pays only on idle cores.
-        extra_args: more of SGLang's own options, last on its command line.
-        start_timeout_s: from the start until a server is ready.
-        stop_timeout_s: between asking a server to end and killing it; None is 0 on a CPU, where
-            there is nothing to release, and 15 on a GPU.
-    """
-
-    count: PositiveInt = 1
-    port: int = Field(default=0, ge=0, le=65_535)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: str | None = None
-    max_total_tokens: PositiveInt | None = None
-    tp_size: PositiveInt = 1
-    threads: PositiveInt = 1
-    extra_args: tuple[str, ...] = ()
-    start_timeout_s: PositiveFloat = 300.0
-    stop_timeout_s: float | None = Field(default=None, ge=0)
+    count: PositiveInt = Field(1, description="Servers, each with its own copy of the model.")
+    port: int = Field(
+        0, ge=0, le=65_535, description="Of the first one, the others follow; 0 finds free ones."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where there is an accelerator, else cpu."
+    )
+    dtype: str | None = Field(
+        None,
+        description="Of weights and KV cache; none: float32 on a CPU, the model's own on a GPU.",
+    )
+    max_total_tokens: PositiveInt | None = Field(
+        None, description="Size of the KV cache; none: what fits."
+    )
+    tp_size: PositiveInt = Field(1, description="GPUs a server.")
+    threads: PositiveInt = Field(
+        1, description="OpenMP threads a server, on a CPU. More pays only on idle cores."
+    )
+    extra_args: tuple[str, ...] = Field(
+        (), description="More of SGLang's own options, last on its command line."
+    )
+    start_timeout_s: PositiveFloat = Field(
+        300.0, description="From the start until a server is ready."
+    )
+    stop_timeout_s: float | None = Field(
+        None,
+        ge=0,
+        description="Between asking a server to end and killing it; none: 0 on a CPU, where there "
+        "is nothing to release, and 15 on a GPU.",
+    )
 
     @field_validator("extra_args")
     @classmethod
