@@ -2,9 +2,8 @@
 
 A client library wakes a task for every read; a token stream is nothing but small reads, and the
 task then walks its whole stack to handle a few bytes. Here the bytes go from the socket through
-llhttp (httptools) into a function, and the task sleeps until the answer is whole. Measured by
-bench/streaming.py: about half the CPU of a token. HTTP/1.1, TLS; one connection per request, which
-ends with it: closing it is how a request is taken back. Not covered: redirects, proxies,
+llhttp (httptools) into a function, and the task sleeps until the answer is whole (figures:
+docs/benchmarks.md). HTTP/1.1, TLS; one connection per request, which ends with it: closing it is how a request is taken back. Not covered: redirects, proxies,
 compression.
 """
 
