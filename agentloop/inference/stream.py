@@ -3,8 +3,8 @@
 A client library wakes a task for every read; a token stream is nothing but small reads, and the
 task then walks its whole stack to handle a few bytes. Here the bytes go from the socket through
 llhttp (httptools) into a function, and the task sleeps until the answer is whole (figures:
-docs/benchmarks.md). HTTP/1.1, TLS; one connection per request, which ends with it: closing it is how a request is taken back. Not covered: redirects, proxies,
-compression.
+docs/benchmarks.md). HTTP/1.1, TLS; one connection per request, which ends with it: closing it is
+how a request is taken back. Not covered: redirects, proxies, compression.
 """
 
 from __future__ import annotations
