@@ -21,7 +21,7 @@ FIRST_UID = 1_000_000_000
 # large modules: its heap lies in huge pages.
 TUNED = (
     "PATH=/usr/local/bin:/usr/bin:/bin",
-    "GLIBC_TUNABLES=glibc.malloc.hugetlb=1",
+    "GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.top_pad=33554432",
     "PYTHONMALLOC=malloc",
 )
 
@@ -29,7 +29,20 @@ TUNED = (
 @cache
 def read_worker() -> str:
     """The worker's source: it travels with the command, so that no stale one is ever started."""
-    return Path(__file__).with_name("worker.py").read_text()
+    folder = Path(__file__).with_name("worker")
+    names = ("kernel", "spec", "wire", "child", "warm", "zygote", "forked", "front")
+    sources = {f"sandbox.worker.{n}": folder.joinpath(f"{n}.py").read_text() for n in names}
+    return f"""
+import json, sys, types
+for name in ("sandbox", "sandbox.worker"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+for name, source in {sources!r}.items():
+    module = sys.modules[name] = types.ModuleType(name)
+    setattr(sys.modules["sandbox.worker"], name.rpartition(".")[2], module)
+    exec(compile(source, name, "exec"), module.__dict__)
+module.main(json.loads(sys.argv[1]))
+"""
 
 
 @cache

@@ -85,7 +85,7 @@ def test_an_answer_to_another_call_is_wrong(name: str) -> None:
 
 def test_the_floor_is_more_for_more() -> None:
 
-    floor = measure_floor([sys.executable], {"trivial": 1.0, "flooding": 1.0}, 10)
+    floor = measure_floor([sys.executable], {"trivial": 1.0, "flooding": 1.0}, 10, False)
     assert 0 < floor["trivial"] < floor["flooding"]
     assert floor["trivial"] < floor["mix"] < floor["flooding"]
 

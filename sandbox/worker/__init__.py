@@ -1,0 +1,28 @@
+"""The worker: runs untrusted Python, one forked process per call. Stdlib only.
+
+    supervisor <-- frames --> front <-- SEQPACKET --> zygotes --fork--> children, one per call
+
+The front (pid 1 of its container or namespace) holds the only connection to the supervisor,
+reads the output pipes, keeps the deadlines, kills and cleans. A zygote has its modules loaded
+and warmed; it forks when told and says how each child ended. A child becomes a uid of its own
+before it sees a job, and keeps no descriptor but 0, 1 and 2: what it wants to tell goes into a
+mapping that the front reads once the child is dead. Children are forked ahead of their calls.
+
+A *lane* is a uid with a scratch directory; it serves one process tree at a time and is free
+again when everything of that uid is dead and the directory is empty.
+
+What a child can lie about: its own `result` and `error`. Never its exit status, output counts,
+times, or anything of another call.
+
+A small call costs what its page faults cost: every page that a child writes to is copied, and a
+Python object's reference count is a write. So the zygote does once what can be done once, makes
+what it has loaded immortal, and rehearses a call before the first fork.
+
+    spec.py    what the supervisor asked for     front.py   the loop of pid 1
+    wire.py    what the three say to each other  forked.py  what it holds of one child
+    kernel.py  system calls and /proc            zygote.py  forks     warm.py  what it loads
+                                                 child.py   the call
+
+The sources travel to the worker with its start (sandbox/backend.py): nothing of ours is in the
+image, and no stale copy is ever run.
+"""

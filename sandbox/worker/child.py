@@ -1,0 +1,264 @@
+"""A forked child: it gives up what the zygote may do, waits for a job and runs it.
+
+What runs here for every call is written for few page faults: no context managers, no objects made
+that the zygote could have made.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import io
+import json
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sandbox.worker.kernel import (
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    drop_caps,
+    prctl,
+)
+from sandbox.worker.spec import Spec
+from sandbox.worker.wire import (
+    INLINE_JOB,
+    JOB_FD,
+    LARGE_JOB,
+    REPORT_BYTES,
+    REPORT_FD,
+    REPORT_HEAD,
+    Job,
+    clip,
+    unpack_job,
+)
+
+NAME = "<call>"
+HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
+
+# What `fork` would have run in every child (modules register it as they are loaded); see warm.py.
+fork_hooks: list[dict[str, Any]] = []
+
+
+def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
+    """The life of a forked child. Returns its exit status."""
+    for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
+        os.dup2(fd, target)
+    area = mmap.mmap(REPORT_FD, REPORT_BYTES)
+    os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
+    become_nobody(spec, lane)
+    for hooks in fork_hooks:  # for the call's own forks
+        os.register_at_fork(**hooks)
+    variables: dict[str, Any] = sys.modules["__main__"].__dict__
+    gc.enable()
+    first = True
+    while True:
+        job = read_job()
+        if job is None:
+            return 0
+        if not job.lasting:
+            os.close(JOB_FD)
+        if job.stdin or not first:  # else it is /dev/null already
+            give_stdin(job.stdin)
+        limit_cpu(job.timeout_s, first)
+        first = False
+        if "random" in job.code:
+            reseed()
+        started_ns = time.monotonic_ns()
+        area[: REPORT_HEAD.size] = REPORT_HEAD.pack(started_ns, 0)
+        status, report = run_cell(job.code, variables)
+        if not job.lasting:
+            finish_threads()
+            if report:
+                write_report(area, started_ns, report)
+            return status
+        write_report(area, started_ns, {**report, "exit_code": status})
+        os.write(JOB_FD, b"done")
+
+
+def become_nobody(spec: Spec, lane: int) -> None:
+    """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")
+        os.close(fd)
+    except PermissionError:  # an ordinary user's: its files in /proc are closed
+        pass
+    if spec.kill_by == "uid":
+        uid = spec.lane_uid(lane)
+        most = spec.processes
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    else:  # one uid for all: the limit counts the others too
+        most = spec.processes + spec.others
+        drop_caps()
+    # Closes /proc/<pid> to others, and ties us to the zygote. A change of uid resets both.
+    prctl(PR_SET_DUMPABLE, 0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    os.setsid()  # a signal to its own process group stays inside
+    os.chdir(spec.lane_dir(lane))
+
+
+def read_job() -> Job | None:
+    """The next job of our channel; None when the front has closed it."""
+    data = os.read(JOB_FD, INLINE_JOB)
+    if data == LARGE_JOB:
+        with socket.socket(fileno=os.dup(JOB_FD)) as channel:
+            _, fds, _, _ = socket.recv_fds(channel, 1, 1)
+        with open(fds[0], "rb") as f:
+            f.seek(0)
+            data = f.read()
+    return unpack_job(data) if data else None
+
+
+def give_stdin(data: bytes) -> None:
+    """Standard input as a file of memory: no pipe to fill, nobody to wait for."""
+    if data:
+        fd = os.memfd_create("stdin")
+        with open(os.dup(fd), "wb") as f:
+            f.write(data)
+        os.lseek(fd, 0, os.SEEK_SET)
+    else:
+        fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(fd, 0)
+    os.close(fd)
+    sys.stdin = open_input()
+
+
+def open_input() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8", "replace")
+
+
+def open_output(fd: int) -> io.TextIOWrapper:
+    # Straight to the pipe: what was printed before a kill is kept.
+    raw: Any = io.FileIO(fd, "w", closefd=False)
+    return io.TextIOWrapper(raw, "utf-8", "replace", newline="\n", write_through=True)
+
+
+def limit_cpu(timeout_s: float, first: bool) -> None:
+    """A second line behind the wall clock, renewed for each cell of a session."""
+    spent = 0.0 if first else time.process_time()
+    seconds = int(spent + timeout_s) + 2
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, HARD_CPU_S))
+    except (ValueError, OSError):  # an earlier cell set a limit of its own
+        pass
+
+
+def reseed() -> None:
+    """The generators that the zygote has loaded, which would else repeat in every call."""
+    for module in (sys.modules.get("random"), sys.modules.get("numpy.random")):
+        if module is not None:
+            module.seed()
+
+
+def compile_cell(code: str) -> tuple[types.CodeType, types.CodeType | None]:
+    """The statements, and the last expression by itself if the code ends in one."""
+    tree = compile(code, NAME, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    assert isinstance(tree, ast.Module)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        return compile(tree, NAME, "exec", dont_inherit=True), None
+    tree.body.pop()
+    body = compile(tree, NAME, "exec", dont_inherit=True)
+    return body, compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True)
+
+
+def run_cell(code: str, variables: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Run the code; the exit status that a script would have, and what to report."""
+    report: dict[str, Any] = {}
+    try:
+        body, last = compile_cell(code)
+        exec(body, variables)
+        if last is not None:
+            value = eval(last, variables)
+            if value is not None:
+                report["result"] = clip(repr(value))
+                variables["_"] = value
+        return 0, report
+    except SystemExit as stop:
+        return exit_code_of(stop), report
+    except BaseException as error:
+        remember_source(code)
+        report = {"error": show_error(error)}
+        try:
+            sys.stderr.write(report["error"]["traceback"])
+        except Exception:  # its own descriptors, to close as it likes
+            pass
+        return 1, report
+
+
+def exit_code_of(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def remember_source(code: str) -> None:
+    import linecache
+
+    linecache.cache[NAME] = (len(code), None, code.splitlines(True), NAME)
+
+
+def show_error(error: BaseException) -> dict[str, Any]:
+    """The traceback as the author of the code would see it: no frame of ours."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
+        trace = trace.tb_next
+    line = trace.tb_lineno if trace else getattr(error, "lineno", None)
+    try:
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        message = str(error)
+    except BaseException as second:  # __str__ of the call's own exceptions may do anything
+        text, message = f"{type(error).__name__}\n", f"(unprintable: {type(second).__name__})"
+    for at in iter_tb(trace):
+        line = at.tb_lineno if at.tb_frame.f_code.co_filename == NAME else line
+    return {
+        "type": type(error).__name__,
+        "message": clip(message, 4096),
+        "line": line if isinstance(line, int) else None,
+        "traceback": clip(text),
+    }
+
+
+def iter_tb(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def finish_threads() -> None:
+    """What an interpreter does at its end: join threads, call handlers. Seldom there is any."""
+    import atexit
+    import threading
+
+    try:
+        if threading.active_count() > 1 or threading._threading_atexits:  # type: ignore[attr-defined]
+            threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException:
+        pass
+    try:
+        if atexit._ncallbacks():
+            atexit._run_exitfuncs()
+    except BaseException:
+        pass
+
+
+def write_report(area: mmap.mmap, started_ns: int, report: dict[str, Any]) -> None:
+    data = json.dumps(report, ensure_ascii=False).encode("utf-8", "replace")
+    if len(data) > REPORT_BYTES - REPORT_HEAD.size:
+        data = b""
+    head = REPORT_HEAD.pack(started_ns, len(data))
+    area[: len(head) + len(data)] = head + data

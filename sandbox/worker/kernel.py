@@ -1,0 +1,124 @@
+"""System calls and /proc: what the standard library has no function for."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import stat
+import struct
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
+PR_CAPBSET_DROP = 24
+CLONE_NEWPID = 0x20000000
+CAP_SETGID, CAP_SETUID = 6, 7
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int = 0) -> bool:
+    return bool(libc.prctl(option, value, 0, 0, 0) == 0)
+
+
+def has_cap(number: int) -> bool:
+    with open("/proc/self/status") as f:
+        mask = next((line.split()[1] for line in f if line.startswith("CapEff:")), "0")
+    return bool(int(mask, 16) >> number & 1)
+
+
+def drop_caps() -> None:
+    """For a child that keeps its uid: with no capability and none to regain by an exec."""
+    for number in range(64):
+        if not prctl(PR_CAPBSET_DROP, number):
+            break
+    header = struct.pack("<Ii", 0x20080522, 0)
+    libc.capset(header, bytes(24))
+
+
+def new_pid_space() -> None:
+    """The next child of this process becomes pid 1 of a namespace. Raises OSError."""
+    if libc.unshare(CLONE_NEWPID) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def old_pid_space() -> None:
+    """The next namespace will lie beside the last one, not inside it."""
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    libc.setns(own, CLONE_NEWPID)
+    os.close(own)
+
+
+def fit_uid_base(wanted: int, count: int) -> int:
+    """`wanted`, or a base inside what this user namespace maps (a remapped engine)."""
+    with open("/proc/self/uid_map") as f:
+        ranges = [tuple(map(int, line.split())) for line in f]
+    if any(inside <= wanted and wanted + count <= inside + size for inside, _, size in ranges):
+        return wanted
+    inside, _, size = max(ranges, key=lambda r: r[2])
+    return inside + 1000 + wanted % max(1, size - 1000 - count)
+
+
+def count_oom_kills() -> int:
+    """How often the kernel has killed in our cgroup; 0 where it doesn't say."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError), open(path) as f:
+            for line in f:
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def count_own_processes() -> int:
+    """Processes and threads of this uid on the host, as RLIMIT_NPROC counts them."""
+    num = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                num += len(os.listdir(f"/proc/{name}/task"))
+    return num
+
+
+def parents() -> dict[int, int]:
+    """The parent of every process in sight."""
+    found: dict[int, int] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            with open(f"/proc/{name}/stat") as f:
+                found[int(name)] = int(f.read().rpartition(")")[2].split()[1])
+    return found
+
+
+def children_of(pid: int) -> set[int]:
+    return {child for child, parent in parents().items() if parent == pid}
+
+
+def descendants(pid: int) -> list[int]:
+    above = parents()
+    found = [pid]
+    for at in found:
+        found.extend(child for child, parent in above.items() if parent == at)
+    return found[1:]
+
+
+def remove_below(path: str) -> None:
+    """Empty a directory without following a link, whatever modes its owner set."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                _open_up(entry.path)
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+
+
+def _open_up(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.chmod(path, stat.S_IRWXU)
+    for root, dirs, _ in os.walk(path):
+        for name in dirs:
+            below = f"{root}/{name}"
+            if not os.path.islink(below):
+                with contextlib.suppress(OSError):
+                    os.chmod(below, stat.S_IRWXU)

@@ -1,0 +1,45 @@
+"""What the supervisor asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sandbox.worker.kernel import count_own_processes
+
+
+class Spec:
+    """The settings of a worker, as given (a JSON object); sandbox/backend.py has their sources."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.connect: str = given["connect"]
+        self.scratch: str = given["scratch"]
+        self.levels: list[list[str]] = given.get("levels", [[]])
+        self.slots: int = given.get("slots", 4)
+        self.sessions: int = given.get("sessions", 32)
+        self.ready: int = given.get("ready", 2)
+        self.uid_base: int | None = given.get("uid_base")
+        self.keep_bytes: int = given.get("keep_output_bytes", 64 * 1024)
+        self.max_output_bytes: int = given.get("max_output_bytes", 1 << 20)
+        self.memory_bytes: int = given.get("memory_bytes", 512 << 20)
+        self.file_bytes: int = given.get("file_bytes", 32 << 20)
+        self.processes: int = given.get("processes", 32)
+        self.layers: dict[str, str] = given.get("layers", {})
+        #: How everything of a call dies: by its "uid", with its "pidns", by a walk of its "tree".
+        self.kill_by: str = given.get("kill_by", "auto")
+        # Processes of the same uid that aren't the call's: in a user namespace those of the
+        # worker, elsewhere all that the user happens to run.
+        self.others = 2 * self.num_lanes + 16
+        if self.kill_by == "auto":
+            self.others += 256 + count_own_processes()
+
+    @property
+    def num_lanes(self) -> int:
+        # Twice the slots: a lane is being cleaned while the next call runs in another.
+        return 2 * self.slots + self.sessions + self.ready * len(self.levels)
+
+    def lane_dir(self, lane: int) -> str:
+        return f"{self.scratch}/{lane}"
+
+    def lane_uid(self, lane: int) -> int:
+        assert self.uid_base is not None
+        return self.uid_base + lane

@@ -1,0 +1,147 @@
+"""A zygote: it has modules loaded, forks when told, and says how each child ended."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+import types
+
+from sandbox.worker import warm
+from sandbox.worker.child import NAME, be_child, open_input, open_output
+from sandbox.worker.kernel import (
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    new_pid_space,
+    old_pid_space,
+    prctl,
+)
+from sandbox.worker.spec import Spec
+from sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
+
+NUM_FDS = 4  # of a child: its channel, its two outputs, its report
+
+
+class Zygote:
+    """Forks children that start with these modules loaded; tells the front how they ended."""
+
+    def __init__(self, spec: Spec, level: int, front: socket.socket) -> None:
+        self.spec = spec
+        self.level = level
+        self.front = front
+        self.lanes: dict[int, int] = {}  # pid to lane
+
+    def prepare(self) -> None:
+        """Whatever can be done once for all children: a page touched here is not copied there."""
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        warm.load(self.spec.levels[self.level])
+        warm.rehearse()
+        os.environ.clear()
+        os.environ["PATH"] = "/usr/local/bin:/usr/bin:/bin"
+        os.umask(0o077)
+        set_limits(self.spec)
+        if self.spec.kill_by == "uid":
+            os.setgroups([])
+        sys.argv = [NAME]
+        sys.stdin, sys.stdout, sys.stderr = open_input(), open_output(1), open_output(2)
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sandbox"]:
+            del sys.modules[name]  # nothing that a call could want
+
+    def run(self) -> None:
+        self.prepare()
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self.front, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        warm.freeze()
+        self.front.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
+        while True:
+            for fd, _ in poll.poll():
+                if fd == wake:
+                    os.read(wake, 4096)
+                    self.reap()
+                elif not self.serve():
+                    return
+
+    def serve(self) -> bool:
+        """Fork a child, as the front asks; False when the front is gone."""
+        try:
+            data, controls, _, _ = self.front.recvmsg(FORK.size, socket.CMSG_SPACE(4 * NUM_FDS))
+        except ConnectionResetError:
+            return False
+        if not data:
+            return False
+        fds = array.array("i", controls[0][2])
+        (lane,) = FORK.unpack(data)
+        try:
+            pid = self.fork(lane, fds)
+        except OSError as error:
+            news = NEWS.pack(NEWS_FAILED, lane, error.errno or 0, 0.0, 0)
+        else:
+            self.lanes[pid] = lane
+            news = NEWS.pack(NEWS_FORKED, lane, pid, 0.0, 0)
+        self.front.send(news)
+        for fd in fds:
+            os.close(fd)
+        return True
+
+    def fork(self, lane: int, fds: array.array[int]) -> int:
+        own_space = self.spec.kill_by == "pidns"
+        if own_space:
+            new_pid_space()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                status = be_child(self.spec, lane, fds)
+            except BaseException:  # a fault of ours, or the call's own exit path
+                with contextlib.suppress(BaseException):
+                    traceback.print_exc()
+            finally:
+                os._exit(status)
+        if own_space:
+            old_pid_space()
+        return pid
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            lane = self.lanes.pop(pid, None)
+            if lane is not None:
+                cpu_s = usage.ru_utime + usage.ru_stime
+                self.front.send(NEWS.pack(NEWS_EXITED, lane, status, cpu_s, usage.ru_maxrss))
+
+
+def set_limits(spec: Spec) -> None:
+    limits = {
+        resource.RLIMIT_AS: spec.memory_bytes,
+        resource.RLIMIT_FSIZE: spec.file_bytes,
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_STACK: 64 << 20,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 256,
+    }
+    for which, value in limits.items():
+        hard = resource.getrlimit(which)[1]
+        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (bound, bound))
