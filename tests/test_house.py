@@ -100,7 +100,7 @@ def ours(name: str) -> set[str]:
 # A package's modules, and all that they may import of ours.
 MAY_IMPORT = {
     "agentloop.agent": {"agentloop.agent", "agentloop.inference", "sandbox", *BOTTOM},
-    "agentloop.api": {"agentloop.api", "agentloop.agent", *BOTTOM},
+    "agentloop.api": {"agentloop.api", "agentloop.agent", "sandbox.guard", *BOTTOM},
     "agentloop.inference": {"agentloop.inference", "agentloop.models", *BOTTOM},
     "agentloop.groups": {"agentloop.groups", "agentloop.agent", "sandbox", *BOTTOM},
     "agentloop.observe": {"agentloop.observe", "agentloop.inference", *BOTTOM},

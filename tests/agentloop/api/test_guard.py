@@ -7,8 +7,9 @@ import pydantic
 import pytest
 from aiohttp import web
 
-from agentloop.api.guard import Guard, ServeSettings, is_loopback
+from agentloop.api.guard import Guard, ServeSettings
 from agentloop.inference.sglang import http_session
+from sandbox.guard import is_loopback
 
 LOCAL = ServeSettings()
 NAMED = ServeSettings(allowed_hosts=["Agent.example"])
@@ -25,9 +26,9 @@ def status(
     authorization: str | None = None,
     path: str = "/v1/models",
 ) -> int:
-    refusal = Guard(settings).refusal(
-        path=path, host=host, origin=origin, authorization=authorization
-    )
+    given = {"Host": host, "Origin": origin, "Authorization": authorization}
+    headers = {name: value for name, value in given.items() if value is not None}
+    refusal = Guard(settings).refusal(path, headers)
     return 200 if refusal is None else refusal[0]
 
 
