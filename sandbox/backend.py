@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sandbox.link import Link
+from sandbox.protocol import encode
 from sandbox.settings import PoolSettings
 
 _uid_slices = itertools.count()
@@ -26,23 +27,25 @@ TUNED = (
 )
 
 
+# In the order of their imports.
+WORKER_MODULES = (
+    "kernel", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "front",
+)  # fmt: skip
+
+
 @cache
-def read_worker() -> str:
-    """The worker's source: it travels with the command, so that no stale one is ever started."""
+def read_boot() -> str:
+    """The source that a worker is started with; it takes all else over its connection."""
+    return Path(__file__).with_name("worker").joinpath("boot.py").read_text()
+
+
+@cache
+def _read_worker() -> dict[str, str]:
     folder = Path(__file__).with_name("worker")
-    names = ("kernel", "spec", "wire", "child", "warm", "zygote", "forked", "front")
-    sources = {f"sandbox.worker.{n}": folder.joinpath(f"{n}.py").read_text() for n in names}
-    return f"""
-import json, sys, types
-for name in ("sandbox", "sandbox.worker"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = []
-for name, source in {sources!r}.items():
-    module = sys.modules[name] = types.ModuleType(name)
-    setattr(sys.modules["sandbox.worker"], name.rpartition(".")[2], module)
-    exec(compile(source, name, "exec"), module.__dict__)
-module.main(json.loads(sys.argv[1]))
-"""
+    return {
+        f"sandbox.worker.{name}": folder.joinpath(f"{name}.py").read_text()
+        for name in WORKER_MODULES
+    }
 
 
 @cache
@@ -60,9 +63,9 @@ def next_uid_base() -> int:
     return FIRST_UID + (process + next(_uid_slices) % 16) * UIDS_PER_WORKER
 
 
-def worker_settings(settings: PoolSettings, **more: Any) -> dict[str, Any]:
-    """The command line of a worker (sandbox/worker.py, Settings)."""
-    return {
+def greeting(settings: PoolSettings, **more: Any) -> bytes:
+    """The first frame to a worker: its sources and its settings (sandbox/worker/spec.py)."""
+    spec = {
         "slots": settings.slots_per_worker,
         "sessions": settings.sessions_per_worker,
         "levels": [[], *settings.preload],
@@ -72,6 +75,7 @@ def worker_settings(settings: PoolSettings, **more: Any) -> dict[str, Any]:
         "processes": settings.processes_per_call,
         **more,
     }
+    return encode({"sources": _read_worker(), "spec": spec})
 
 
 class Backend(Protocol):

@@ -34,6 +34,7 @@ CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
 DEVICES = ("null", "zero", "full", "random", "urandom")
+OOM_SCORE_ADJ = "500"  # set by root, the least that a call can go back to (container.py)
 SCRATCH = "/scratch"  # not /tmp: an interpreter may live there
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -231,9 +232,12 @@ def describe(spaces: str, rooted: str, filtered: str) -> dict[str, str]:
 
 
 def start(spec: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write(OOM_SCORE_ADJ)
     spaces = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid)
+    told: dict[str, Any] = {}  # the worker's settings, as they have come to be
     rooted = "no: calls see the files that the user sees"
     if spaces != "none":
         try:
@@ -244,13 +248,13 @@ def start(spec: dict[str, Any]) -> None:
             rooted = f"no: {error}"
         else:
             rooted = "system files and the interpreter, read-only"
-            spec["scratch"] = SCRATCH
+            told["scratch"] = SCRATCH
     if spaces == "none" and os.getuid() == 0 and not readable_by_others():
         raise OSError(
             "as root without namespaces every call needs a uid of its own, and another uid can't "
             f"read the interpreter ({os.path.realpath(os.__file__)}); use one that others can read"
         )
-    spec["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
+    told["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
     if spaces == "user":
         own_pid_spaces(spec["seccomp"])
         keep_caps(CAP_KILL, CAP_SYS_ADMIN)
@@ -259,12 +263,12 @@ def start(spec: dict[str, Any]) -> None:
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filtered = "own allow list (seccomp)"
     try:
-        load_filter(spec.pop("seccomp"))
+        load_filter(spec["seccomp"])
     except OSError as error:
         filtered = f"no: {error} (install libseccomp2)"
-    spec["layers"] = describe(spaces, rooted, filtered)
-    source = spec.pop("source")
-    os.execv(sys.executable, [sys.executable, "-P", "-s", "-c", source, json.dumps(spec)])
+    told["layers"] = describe(spaces, rooted, filtered)
+    command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(told)]
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def main() -> None:

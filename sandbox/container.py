@@ -14,7 +14,7 @@ also after a kill -9 of ours. What an engine could not remove is reaped by its l
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
 import os
 import shutil
@@ -27,8 +27,9 @@ import aiodocker
 import aiohttp
 import anyio
 from aiodocker.containers import DockerContainer
+from aiodocker.stream import Stream
 
-from sandbox.backend import TUNED, next_uid_base, read_profile, read_worker, worker_settings
+from sandbox.backend import TUNED, greeting, next_uid_base, read_boot, read_profile
 from sandbox.engine import connect, is_local
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
@@ -40,6 +41,11 @@ log = logging.getLogger("sandbox")
 
 LABEL = "agentloop.sandbox"
 INSIDE = "/run/agentloop"
+OOM_SCORE_ADJ = 500
+CREATE_TIMEOUT_S = 30.0
+REMOVE_TIMEOUT_S = 10.0
+SWEEP_EVERY_S = 2.0
+AVOID_S = 10.0
 LAYERS = {
     "container": "its own root, processes, mounts and IPC (Docker)",
     "network": "none",
@@ -69,6 +75,9 @@ def host_config(settings: PoolSettings, socket_dir: Path | None) -> dict[str, An
         "PidsLimit": pids + 2 * settings.sessions_per_worker,
         "Memory": memory,
         "MemorySwap": memory,
+        # The least that a process inside can give itself: a call starts with 1000, and one that
+        # lowers it to fill the memory must still be the one that is killed, not its neighbours.
+        "OomScoreAdj": OOM_SCORE_ADJ,
         "Tmpfs": {"/tmp": f"size={settings.scratch_mib}m,nr_inodes=8k,mode=1777"},
         "LogConfig": {"Type": "none"},
         "AutoRemove": True,
@@ -77,13 +86,43 @@ def host_config(settings: PoolSettings, socket_dir: Path | None) -> dict[str, An
 
 
 class _Engine:
-    """A connected engine and how many workers it has."""
+    """A connected engine, how many workers it has, and what it still has to remove."""
 
     def __init__(self, docker: aiodocker.Docker, local: bool, image: str) -> None:
         self.docker = docker
         self.local = local
         self.image = image
         self.num_workers = 0
+        self.avoid_until = 0.0  # it refused a worker: others first, for a while
+        self.left: set[str] = set()  # names of containers that could not be removed yet
+        self._changed = anyio.Event()
+
+    async def remove(self, name: str) -> None:
+        """Remove a container for good. What the engine can't do now, `sweep` does later."""
+        why: str | None = "no answer in time"
+        with anyio.move_on_after(REMOVE_TIMEOUT_S, shield=True):
+            why = await remove(self.docker, name)
+        if why is None:
+            return
+        if not self.left:  # once, however many follow while the engine is away
+            log.warning("a container could not be removed, which is tried again: %s", why)
+        self.left.add(name)
+        self._changed.set()
+
+    async def sweep(self) -> None:
+        """Until cancelled: remove what an engine that was away could not."""
+        while True:
+            await self._changed.wait()
+            self._changed = anyio.Event()
+            while self.left:
+                await anyio.sleep(SWEEP_EVERY_S)
+                await self.sweep_once()
+
+    async def sweep_once(self) -> None:
+        for name in list(self.left):
+            with anyio.move_on_after(REMOVE_TIMEOUT_S):
+                if await remove(self.docker, name) is None:
+                    self.left.discard(name)
 
 
 class DockerBackend:
@@ -98,13 +137,18 @@ class DockerBackend:
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
-        engine = min(self._engines, key=lambda e: e.num_workers)
+        now = anyio.current_time()
+        engine = min(self._engines, key=lambda e: (e.avoid_until > now, e.num_workers))
         engine.num_workers += 1
         try:
             open_worker = self._by_socket if engine.local else self._by_attach
             async with open_worker(engine, worker_id) as link:
                 yield link
+        except SandboxUnavailable:
+            engine.avoid_until = anyio.current_time() + AVOID_S
+            raise
         except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+            engine.avoid_until = anyio.current_time() + AVOID_S
             raise SandboxUnavailable(f"the engine refused a worker: {error}") from error
         finally:
             engine.num_workers -= 1
@@ -113,62 +157,95 @@ class DockerBackend:
     async def _by_socket(self, engine: _Engine, worker_id: str) -> AsyncIterator[Link]:
         link = Link(worker_id)
         loop = asyncio.get_running_loop()
-        protocol = SocketProtocol(link)
+        protocol = SocketProtocol(link, self._greeting())
         outer = make_dir()  # 0700: keeps everybody on the host out
-        inner = outer / "socket"
-        inner.mkdir(mode=0o755)
-        path = inner / "worker"
-        server = await loop.create_unix_server(lambda: protocol, str(path))
-        os.chmod(path, 0o777)  # the container's root has no capability to override modes
         try:
-            connect_to = f"unix:{INSIDE}/worker"
-            async with self._container(engine, worker_id, connect_to, inner):
-                await wait_ready(link, self._settings.start_timeout_s)
+            inner = outer / "socket"
+            inner.mkdir(mode=0o755)
+            path = inner / "worker"
+            server = await loop.create_unix_server(lambda: protocol, str(path))
+            try:
+                os.chmod(path, 0o777)  # the container's root has no capability to override modes
+                connect_to = f"unix:{INSIDE}/worker"
+                async with self._container(engine, worker_id, connect_to, inner) as container:
+                    await container.start()
+                    await self._come_up(container, link)
+                    server.close()
+                    shutil.rmtree(outer)
+                    yield link
+            finally:
                 server.close()
-                shutil.rmtree(outer)
-                yield link
         finally:
-            server.close()
             protocol.close()
             link.lose("the pool closed it")
             shutil.rmtree(outer, ignore_errors=True)
+
+    async def _come_up(self, container: DockerContainer, link: Link) -> None:
+        """Until the worker is ready. A container may end before it has connected at all."""
+
+        async def see_end() -> None:
+            try:
+                status = (await container.wait())["StatusCode"]
+                link.lose(f"its container ended with status {status}")
+            except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+                link.lose(f"its engine went away: {error}")
+
+        failed: SandboxUnavailable | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(see_end)
+            try:
+                await wait_ready(link, self._settings.start_timeout_s)
+            except SandboxUnavailable as error:  # out of the task group it would come wrapped
+                failed = error
+            group.cancel_scope.cancel()
+        if failed is not None:
+            raise failed
+
+    def _greeting(self) -> bytes:
+        return greeting(self._settings, scratch="/tmp", uid_base=next_uid_base())
 
     @asynccontextmanager
     async def _by_attach(self, engine: _Engine, worker_id: str) -> AsyncIterator[Link]:
         link = Link(worker_id)
         outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         link.write = outgoing.put_nowait  # bounded by the slots: one frame for each
-        async with AsyncExitStack() as stack:
-            container = await stack.enter_async_context(
-                self._container(engine, worker_id, "stdio:", None, start=False)
-            )
-            stream = container.attach(stdin=True, stdout=True, stderr=True)
-            await stack.enter_async_context(stream)
-            group = await stack.enter_async_context(anyio.create_task_group())
-            stack.callback(group.cancel_scope.cancel)
+        link.write(self._greeting())
+        failed: Exception | None = None
+        async with (
+            self._container(engine, worker_id, "stdio:", None) as container,
+            _attached(container) as stream,
+            anyio.create_task_group() as group,
+        ):
 
             async def write() -> None:
-                while True:
-                    try:
+                try:
+                    while True:
                         await stream.write_in(await outgoing.get())
-                    except (AssertionError, OSError, aiohttp.ClientError):
-                        link.lose("its stream is closed")
-                        return
+                except STREAM_ERRORS as error:
+                    link.lose(f"its stream is closed ({error!r})")
 
             async def read() -> None:
-                while (message := await stream.read_out()) is not None:
-                    if message.stream == 1:
-                        link.feed(message.data)
-                link.lose("its stream ended")
+                try:
+                    while (message := await stream.read_out()) is not None:
+                        if message.stream == 1:
+                            link.feed(message.data)
+                    link.lose("its stream ended")
+                except STREAM_ERRORS as error:
+                    link.lose(f"its stream broke ({error!r})")
 
             group.start_soon(write)
             group.start_soon(read)
-            await container.start()
-            await wait_ready(link, self._settings.start_timeout_s)
             try:
+                await container.start()
+                await self._come_up(container, link)
                 yield link
+            except Exception as error:  # out of the task group it would come wrapped
+                failed = error
             finally:
                 link.lose("the pool closed it")
+                group.cancel_scope.cancel()
+        if failed is not None:
+            raise failed
 
     @asynccontextmanager
     async def _container(
@@ -177,15 +254,11 @@ class DockerBackend:
         worker_id: str,
         connect_to: str,
         socket_dir: Path | None,
-        start: bool = True,
     ) -> AsyncIterator[DockerContainer]:
-        settings = worker_settings(
-            self._settings, connect=connect_to, scratch="/tmp", uid_base=next_uid_base()
-        )
         attached = socket_dir is None
         config = {
             "Image": engine.image,
-            "Entrypoint": ["python3", "-P", "-s", "-c", read_worker(), json.dumps(settings)],
+            "Entrypoint": ["python3", "-P", "-s", "-c", read_boot(), connect_to],
             "Cmd": [],
             "Env": list(TUNED),
             "User": "0:0",
@@ -198,24 +271,51 @@ class DockerBackend:
             "HostConfig": host_config(self._settings, socket_dir),
         }
         name = f"agentloop-sandbox-{worker_id}"
-        container = await engine.docker.containers.create(config, name=name)
+        made = True
         try:
-            if start:
-                await container.start()
+            # A request that is given up half way may still make a container, later.
+            with anyio.fail_after(CREATE_TIMEOUT_S, shield=True):
+                container = await engine.docker.containers.create(config, name=name)
             yield container
+        except aiodocker.DockerError as error:
+            made = not isinstance(error.__cause__, aiohttp.ClientConnectorError)
+            raise
         finally:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(10):
-                await _remove(container)
+            if made:
+                await engine.remove(name)
 
 
-async def _remove(container: DockerContainer) -> None:
+# What a stream of aiodocker raises where its connection is gone, bare assertions included.
+STREAM_ERRORS = (AssertionError, RuntimeError, OSError, aiohttp.ClientError, aiodocker.DockerError)
+
+
+@asynccontextmanager
+async def _attached(container: DockerContainer) -> AsyncIterator[Stream]:
+    stream = container.attach(stdin=True, stdout=True, stderr=True)
     try:
-        await container.delete(force=True, v=True)
-    except aiodocker.DockerError as error:
-        if error.status not in (404, 409):  # gone already, or on its way
-            log.warning("a container could not be removed: %s", error)
-    except (aiohttp.ClientError, OSError) as error:
-        log.warning("a container could not be removed: %s", error)
+        await stream.__aenter__()
+        yield stream
+    finally:
+        with contextlib.suppress(*STREAM_ERRORS), anyio.move_on_after(5, shield=True):
+            await stream.close()
+
+
+async def remove(docker: aiodocker.Docker, name: str) -> str | None:
+    """Remove a container and wait until it is gone; else why it isn't. A removal that the engine
+    has begun itself (409) may end half way: it counts once the name is unknown."""
+    while True:
+        try:
+            await docker.containers.container(name).delete(force=True, v=True)
+        except aiodocker.DockerError as error:
+            if error.status == 404:
+                return None
+            if error.status != 409:
+                return str(error)
+        except (aiohttp.ClientError, OSError) as error:
+            return str(error)
+        else:
+            return None
+        await anyio.sleep(0.05)
 
 
 async def reap_containers(docker: aiodocker.Docker, local: bool) -> int:
@@ -226,8 +326,10 @@ async def reap_containers(docker: aiodocker.Docker, local: bool) -> int:
         same_boot = labels.get(f"{LABEL}.boot") == boot_id()
         # On a shared engine another machine's pids mean nothing to us.
         if (same_boot and is_dead(labels.get(f"{LABEL}.owner", ""))) or (local and not same_boot):
-            await _remove(container)
-            num += 1
+            with anyio.move_on_after(REMOVE_TIMEOUT_S):
+                if why := await remove(docker, container.id):
+                    log.warning("a dead owner's container could not be removed: %s", why)
+                num += why is None
     return num
 
 
@@ -243,9 +345,20 @@ async def docker_backend(
     async with AsyncExitStack() as stack:
         engines = []
         for url in settings.engines or [""]:
-            docker = await stack.enter_async_context(connect(url))
+            docker = await stack.enter_async_context(connect(url, settings.engine_certs))
             if num := await reap_containers(docker, is_local(url)):
                 on_progress(f"Removed {num} containers that a killed process had left.")
             image = await ensure_image(docker, settings.image, on_progress)
             engines.append(_Engine(docker, is_local(url), image))
-        yield DockerBackend(settings, engines)
+        group = await stack.enter_async_context(anyio.create_task_group())
+        for engine in engines:
+            group.start_soon(engine.sweep)
+        try:
+            yield DockerBackend(settings, engines)
+        finally:
+            group.cancel_scope.cancel()
+            with anyio.move_on_after(REMOVE_TIMEOUT_S, shield=True):
+                for engine in engines:
+                    await engine.sweep_once()
+            if left := [name for engine in engines for name in engine.left]:
+                log.warning("left for the next start to remove: %s", sorted(left))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiodocker
 import aiohttp
@@ -15,6 +17,7 @@ import anyio
 from sandbox.errors import SandboxUnavailable
 
 ANSWER_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 60.0
 
 
 def local_engine() -> str:
@@ -34,8 +37,11 @@ def is_local(engine: str) -> bool:
 
 
 @asynccontextmanager
-async def connect(engine: str = "") -> AsyncIterator[aiodocker.Docker]:
+async def connect(engine: str = "", certs: str = "") -> AsyncIterator[aiodocker.Docker]:
     """A client of an engine that answers. Raises SandboxUnavailable for one that doesn't.
+
+    certs: the directory of ca.pem, cert.pem and key.pem, for TLS over tcp. Empty: as Docker's own
+    client does it, TLS if DOCKER_TLS_VERIFY is set, by DOCKER_CERT_PATH (else ~/.docker).
 
     The connectors are unlimited: an attached stream holds a connection for a worker's life, and
     with the default of 100 the hundred-and-first request of any kind would hang.
@@ -46,12 +52,16 @@ async def connect(engine: str = "") -> AsyncIterator[aiodocker.Docker]:
     if scheme == "unix":
         connector, url = aiohttp.UnixConnector(where, limit=0), "http://localhost"
     elif scheme in ("tcp", "http", "https"):
-        context = _tls() if os.environ.get("DOCKER_TLS_VERIFY") or scheme == "https" else None
-        connector = aiohttp.TCPConnector(limit=0, ssl=context or False)
+        secure = certs or os.environ.get("DOCKER_TLS_VERIFY") or scheme == "https"
+        context = _tls(certs) if secure else None
+        connector = aiohttp.TCPConnector(
+            limit=0, ssl=context or False, socket_factory=_watchful_socket
+        )
         url = f"{'https' if context else 'http'}://{where}"
     else:
         raise SandboxUnavailable(f"an engine is unix:///path or tcp://host:port, not {engine!r}")
-    docker = aiodocker.Docker(url=url, connector=connector, timeout=aiohttp.ClientTimeout(60))
+    timeout = aiohttp.ClientTimeout(REQUEST_TIMEOUT_S)
+    docker = aiodocker.Docker(url=url, connector=connector, timeout=timeout)
     try:
         try:
             with anyio.fail_after(ANSWER_TIMEOUT_S):
@@ -59,7 +69,7 @@ async def connect(engine: str = "") -> AsyncIterator[aiodocker.Docker]:
         except (OSError, aiohttp.ClientError, aiodocker.DockerError, TimeoutError) as error:
             raise SandboxUnavailable(
                 f"no Docker Engine answers at {engine} ({error or 'no answer in time'}); "
-                "is it installed and running, and may this user reach it?"
+                f"{_advice(str(error))}"
             ) from error
         yield docker
     finally:
@@ -68,9 +78,43 @@ async def connect(engine: str = "") -> AsyncIterator[aiodocker.Docker]:
             await connector.close()
 
 
-def _tls() -> ssl.SSLContext:
-    """The client's certificates, where Docker's own client looks for them."""
-    folder = Path(os.environ.get("DOCKER_CERT_PATH") or Path.home() / ".docker")
-    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
-    context.load_cert_chain(str(folder / "cert.pem"), str(folder / "key.pem"))
+def _advice(error: str) -> str:
+    if "HTTP request to an HTTPS server" in error:
+        return "it wants TLS: set engine_certs, or DOCKER_TLS_VERIFY and DOCKER_CERT_PATH"
+    if "CERTIFICATE_VERIFY_FAILED" in error or "certificate verify failed" in error:
+        return "its certificate is not one that ca.pem vouches for under this name"
+    if "certificate" in error:
+        return "it does not accept cert.pem, or there is none"
+    if "WRONG_VERSION_NUMBER" in error or "wrong version number" in error.lower():
+        return "it does not speak TLS there"
+    return "is it installed and running, and may this user reach it?"
+
+
+def _tls(certs: str) -> ssl.SSLContext:
+    """The client's certificates, where Docker's own client looks for them unless named."""
+    folder = Path(certs or os.environ.get("DOCKER_CERT_PATH") or Path.home() / ".docker")
+    try:
+        context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        context.load_cert_chain(str(folder / "cert.pem"), str(folder / "key.pem"))
+    except OSError as error:  # a file that is missing or no certificate
+        raise SandboxUnavailable(
+            f"TLS to an engine needs ca.pem, cert.pem and key.pem in {folder}: {error}"
+        ) from error
     return context
+
+
+def _watchful_socket(address: Any) -> socket.socket:
+    """A connection to a machine that vanishes ends within half a minute, idle or not."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 25_000),
+        ):  # fmt: skip
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    except BaseException:
+        made.close()
+        raise
+    return made

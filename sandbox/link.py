@@ -102,8 +102,9 @@ class Link:
 class SocketProtocol(asyncio.Protocol):
     """A Link over a socket: bytes go straight from the loop into the frame reader."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, greeting: bytes) -> None:
         self._link = link
+        self._greeting = greeting
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, made: asyncio.BaseTransport) -> None:
@@ -113,6 +114,7 @@ class SocketProtocol(asyncio.Protocol):
             return
         self._transport = transport
         self._link.write = transport.write
+        transport.write(self._greeting)
 
     def data_received(self, data: bytes) -> None:
         self._link.feed(data)

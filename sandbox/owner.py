@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -44,6 +45,17 @@ def make_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_tag()}-"))
 
 
+def remove_tree(path: Path) -> None:
+    """All of a directory, whatever modes a call has set in it. Follows no link, raises nothing."""
+    with contextlib.suppress(OSError):
+        path.chmod(0o700)
+        for root, dirs, _ in os.walk(path):
+            for below in (Path(root, name) for name in dirs):
+                if not below.is_symlink():
+                    below.chmod(0o700)
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def _is_ours(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.getuid()
@@ -57,6 +69,6 @@ def reap_dirs() -> int:
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         tag = path.name.removeprefix(PREFIX).rpartition("-")[0]
         if is_dead(tag) and _is_ours(path):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
             num += 1
     return num

@@ -4,10 +4,11 @@
                   ▲                                        │
                   └── a slot is free: the worker answered, ┘ or a fresh worker took its place
 
-`_keep` (one task per worker) starts a worker, waits until it is lost or has run its share, and
+`_keep` (one task per place) starts a worker, waits until it is lost or has run its share, and
 starts the next: the pool never shrinks for good. What it produces is slots; callers wait for
 them in `_Room`; a worker's answer, or its loss, sets the callers of its calls free. A call whose
-worker was lost runs once more, on another.
+worker was lost runs once more, on another. A worker that has run its share while sessions live on
+it steps aside: it keeps those, and a fresh worker takes its place for everything else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from anyio.abc import TaskGroup
 
 from sandbox.backend import Backend
 from sandbox.container import docker_backend
-from sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
+from sandbox.errors import (
+    Overloaded,
+    ProtocolError,
+    SandboxError,
+    SandboxUnavailable,
+    SessionLost,
+)
 from sandbox.link import Link, Pending, next_id
 from sandbox.process import ProcessBackend
 from sandbox.remote import HostBackend, HostLink
@@ -40,6 +47,7 @@ log = logging.getLogger("sandbox")
 GRACE_S = 5.0  # what a worker may take beyond a call's own time before it counts as hung
 SESSION_GONE = "the session's process has ended, its variables are gone"
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
+QUIET_S = 30.0  # workers that don't start are told of once in this time
 
 # Worker ids are unique among all pools of all processes that use an engine.
 _token = secrets.token_hex(3)
@@ -56,12 +64,31 @@ class _Worker:
         self.num_seats = self.free_seats = int(told.get("seats", settings.sessions_per_worker))
         self.grace_s = float(told.get("grace_s", GRACE_S))
         self.num_left = math.inf if "slots" in told else settings.recycle_after
+        self.proven = False  # it has answered a call: not one of those that fail at once
         self.retiring = False
-        self.drained = anyio.Event()
+        self.drained = anyio.Event()  # it has run its share, and nothing runs or lives on it
+        self.vacant = anyio.Event()  # another may take its place
+
+    @property
+    def alive(self) -> bool:
+        return not self.link.lost.is_set()
+
+    @property
+    def aside(self) -> bool:
+        """Its place is another's: it lives on for its sessions alone."""
+        return self.alive and self.vacant.is_set()
+
+    @property
+    def num_sessions(self) -> int:
+        return self.num_seats - self.free_seats
+
+    def see_if_drained(self) -> None:
+        if self.retiring and self.free == self.num_slots and not self.num_sessions:
+            self.drained.set()
 
     @property
     def open(self) -> bool:
-        return not self.retiring and not self.link.lost.is_set()
+        return self.alive and not self.retiring
 
     @property
     def room(self) -> int:
@@ -86,9 +113,11 @@ class _Room:
         self.workers: list[_Worker] = []
         self.waiting: OrderedDict[_Waiter, None] = OrderedDict()
 
-    def enter(self, only: _Worker | None = None) -> _Waiter:
+    def enter(self, only: _Worker | None, first: bool) -> _Waiter:
+        """At the end of the queue; `first`, at its head: for a call that had its turn before."""
         waiter = _Waiter(only)
         self.waiting[waiter] = None
+        self.waiting.move_to_end(waiter, last=not first)
         self.serve()
         return waiter
 
@@ -101,8 +130,7 @@ class _Room:
 
     def free(self, worker: _Worker) -> None:
         worker.free += 1
-        if worker.free == worker.num_slots and not worker.open:
-            worker.drained.set()
+        worker.see_if_drained()
         self.serve()
 
     def serve(self) -> None:
@@ -110,13 +138,13 @@ class _Room:
         passed_over: list[_Waiter] = []
         while self.waiting:
             waiter, _ = self.waiting.popitem(last=False)
-            worker = self._slot_for(waiter)
+            worker = self.slot_for(waiter.only)
             if worker is not None:
                 worker.free -= 1
                 worker.num_left -= 1
                 waiter.worker = worker
                 waiter.granted.set()
-            elif waiter.only is not None and not waiter.only.link.lost.is_set():
+            elif waiter.only is not None and waiter.only.alive:
                 passed_over.append(waiter)  # its own worker is busy; others needn't wait for that
             elif waiter.only is not None:
                 waiter.granted.set()  # nothing left to wait for: it sees the loss
@@ -127,10 +155,10 @@ class _Room:
             self.waiting[waiter] = None
             self.waiting.move_to_end(waiter, last=False)
 
-    def _slot_for(self, waiter: _Waiter) -> _Worker | None:
-        if waiter.only is not None:
-            only = waiter.only
-            return only if only.free > 0 and not only.link.lost.is_set() else None
+    def slot_for(self, only: _Worker | None) -> _Worker | None:
+        """The worker that would take a call now: `only` that one, or the least busy."""
+        if only is not None:
+            return only if only.free > 0 and only.alive else None
         best = max(self.workers, key=lambda w: w.room, default=None)
         return best if best is not None and best.room > 0 else None
 
@@ -157,6 +185,9 @@ class Pool:
         self._seat_freed = anyio.Event()
         self._counts: dict[str, int] = dict.fromkeys(CallStatus, 0)
         self._num_replaced = 0
+        self._why = ""  # no worker came up, last
+        self._quiet_until = -math.inf
+        self._num_untold = 0
         self._backend: Backend
         self._group: TaskGroup
         self._stack = AsyncExitStack()
@@ -205,41 +236,66 @@ class Pool:
             )
             return ProcessBackend(settings)
 
-    _why = ""
-
     async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Keep one worker up for as long as the pool lives."""
+        """Keep one place filled for as long as the pool lives."""
         failures = 0
+        worker: _Worker | None
         while True:
-            worker_id = f"{os.getpid()}-{_token}-{next(_numbers)}"
             try:
-                async with backend.worker(worker_id) as link:
-                    failures = 0
-                    await self._employ(link, task_status)
-                self._num_replaced += 1
-            except SandboxError as error:
-                self._why = str(error)
-                log.warning("%s", error)
-                if task_status is not anyio.TASK_STATUS_IGNORED:
-                    task_status.started()
-                    task_status = anyio.TASK_STATUS_IGNORED
-                await anyio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
+                worker = await self._group.start(self._live, backend)
+            except Exception as error:  # any: a place that is given up is lost for good
+                self._tell_failure(error)
                 failures += 1
-            task_status = anyio.TASK_STATUS_IGNORED
+                worker = None
+            if task_status is not anyio.TASK_STATUS_IGNORED:  # the first has come up, or has not
+                task_status.started()
+                task_status = anyio.TASK_STATUS_IGNORED
+            if worker is not None:
+                await worker.vacant.wait()
+                self._num_replaced += 1
+                failures = 0 if worker.proven else failures + 1
+            if failures:
+                await anyio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
 
-    async def _employ(self, link: Link, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Give the worker calls until it is lost or has run its share."""
-        worker = _Worker(link, self.settings)
+    def _tell_failure(self, error: Exception) -> None:
+        """To the log, but not once for every try while an engine is down."""
+        self._why = str(error)
+        now = time.monotonic()
+        if now < self._quiet_until:
+            self._num_untold += 1
+            return
+        more = f" ({self._num_untold} more since the last line)" if self._num_untold else ""
+        # Only our own errors explain themselves.
+        log.warning("%s%s", error, more, exc_info=not isinstance(error, SandboxError))
+        self._quiet_until, self._num_untold = now + QUIET_S, 0
+
+    async def _live(self, backend: Backend, task_status: anyio.abc.TaskStatus[_Worker]) -> None:
+        """One worker's life. Raises what kept it from starting, and nothing later."""
+        worker_id = f"{os.getpid()}-{_token}-{next(_numbers)}"
+        worker: _Worker | None = None
+        try:
+            async with backend.worker(worker_id) as link:
+                worker = _Worker(link, self.settings)
+                task_status.started(worker)
+                await self._employ(worker)
+        except Exception as error:
+            if worker is None:
+                raise
+            log.warning("worker %s: %r", worker_id, error)
+
+    async def _employ(self, worker: _Worker) -> None:
+        """Give the worker calls until it is lost, or has run its share and keeps no session."""
+        link = worker.link
         link.on_settled = lambda: self._on_settled(worker)
         self._room.workers.append(worker)
-        self._room.serve()
-        self._tell_seats()
-        task_status.started()
         try:
+            self._room.serve()
+            self._tell_seats()
             await self._until_done(worker)
         finally:
             self._room.workers.remove(worker)
             link.lose("the pool closed it")
+            worker.vacant.set()
             self._room.serve()
             self._tell_seats()
 
@@ -254,9 +310,18 @@ class Pool:
             group.start_soon(watch, worker.drained)
 
     def _on_settled(self, worker: _Worker) -> None:
-        if worker.num_left <= 0 and worker.free_seats == worker.num_seats:
-            worker.retiring = True
+        worker.proven = worker.proven or worker.alive
+        if worker.num_left <= 0 and not worker.retiring:
+            self._retire(worker)
         self._room.free(worker)
+
+    def _retire(self, worker: _Worker) -> None:
+        """No more calls. With sessions on it, it steps aside, unless too many have already."""
+        if not worker.num_sessions:
+            worker.retiring = True
+        elif sum(w.aside for w in self._room.workers) < self.settings.workers:
+            worker.retiring = True
+            worker.vacant.set()
 
     def _tell_seats(self) -> None:
         self._seat_freed.set()
@@ -271,7 +336,7 @@ class Pool:
         Cancelling the caller kills the call. Raises ValueError for a timeout that isn't positive.
         """
         message = self._message(code, stdin, timeout_s)
-        result = self._refused(message) or await self._run(message, None)
+        result = self._refused(message, None) or await self._run(message, None)
         self._counts[result.status] += 1
         return result
 
@@ -288,20 +353,21 @@ class Pool:
         finally:
             worker.link.tell({"op": "close", "session": session.id})
             worker.free_seats += 1
+            worker.see_if_drained()
             self._tell_seats()
 
     def stats(self) -> dict[str, Any]:
         """Where the pool stands, for a status page."""
-        workers = [w for w in self._room.workers if not w.link.lost.is_set()]
-        slots = sum(w.num_slots for w in workers)
+        alive = [w for w in self._room.workers if w.alive]
+        workers = [w for w in alive if not w.aside]
         layers = {backend.name: dict(backend.layers) for backend in self._backends}
         return {
             "backend": "+".join(layers),
             "workers": len(workers),
-            "slots": slots,
-            "busy": slots - sum(w.free for w in workers),
+            "slots": sum(w.num_slots for w in workers),
+            "busy": sum(w.num_slots - w.free for w in alive),
             "waiting": len(self._room.waiting),
-            "sessions": sum(w.num_seats - w.free_seats for w in workers),
+            "sessions": sum(w.num_sessions for w in alive),
             "replaced": self._num_replaced,
             "calls": {str(status): count for status, count in self._counts.items() if count},
             "layers": layers[self._backends[-1].name],
@@ -313,50 +379,54 @@ class Pool:
             raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
         return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s}
 
-    def _refused(self, message: dict[str, Any]) -> CallResult | None:
+    def _refused(self, message: dict[str, Any], only: _Worker | None) -> CallResult | None:
         """An answer without a run, where the call can't or mustn't be taken."""
         size = len(message["code"]) + len(message["stdin"])
         if size > self.settings.max_code_bytes:
             why = f"code and stdin have {size} bytes; the most is {self.settings.max_code_bytes}"
             return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, why)
-        if len(self._room.waiting) >= self.settings.max_waiting:
+        full = len(self._room.waiting) >= self.settings.max_waiting
+        if full and self._room.slot_for(only) is None:
             why = f"{self.settings.max_waiting} calls are waiting already"
             return CallResult.failed(next_id(), CallStatus.OVERLOADED, why)
         return None
 
     async def _run(self, message: dict[str, Any], only: _Worker | None) -> CallResult:
-        entered = time.monotonic()
+        queue_s = 0.0
         why = ""
         for attempt in (1, 2):
-            worker = await self._slot(only, entered)
+            entered = time.monotonic()
+            worker = await self._slot(only, self.settings.max_wait_s - queue_s, attempt > 1)
+            queue_s += time.monotonic() - entered
             if worker is None:
                 break
             call_id = message["id"] = next_id()
-            queue_s = time.monotonic() - entered
             reply = await self._answer(worker, message)
             where: dict[str, Any] = {
                 "queue_s": queue_s, "worker_id": worker.link.worker_id, "attempt": attempt
             }  # fmt: skip
-            if reply is not None:
+            if reply is not None and not _runs_again(reply, attempt, only):
                 return CallResult.from_frame(reply, id=call_id, **where)
-            if only is not None and not only.link.lost.is_set():
+            if only is not None and only.alive:
                 raise SessionLost(SESSION_GONE)
             why = f"worker {worker.link.worker_id} was lost: {worker.link.why}"
+            if reply is not None:
+                why = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
             if only is not None:
                 raise SessionLost(why)
         else:
             return CallResult.failed(call_id, CallStatus.SANDBOX_ERROR, why, **where)
-        if only is not None and only.link.lost.is_set():
+        if only is not None and not only.alive:
             raise SessionLost(f"worker {only.link.worker_id} was lost: {only.link.why}")
-        why = f"no slot within {self.settings.max_wait_s:g} s"
-        waited_s = time.monotonic() - entered
-        return CallResult.failed(next_id(), CallStatus.OVERLOADED, why, queue_s=waited_s)
+        why = f"no slot within {self.settings.max_wait_s:g} s" + (f"; {why}" if why else "")
+        return CallResult.failed(
+            next_id(), CallStatus.OVERLOADED, why, queue_s=queue_s, attempt=attempt
+        )
 
-    async def _slot(self, only: _Worker | None, entered: float) -> _Worker | None:
+    async def _slot(self, only: _Worker | None, left_s: float, first: bool) -> _Worker | None:
         """A slot, in turn. None if it took too long or can't come any more."""
-        waiter = self._room.enter(only)
+        waiter = self._room.enter(only, first)
         if not waiter.granted.is_set():
-            left_s = self.settings.max_wait_s - (time.monotonic() - entered)
             try:
                 with anyio.move_on_after(left_s):
                     await waiter.granted.wait()
@@ -370,7 +440,12 @@ class Pool:
     async def _answer(self, worker: _Worker, message: dict[str, Any]) -> dict[str, Any] | None:
         """Send the call and wait for its answer; None if the worker is lost. The slot is freed
         when the worker has answered, also to a call that its caller has given up."""
-        pending: Pending = worker.link.submit(message)
+        try:
+            pending: Pending = worker.link.submit(message)
+        except ProtocolError as error:  # as JSON it is longer than a frame can be
+            worker.link.pending.pop(message["id"], None)
+            self._room.free(worker)
+            return {"status": "sandbox_error", "why": str(error), "attempt": 1}
         try:
             with anyio.move_on_after(message["timeout_s"] + worker.grace_s):
                 await pending.done.wait()
@@ -378,10 +453,18 @@ class Pool:
             if not pending.done.is_set():
                 worker.link.tell({"op": "kill", "id": message["id"]})
                 self._counts[CallStatus.CANCELLED] += 1
+                self._group.start_soon(self._see_killed, worker, pending)
             raise
         if not pending.done.is_set():
             worker.link.lose("it stopped answering")
         return pending.reply
+
+    async def _see_killed(self, worker: _Worker, pending: Pending) -> None:
+        """A call that was given up gives its slot back, or its worker is replaced."""
+        with anyio.move_on_after(worker.grace_s):
+            await pending.done.wait()
+        if not pending.done.is_set():
+            worker.link.lose("it stopped answering")
 
     # -- sessions ---------------------------------------------------------------------------
 
@@ -395,6 +478,13 @@ class Pool:
                     return worker
                 await self._seat_freed.wait()
         raise Overloaded(f"no seat for a session within {self.settings.max_wait_s:g} s")
+
+
+def _runs_again(reply: dict[str, Any], attempt: int, only: _Worker | None) -> bool:
+    """True if the worker itself failed before the program began (say, no process could be
+    forked): then once more, elsewhere. A host has done so already, and says `attempt`."""
+    failed = reply["status"] == CallStatus.SANDBOX_ERROR and "attempt" not in reply
+    return failed and attempt == 1 and only is None
 
 
 class Session:
@@ -417,7 +507,8 @@ class Session:
         async with self._turn:
             if self.lost:
                 raise SessionLost(SESSION_GONE)
-            result = pool._refused(message) or await pool._run(message, self._worker)
+            worker = self._worker
+            result = pool._refused(message, worker) or await pool._run(message, worker)
         pool._counts[result.status] += 1
         return result
 

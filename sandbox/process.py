@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,10 +16,10 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from sandbox.backend import TUNED, next_uid_base, read_profile, read_worker, worker_settings
+from sandbox.backend import TUNED, greeting, next_uid_base, read_boot, read_profile
 from sandbox.errors import SandboxUnavailable
 from sandbox.link import Link, SocketProtocol, wait_ready
-from sandbox.owner import make_dir, reap_dirs
+from sandbox.owner import make_dir, reap_dirs, remove_tree
 from sandbox.settings import PoolSettings
 
 CONFINE = Path(__file__).with_name("confine.py")
@@ -43,7 +42,9 @@ class ProcessBackend:
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
         link = Link(worker_id)
         scratch = await anyio.to_thread.run_sync(make_scratch)
-        protocol = SocketProtocol(link)
+        protocol = SocketProtocol(
+            link, greeting(self._settings, scratch=str(scratch), uid_base=next_uid_base())
+        )
         process: anyio.abc.Process | None = None
         try:
             near, far = socket.socketpair()
@@ -66,19 +67,15 @@ class ProcessBackend:
             with anyio.CancelScope(shield=True):
                 if process is not None:
                     await _see_end(process)
-                await anyio.to_thread.run_sync(shutil.rmtree, scratch, True)
+                await anyio.to_thread.run_sync(remove_tree, scratch)
 
     async def _start(self, far: socket.socket, scratch: Path) -> anyio.abc.Process:
-        spec: dict[str, Any] = worker_settings(
-            self._settings,
-            connect=f"fd:{far.fileno()}",
-            scratch=str(scratch),
-            uid_base=next_uid_base(),
-        )
-        spec |= {
+        spec: dict[str, Any] = {
+            "boot": read_boot(),
+            "connect": f"fd:{far.fileno()}",
+            "scratch": str(scratch),
             "scratch_mib": self._settings.scratch_mib,
             "seccomp": json.loads(read_profile()),
-            "source": read_worker(),
         }
         spec_fd = _memory_file(json.dumps(spec))
         try:

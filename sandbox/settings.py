@@ -27,6 +27,11 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         default_factory=list,
         description="Docker Engines: unix:///path or tcp://host:port. Empty: the local engine.",
     )
+    engine_certs: str = Field(
+        default="",
+        description="Directory of ca.pem, cert.pem and key.pem for engines at tcp://. Empty: as "
+        "Docker's own client, by DOCKER_TLS_VERIFY and DOCKER_CERT_PATH.",
+    )
     hosts: list[str] = Field(
         default_factory=list,
         description="Machines that run `python -m sandbox.serve`: http://host:port. With hosts, "

@@ -18,11 +18,14 @@ A small call costs what its page faults cost: every page that a child writes to 
 Python object's reference count is a write. So the zygote does once what can be done once, makes
 what it has loaded immortal, and rehearses a call before the first fork.
 
-    spec.py    what the supervisor asked for     front.py   the loop of pid 1
-    wire.py    what the three say to each other  forked.py  what it holds of one child
-    kernel.py  system calls and /proc            zygote.py  forks     warm.py  what it loads
-                                                 child.py   the call
+    boot.py    the start: takes all else from the supervisor
+    front.py   the loop of pid 1       forked.py  what it holds of one child
+                                       lanes.py   killing and cleaning
+    zygote.py  forks                   warm.py    what it loads and prepares
+    child.py   the call
+    spec.py    what the supervisor asked for
+    wire.py    what front, zygote and child say to each other
+    kernel.py  system calls and /proc
 
-The sources travel to the worker with its start (sandbox/backend.py): nothing of ours is in the
-image, and no stale copy is ever run.
+The sources travel over the connection: nothing of ours is in the image, and no stale copy is run.
 """

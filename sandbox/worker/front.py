@@ -19,23 +19,16 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from sandbox.worker.forked import Call, Forked, Output, honest_error, split_status
 from sandbox.worker.kernel import (
-    CAP_SETGID,
-    CAP_SETUID,
-    PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
-    children_of,
     count_oom_kills,
-    descendants,
-    fit_uid_base,
-    has_cap,
     prctl,
-    remove_below,
 )
+from sandbox.worker.lanes import Lanes
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import (
     FORK,
@@ -54,11 +47,15 @@ TOP_UP_DELAY_S = 0.002
 
 
 class Front:
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, read_control: int, write_control: int) -> None:
         self.spec = spec
+        self.lanes = Lanes(spec)
+        self.read_control, self.write_control = read_control, write_control
+        for fd in {read_control, write_control}:
+            os.set_inheritable(fd, False)
+            os.set_blocking(fd, False)
         self.epoll = select.epoll()
         self.handlers: dict[int, Callable[[int], None]] = {}  # told which events
-        self.free = deque(range(spec.num_lanes))
         self.children: dict[int, Forked] = {}  # by lane
         self.ready: list[deque[Forked]] = [deque() for _ in spec.levels]
         self.calls: dict[int, Forked] = {}
@@ -67,57 +64,19 @@ class Front:
         self.deadlines: list[tuple[float, int, Call]] = []
         self.serial = itertools.count()
         self.zygotes: list[socket.socket] = []
-        self.zygote_pids: set[int] = set()
-        self.cleaners: dict[int, int] = {}  # pid to lane
         self.inbox = bytearray()
         self.outbox = bytearray()
-        self.patterns = [
-            re.compile("|".join(rf"\b{m}\b" for m in modules) or r"(?!)") for modules in spec.levels
-        ]
-        self.read_control, self.write_control = -1, -1
+        # By level: the last of its modules, as code would name it.
+        self.names = [re.compile(rf"\b{m[-1]}\b" if m else "") for m in spec.levels]
         self.oom_kills = count_oom_kills()
         self.top_up_at = 0.0  # when to fork again ahead of calls; 0: not needed
 
     # -- starting ---------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        kind, _, where = self.spec.connect.partition(":")
-        if kind == "fd":
-            self.read_control = self.write_control = int(where)
-        elif kind == "unix":
-            link = socket.socket(socket.AF_UNIX)
-            link.connect(where)
-            self.read_control = self.write_control = link.detach()
-        else:  # the container's own standard streams
-            self.read_control, self.write_control = os.dup(0), os.dup(1)
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, 0)
-            os.dup2(null, 1)
-            os.close(null)
-        for fd in {self.read_control, self.write_control}:
-            os.set_inheritable(fd, False)
-            os.set_blocking(fd, False)
-
-    def choose_kill(self) -> None:
-        """How everything of a call dies: by its uid, with its pid namespace, or by tree walk."""
-        spec = self.spec
-        if spec.kill_by == "auto":
-            by_uid = spec.uid_base is not None and has_cap(CAP_SETUID) and has_cap(CAP_SETGID)
-            spec.kill_by = "uid" if by_uid else "tree"
-        if spec.kill_by == "uid":
-            spec.uid_base = fit_uid_base(spec.uid_base or 0, spec.num_lanes)
-        if spec.kill_by == "tree":
-            prctl(PR_SET_CHILD_SUBREAPER, 1)
-
     def start(self) -> None:
         os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         prctl(PR_SET_DUMPABLE, 0)
-        self.choose_kill()
-        for lane in range(self.spec.num_lanes):
-            with self.as_lane(lane):
-                os.mkdir(self.spec.lane_dir(lane), 0o700)
-        if self.spec.kill_by == "uid":
-            os.chmod(self.spec.scratch, 0o711)  # calls see their own directory only
+        self.lanes.make()
         self.start_zygotes()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -151,7 +110,7 @@ class Front:
                     os._exit(1)
             far.close()
             self.zygotes.append(near)
-            self.zygote_pids.add(pid)
+            self.lanes.ours.add(pid)
             waiting.append(near)
         for near in waiting:  # warming: seconds where modules are large
             if not near.recv(NEWS.size):
@@ -166,19 +125,6 @@ class Front:
             os.close(fd)
         for near in self.zygotes:
             near.close()
-
-    @contextlib.contextmanager
-    def as_lane(self, lane: int) -> Iterator[None]:
-        """Act as the lane's uid, with 0 saved; as pid 1 we are deaf to the lane's signals."""
-        if self.spec.kill_by != "uid":
-            yield
-            return
-        uid = self.spec.lane_uid(lane)
-        os.setresuid(uid, uid, 0)
-        try:
-            yield
-        finally:
-            os.setresuid(0, 0, 0)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -274,22 +220,17 @@ class Front:
 
     def shut_down(self) -> None:
         for lane, child in list(self.children.items()):
-            self.kill(child)
-            with contextlib.suppress(OSError), self.as_lane(lane):
-                remove_below(self.spec.lane_dir(lane))
+            self.lanes.abandon(lane, child.pid)
         if self.spec.kill_by == "tree":
-            self.kill_strays()
+            self.lanes.kill_strays()
         os._exit(0)
 
     # -- calls ------------------------------------------------------------------------------
 
     def level_for(self, code: str) -> int:
         """The richest zygote whose modules the code names; the bare one for the rest."""
-        for level in range(len(self.patterns) - 1, 0, -1):
-            *_, last = self.spec.levels[level]
-            if re.search(rf"\b{last}\b", code):
-                return level
-        return 0
+        levels = reversed(range(len(self.names)))
+        return next((level for level in levels if self.names[level].search(code)), 0)
 
     def start_queued(self) -> None:
         while self.queue:
@@ -301,11 +242,12 @@ class Front:
             self.begin(child, call)
 
     def child_for(self, call: Call) -> Forked | None:
-        if call.session is not None and call.session in self.sessions:
-            return self.sessions[call.session]
-        level = len(self.spec.levels) - 1 if call.session is not None else None
-        if level is None:
+        if call.session is None:
             level = self.level_for(call.code)
+        elif call.session in self.sessions:
+            return self.sessions[call.session]
+        else:  # its later cells may name anything
+            level = len(self.names) - 1
         if self.ready[level]:
             return self.ready[level].popleft()
         return self.spawn(level)
@@ -326,7 +268,8 @@ class Front:
             call.verdict = "sandbox_error"
             child.doomed = True
             if error.errno == errno.EMSGSIZE:
-                self.kill(child)
+                self.lanes.kill(child.lane, child.pid)
+        call.code, call.job = "", b""  # `deadlines` holds it until its time would be up
         # The next fork waits: at once it would take the processor from the call just sent.
         self.top_up_at = self.top_up_at or call.started + TOP_UP_DELAY_S
 
@@ -341,9 +284,9 @@ class Front:
                 ready.append(child)
 
     def spawn(self, level: int) -> Forked | None:
-        if not self.free:
+        if not self.lanes.free:
             return None
-        lane = self.free.popleft()
+        lane = self.lanes.free.popleft()
         child = Forked(lane, level, self.spec.keep_bytes)
         self.children[lane] = child
         socket.send_fds(self.zygotes[level], [FORK.pack(lane)], child.far_fds())
@@ -373,49 +316,7 @@ class Front:
         if child.call is not None and child.call.verdict is None:
             child.call.verdict = verdict
         child.doomed = True
-        self.kill(child)
-
-    def kill(self, child: Forked) -> None:
-        kill_by = self.spec.kill_by
-        if kill_by == "uid":
-            self.kill_uid(child.lane)
-        elif child.pid is not None:
-            with contextlib.suppress(OSError):  # its whole group at one stroke, where it stayed
-                os.killpg(child.pid, signal.SIGKILL)
-            victims = descendants(child.pid) if kill_by == "tree" else []
-            for pid in [child.pid, *victims]:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def kill_uid(self, lane: int) -> None:
-        """Kill all that runs as the lane's uid, at one stroke: no fork bomb outruns it."""
-        if os.getpid() == 1:
-            with self.as_lane(lane), contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)
-            return
-        pid = os.fork()  # the lane could strike back at us, not being pid 1
-        if pid:
-            os.waitpid(pid, 0)
-            return
-        uid = self.spec.lane_uid(lane)
-        with contextlib.suppress(OSError):
-            os.setresuid(uid, uid, uid)
-            os.kill(-1, signal.SIGKILL)
-        os._exit(0)
-
-    def kill_strays(self) -> None:
-        """Tree walk only: whatever was orphaned has become our child, and is none of ours."""
-        for _ in range(64):
-            strays = children_of(os.getpid()) - self.zygote_pids - set(self.cleaners)
-            if not strays:
-                return
-            for pid in strays:
-                for victim in [pid, *descendants(pid)]:
-                    with contextlib.suppress(OSError):
-                        os.kill(victim, signal.SIGKILL)
-            with contextlib.suppress(OSError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+        self.lanes.kill(child.lane, child.pid)
 
     # -- news of children -------------------------------------------------------------------
 
@@ -432,7 +333,7 @@ class Front:
             if kind == NEWS_FORKED:
                 child.pid = value
                 if child.doomed:
-                    self.kill(child)
+                    self.lanes.kill(child.lane, child.pid)
             elif kind == NEWS_EXITED:
                 self.on_exit(child, value, cpu_s, max_rss)
             else:
@@ -440,10 +341,7 @@ class Front:
 
     def on_exit(self, child: Forked, status: int, cpu_s: float, max_rss: int) -> None:
         ended = time.monotonic()
-        if self.spec.kill_by == "uid":
-            self.kill(child)
-        elif self.spec.kill_by == "tree":
-            self.kill_strays()
+        self.lanes.kill_rest(child.lane)
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
         elif child in self.ready[child.level]:
@@ -478,7 +376,7 @@ class Front:
         if child.session is not None:
             self.sessions.pop(child.session, None)
             self.send({"op": "session_lost", "session": child.session})
-        self.clean(child.lane)
+        self.lanes.clean(child.lane)
 
     def answer(
         self, child: Forked, ended: float, status: int | None, cpu_s: float, max_rss: int
@@ -517,6 +415,11 @@ class Front:
             }
         )
 
+    def on_sigchld(self, wake: int) -> None:
+        os.read(wake, 4096)
+        if self.lanes.reap():
+            self.start_queued()
+
     def answer_unstarted(self, call: Call, status: str, why: str = "") -> None:
         self.send({"op": "done", "id": call.id, "status": status, "why": why})
 
@@ -537,46 +440,6 @@ class Front:
             return "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
 
-    # -- cleaning ---------------------------------------------------------------------------
-
-    def clean(self, lane: int) -> None:
-        """Free the lane, after a helper has emptied its directory if anything was left there."""
-        path = self.spec.lane_dir(lane)
-        try:
-            with self.as_lane(lane), os.scandir(path) as entries:
-                dirty = next(entries, None) is not None
-        except OSError:  # the call took its own access away
-            dirty = True
-        if not dirty:
-            self.free.append(lane)
-            return
-        pid = os.fork()
-        if pid:
-            self.cleaners[pid] = lane
-            return
-        try:
-            if self.spec.kill_by == "uid":
-                uid = self.spec.lane_uid(lane)
-                os.setresuid(uid, uid, uid)
-            os.chmod(path, 0o700)
-            remove_below(path)
-        finally:
-            os._exit(0)
-
-    def on_sigchld(self, wake: int) -> None:
-        os.read(wake, 4096)
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            lane = self.cleaners.pop(pid, None)
-            if lane is not None:
-                self.free.append(lane)
-                self.start_queued()
-
 
 def keep_low_fds(far: socket.socket) -> socket.socket:
     """Occupy the numbers that a child uses, so that what a zygote receives lies above them."""
@@ -589,10 +452,10 @@ def keep_low_fds(far: socket.socket) -> socket.socket:
     return moved
 
 
-def main(given: dict[str, Any]) -> None:
-    """Run a worker until its supervisor goes; `given` as spec.py has it."""
-    front = Front(Spec(given))
-    front.connect()
+def main(given: dict[str, Any], read_control: int, write_control: int) -> None:
+    """Run a worker until its supervisor goes. `given` as spec.py has it; then the descriptors of
+    the supervisor's connection, and we are called by boot.py."""
+    front = Front(Spec(given), read_control, write_control)
     try:
         front.start()
         front.run()

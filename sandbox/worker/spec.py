@@ -11,7 +11,6 @@ class Spec:
     """The settings of a worker, as given (a JSON object); sandbox/backend.py has their sources."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        self.connect: str = given["connect"]
         self.scratch: str = given["scratch"]
         self.levels: list[list[str]] = given.get("levels", [[]])
         self.slots: int = given.get("slots", 4)

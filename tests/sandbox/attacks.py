@@ -1,7 +1,8 @@
 """What hostile or clumsy programs do, and what must come of it: one table for both forms.
 
-Each row is checked against the answer, and then a harmless call must still work. `walls` names
-what a row relies on beyond a process of its own: "uid" (one per call) or "cgroup".
+Each row is checked against the answer, and then by a harmless call (`AFTER`), which must find
+nothing of it. `wall` names what a row relies on beyond a process of its own: "uid" (one per call),
+"cgroup", "spaces" (namespaces) or "filter" (system calls).
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from sandbox import CallResult, CallStatus
+import anyio
+import orjson
+
+from sandbox import CallResult, CallStatus, Pool
 
 OK, ERROR, TIMEOUT = CallStatus.OK, CallStatus.ERROR, CallStatus.TIMEOUT
 OOM, KILLED, FLOOD = CallStatus.OOM, CallStatus.KILLED, CallStatus.OUTPUT_LIMIT
@@ -22,7 +26,7 @@ class Attack:
     statuses: tuple[CallStatus, ...]
     check: Callable[[CallResult], bool] = lambda result: True
     timeout_s: float = 1.0
-    within_s: float = 2.5  # measured by the worker, after the wait
+    within_s: float = 2.5  # beyond timeout_s, measured by the worker
     wall: str = ""
 
 
@@ -66,26 +70,222 @@ for where in ("127.0.0.1", "169.254.169.254", "172.17.0.1", "192.0.2.1"):
 
 PEEK = """
 import os
-for path in ("environ", "mem", "fd/0", "fd/5", "maps", "cwd/x", "root/etc/hostname"):
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        if pid != os.readlink("/proc/self"):
-            try:
-                with open(f"/proc/{pid}/{path}", "rb") as f:
-                    f.read(1)
+fds = [f"fd/{n}" for n in range(40)]
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    if pid == os.readlink("/proc/self"):
+        continue
+    for path in ("environ", "mem", "maps", "auxv", "stack", "syscall", "cwd", "root", "exe", *fds):
+        try:
+            fd = os.open(f"/proc/{pid}/{path}", os.O_RDONLY)
+            if os.read(fd, 1):  # a zombie's can be opened, and are empty
                 print(pid, path)
-            except OSError:
-                pass
+        except OSError:
+            pass
+        try:
+            os.open(f"/proc/{pid}/{path}", os.O_WRONLY)
+            print(pid, path, "to write")
+        except OSError:
+            pass
 """
 
 KILLS = """
 import os, signal
-for pid in [*range(1, 40), -1, 0][:-1]:
-    if pid != os.getpid():
+pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+for pid in {*pids, *range(1, 40)} - {os.getpid()}:
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL, 0):
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
+            print(pid, number)
         except OSError:
             pass
+        try:
+            signal.pidfd_send_signal(os.pidfd_open(pid), number)
+            print(pid, number, "by descriptor")
+        except OSError:
+            pass
+try:
+    os.kill(-1, signal.SIGKILL)
+except ProcessLookupError:
+    pass
 print("alive")
+"""
+
+# Number, then arguments for which it would do something. Each must be refused (EPERM or ENOSYS).
+MORE_SYSCALLS = """
+import ctypes
+lib = ctypes.CDLL(None, use_errno=True)
+lib.syscall.argtypes = [ctypes.c_long] * 7
+calls = dict(
+    mount=(165,), umount2=(166,), pivot_root=(155,), chroot=(161,), setns=(308,),
+    unshare_files=(272, 0x400), unshare_net=(272, 0x40000000), unshare_pid=(272, 0x20000000),
+    clone_user=(56, 0x10000011), clone_net=(56, 0x40000011), clone3=(435,),
+    init_module=(175,), finit_module=(313,), kexec_load=(246,), reboot=(169,), swapon=(167,),
+    sethostname=(170,), settimeofday=(164,), clock_settime=(227,), adjtimex=(159,), acct=(163,),
+    open_by_handle_at=(304,), name_to_handle_at=(303,), fanotify_init=(300,), syslog=(103,),
+    process_vm_writev=(311,), pidfd_getfd=(438,), process_madvise=(440,), kcmp=(312,),
+    move_pages=(279,), migrate_pages=(256,), ioperm=(173,), iopl=(172,), modify_ldt=(154,),
+    shmget=(29, 0, 4096, 0o1666), semget=(64, 0, 1, 0o1666), msgget=(68, 0, 0o1666),
+    mq_open=(240,), request_key=(249,), io_uring_enter=(426,), io_uring_register=(427,),
+    bind=(49,), listen=(50,), accept=(43,), accept4=(288,), quotactl=(179,), nfsservctl=(180,),
+    open_tree=(428,), move_mount=(429,), fsopen=(430,), fsmount=(432,), mount_setattr=(442,),
+    memfd_secret=(447,), flock=(73,), personality=(135, 0x40000),
+    sched_setscheduler=(144,), vhangup=(153,),
+)
+for name, (number, *given) in calls.items():
+    done = lib.syscall(number, *given, *[0] * (6 - len(given)))
+    if done >= 0 or ctypes.get_errno() not in (1, 38):
+        print(name, done, ctypes.get_errno())
+"""
+
+# getpid by the gate of 32-bit programs: a filter for one architecture alone would not see it.
+I386 = """
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20; int 0x80; ret
+address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+print("called", ctypes.CFUNCTYPE(ctypes.c_int)(address)(), flush=True)
+"""
+
+# Datagram sockets get names without bind(): by sending, or (SO_PASSCRED) by connecting.
+MEETING = """
+import socket
+for family, kind in ((1, 2), (1, 5), (2, 2), (10, 2), (2, 3)):
+    try:
+        socket.socket(family, kind)
+        print(family, kind)
+    except PermissionError:
+        pass
+for kind in (2, 3):
+    try:
+        socket.socketpair(1, kind)
+        print("pair", kind)
+    except (PermissionError, OSError):
+        pass
+with socket.socket(socket.AF_UNIX) as s:
+    try:
+        s.bind("\\0meet")
+        print("bound")
+    except PermissionError:
+        pass
+a, b = socket.socketpair()
+a.send(b"x")
+assert b.recv(1) == b"x"
+"""
+
+X32 = """
+import ctypes
+lib = ctypes.CDLL(None, use_errno=True)
+if lib.syscall(0x40000000 | 39) >= 0:
+    print("answered")
+"""
+
+LIMITS = """
+import os, resource
+for name in ("NPROC", "AS", "FSIZE", "NOFILE", "CORE", "MEMLOCK", "MSGQUEUE", "SIGPENDING"):
+    which = getattr(resource, f"RLIMIT_{name}", {"MSGQUEUE": 12, "SIGPENDING": 11}.get(name))
+    soft, hard = resource.getrlimit(which)
+    if hard == resource.RLIM_INFINITY or soft > hard:
+        print(name, soft, hard)
+    for more in (hard + 1, resource.RLIM_INFINITY):
+        try:
+            resource.setrlimit(which, (hard, more))
+            print(name, "raised")
+        except (OSError, ValueError):
+            pass
+try:
+    os.nice(-5)
+    print("priority")
+except OSError:
+    pass
+"""
+
+KERNEL_FILES = """
+import os
+names = ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/sys/vm/drop_caches",
+         "/sys/kernel/profiling",
+         "/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory.max",
+         "/sys/fs/cgroup/cgroup.procs", "/dev/mem", "/dev/kmsg", "/dev/sda", "/dev/vda",
+         "/dev/fuse", "/dev/kvm", "/proc/kcore", "/proc/kmsg", "/var/run/docker.sock")
+for name in names:
+    for mode in (os.O_WRONLY, os.O_RDWR):
+        try:
+            os.close(os.open(name, mode))
+            print(name)
+        except OSError:
+            pass
+"""
+
+PRIVILEGES = """
+import os
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(status["NoNewPrivs"].strip(), status["Seccomp"].strip(), int(status["CapEff"], 16),
+      int(status["CapPrm"], 16), int(status["CapInh"], 16), int(status["CapAmb"], 16))
+for become in (os.setuid, os.setgid, os.seteuid, os.setegid):
+    try:
+        become(0)
+        if os.getuid() == 0 and open("/proc/self/uid_map").read().split()[1] == "0":
+            print("root")
+    except OSError:
+        pass
+"""
+
+# What a call tells of itself lies in memory that it shares with the worker: it may write anything.
+FORGED = """
+import ctypes, json, os, struct
+for line in open("/proc/self/maps"):
+    if "memfd:report" in line or "memfd:" in line:
+        first, last = (int(x, 16) for x in line.split()[0].split("-"))
+        try:  # to shrink it under the worker's hands
+            os.truncate(f"/proc/self/map_files/{first:x}-{last:x}", 0)
+            print("shrunk")
+        except OSError:
+            pass
+        said = json.dumps({"result": 5, "error": {"type": [], "line": 1e999}, "exit_code": "x",
+                           "status": "ok", "op": "done", "id": 1}).encode()
+        data = struct.pack("<qi", -1, len(said)) + said
+        ctypes.memmove(first, data, len(data))
+print("forged", flush=True)
+os._exit(3)
+"""
+
+GARBAGE = """
+import ctypes, os
+for line in open("/proc/self/maps"):
+    if "memfd:" in line:
+        first, last = (int(x, 16) for x in line.split()[0].split("-"))
+        ctypes.memset(first, 0xFF, last - first)
+print("garbage", flush=True)
+os._exit(0)
+"""
+
+STUBBORN_WRITER = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        os.write(1, b"x" * 1000)
+print("parent", flush=True)
+os._exit(0)
+"""
+
+HELD_LOCK = """
+import fcntl, os, time
+if os.fork() == 0:
+    os.setsid()
+    f = open("/dev/zero", "w")
+    fcntl.lockf(f, fcntl.LOCK_EX)
+    os.write(1, b"locked")
+    time.sleep(600)
+time.sleep(0.2)
+"""
+
+MEMORY_FILES = """
+import os
+files = []
+while True:
+    files.append(os.memfd_create("x"))
+    for _ in range(30):
+        os.write(files[-1], bytes(1_000_000))
 """
 
 IGNORES = """
@@ -138,6 +338,37 @@ for _ in range(8):
 time.sleep(60)
 """
 
+# The next call: it sees an empty directory, no process of the last one's and no lock that it held.
+AFTER = """
+import fcntl, os
+lock = "free"
+try:
+    with open("/dev/zero", "w") as f:
+        fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    lock = "held"
+print(6 * 7, os.listdir("."), sum(name.isdigit() for name in os.listdir("/proc")), lock)
+"""
+
+
+async def check_after(pool: Pool, num_processes: int | None) -> None:
+    """`num_processes`: as many as a call saw before; None where it sees the machine's own."""
+    for _ in range(50):
+        result = await pool.run(AFTER)
+        assert result.ok, result
+        number, files, seen, lock = result.stdout.split()
+        assert (number, files) == ("42", "[]")
+        # Children forked ahead come and go, and what was killed takes a moment to be gone.
+        if lock == "free" and (num_processes is None or int(seen) < num_processes + 8):
+            return
+        await anyio.sleep(0.1)
+    raise AssertionError(f"{seen} processes are left of {num_processes}, the lock is {lock}")
+
+
+def num_seen(result: CallResult) -> int:
+    return int(result.stdout.split()[2])
+
+
 ATTACKS = [
     Attack(
         "fork bomb",
@@ -165,6 +396,7 @@ ATTACKS = [
         "for i in range(100):\n  with open(str(i), 'wb') as f: f.write(b'0' * 10**7)",
         (ERROR,),
         says("No space left"),
+        timeout_s=4,
     ),
     Attack(
         "no inodes",
@@ -177,9 +409,27 @@ ATTACKS = [
     Attack("other processes", PEEK, (OK,), prints("")),
     Attack("kill everybody", KILLS, (OK,), prints("alive"), wall="uid"),
     Attack("kill the group", "import os; os.kill(0, 9)", (KILLED, OK)),
+    Attack("stop itself", "import os; os.kill(0, 19)", (TIMEOUT, OK)),
     Attack("become root", "import os; os.setuid(0)", (ERROR,), wall="uid"),
-    Attack("system calls", SYSCALLS, (OK,), prints("")),
-    Attack("sockets", SOCKETS, (OK,), prints("")),
+    Attack("privileges", PRIVILEGES, (OK,), prints("1 2 0 0 0 0"), wall="filter"),
+    Attack("limits", LIMITS, (OK,), prints("")),
+    Attack(
+        "the worker's priority",
+        "import os\nfor way in ('os.setpriority(os.PRIO_PROCESS, 1, 5)',\n"
+        '            \'open("/proc/1/oom_score_adj", "w")\'):\n'
+        "  try: exec(way); print(way)\n"
+        "  except OSError: pass",
+        (OK,),
+        prints(""),
+        wall="uid",
+    ),
+    Attack("files of the kernel", KERNEL_FILES, (OK,), prints(""), wall="spaces"),
+    Attack("system calls", SYSCALLS, (OK,), prints(""), wall="filter"),
+    Attack("more system calls", MORE_SYSCALLS, (OK,), prints(""), wall="filter"),
+    Attack("32-bit system calls", I386, (KILLED,), prints(""), wall="filter"),
+    Attack("x32 system calls", X32, (OK, KILLED), prints(""), wall="filter"),
+    Attack("sockets", SOCKETS, (OK,), prints(""), wall="spaces"),
+    Attack("sockets to meet at", MEETING, (OK,), prints(""), wall="filter"),
     Attack("environment", "import os; print(*os.environ)", (OK,), prints("PATH")),
     Attack(
         "descriptors",
@@ -187,12 +437,13 @@ ATTACKS = [
         (OK,),
         prints("[]"),
     ),
-    Attack("flood", "while True: print('x' * 10_000)", (FLOOD,), within_s=0.5),
+    Attack("flood", "while True: print('x' * 10_000)", (FLOOD,), timeout_s=10, within_s=-9),
     Attack(
         "a gigabyte",
         "import os\nfor _ in range(1000): os.write(1, b'x' * 10**6)",
         (FLOOD,),
-        within_s=0.5,
+        timeout_s=10,
+        within_s=-9,
     ),
     Attack(
         "closed stdout", "import os; print('hi'); os.close(1); print('no')", (ERROR,), prints("hi")
@@ -216,7 +467,18 @@ ATTACKS = [
     Attack("recursion", "def f(): f()\nf()", (ERROR,), says("RecursionError")),
     Attack("200,000 terms", "+".join("1" * 200_000), (ERROR, KILLED, OOM, OK), timeout_s=4),
     Attack("parentheses", "(" * 5000 + ")" * 5000, (ERROR, KILLED)),
-    Attack("daemons", DAEMONS, (OK,), prints("parent"), within_s=1),
+    # Returns once its own process has: nobody waits for the twenty that hold the pipes.
+    Attack("daemons", DAEMONS, (OK,), prints("parent"), timeout_s=10, within_s=-8),
+    Attack(
+        "a daemon that writes on",
+        STUBBORN_WRITER,
+        (OK, FLOOD),
+        lambda r: "parent" in r.stdout or r.truncated,
+        timeout_s=10,
+        within_s=-8,
+    ),
+    Attack("a lock that a daemon holds", HELD_LOCK, (OK,), prints("locked")),
+    Attack("memory in files", MEMORY_FILES, (OOM, KILLED, TIMEOUT), within_s=4, wall="cgroup"),
     Attack(
         "zombies",
         "import os\nfor _ in range(20):\n  if os.fork() == 0: os._exit(0)\nprint(1)",
@@ -227,9 +489,21 @@ ATTACKS = [
         "bytes that are no text",
         "import os; os.write(1, bytes(range(256))); print('\\ud800')\n'\\ud800'",
         (OK,),
-        lambda r: r.stdout_bytes >= 258 and r.stdout.startswith("\x00\x01"),
+        lambda r: (
+            r.stdout_bytes >= 258
+            and r.stdout.startswith("\x00\x01")
+            and bool(orjson.dumps(dataclasses.asdict(r)))
+        ),
     ),
     Attack("links and closed directories", LINKS, (OK,), prints("left")),
+    Attack("closed descriptors", "import os; os.closerange(0, 300)", (OK, ERROR)),
+    Attack(
+        "forged memory",
+        FORGED,
+        (ERROR,),
+        lambda r: (r.stdout, r.exit_code, r.result) == ("forged\n", 3, None),
+    ),
+    Attack("garbage in memory", GARBAGE, (OK,), prints("garbage")),
     Attack("forged report", 'import sys; print(\'{"op": "done"}\'); sys.exit(3)', (ERROR,)),
     Attack(
         "hostile exception",
@@ -237,3 +511,86 @@ ATTACKS = [
         (ERROR,),
     ),
 ]
+
+
+KEEPER = """
+import ctypes, os, time
+secret = ctypes.create_string_buffer(b"s3cret")
+open("secret", "w").write("s3cret"); os.chmod("secret", 0o777)
+time.sleep(1.5)
+"""
+
+SEEKER = """
+import ctypes, os, signal
+lib = ctypes.CDLL(None, use_errno=True)
+own = {os.getpid(), int(os.readlink("/proc/self"))}
+for pid in {int(name) for name in os.listdir("/proc") if name.isdigit()} - own:
+    for number in (0, signal.SIGCONT, signal.SIGKILL):
+        try:
+            os.kill(pid, number)
+            print("signal", pid)
+        except OSError:
+            pass
+    for trace in (16, 0x4206):  # PTRACE_ATTACH, PTRACE_SEIZE
+        if lib.ptrace(trace, pid, 0, 0) >= 0:
+            print("trace", pid)
+    for path in ("mem", "environ", "maps", "fd/1", "cwd/secret", "root/etc/passwd"):
+        try:
+            if os.read(os.open(f"/proc/{pid}/{path}", os.O_RDONLY), 1):
+                print(pid, path)
+        except OSError:
+            pass
+home = os.getcwd()
+top = os.path.dirname(home)
+for name in map(str, range(200)):
+    path = f"{top}/{name}"
+    if path != home:
+        for attempt in (lambda: os.listdir(path), lambda: open(f"{path}/secret").read(),
+                        lambda: open(f"{path}/planted", "w"), lambda: os.chdir(path)):
+            try:
+                print(path, attempt())
+            except OSError:
+                pass
+"""
+
+
+async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
+    """One call holds a secret in memory and on disk; others beside it look for both. Files are
+    apart where each call has a uid."""
+    found: list[str] = []
+    kept: list[CallResult] = []
+
+    async def keep() -> None:
+        kept.append(await pool.run(KEEPER))
+
+    async def seek() -> None:
+        result = await pool.run(SEEKER)
+        assert result.ok, result
+        lines = result.stdout.splitlines()
+        found.extend(line for line in lines if files_apart or not line.startswith("/"))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(keep)
+        for _ in range(3):
+            group.start_soon(seek)
+    assert found == []
+    assert kept[0].ok, kept
+
+
+async def check_that_the_next_finds_nothing(pool: Pool) -> None:
+    """In a pool whose few directories are used in turn."""
+    left = [
+        "import os\nfor n in range(50): open(f'.f{n}', 'w').write('x')",
+        "import os\nos.symlink('/', 'r'); os.symlink('/etc/passwd', 'p'); os.symlink('.', 'd')",
+        "import os\nos.makedirs('a/b/c/d'); open('a/b/f', 'w'); os.link('a/b/f', 'hard')\n"
+        "os.chmod('a/b', 0); os.chmod('a', 0); os.chmod('.', 0)",
+        "import os\nfor _ in range(60): os.mkdir('d'); os.chdir('d')",
+        "import os, time\nif os.fork() == 0:\n  os.setsid()\n"
+        "  while True:\n    open(str(time.time()), 'w').close()\ntime.sleep(0.1)",
+        "open('x' * 255, 'w').close(); open('\\n\\t', 'w').close()",
+    ]
+    for code in left:
+        result = await pool.run(code)
+        assert result.ok, result
+        for _ in range(6):  # more than the worker has directories
+            await check_after(pool, None)

@@ -12,7 +12,9 @@ from sandbox import Pool, PoolSettings
 BARE = PoolSettings(backend="process", workers=1, preload=[])
 
 
-@pytest.fixture(scope="session")
+# Of a module, not of the session: an async fixture keeps its event loop open for as long as it
+# lives, and anyio.run() would refuse to start another in the tests that come after.
+@pytest.fixture(scope="module")
 async def pool(anyio_backend: str) -> AsyncIterator[Pool]:
     async with Pool(BARE) as pool:
         yield pool

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 import sandbox
 from sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable, SessionLost
+from sandbox.link import Link
+from sandbox.process import ProcessBackend
 from tests.sandbox.conftest import BARE
 
 pytestmark = pytest.mark.anyio
@@ -230,6 +235,141 @@ async def test_a_worker_is_recycled() -> None:
     assert all(workers)
 
 
+async def test_without_a_waiting_room_free_slots_still_serve() -> None:
+    async with Pool(BARE.model_copy(update={"slots_per_worker": 1, "max_waiting": 0})) as pool:
+        assert (await pool.run("1")).ok
+        async with anyio.create_task_group() as group:
+            group.start_soon(pool.run, FOREVER, "", 600)
+            await wait_until(lambda: pool.stats()["busy"] == 1)
+            assert (await pool.run("1")).status is CallStatus.OVERLOADED
+            group.cancel_scope.cancel()
+        await wait_until(lambda: pool.stats()["busy"] == 0)
+        async with pool.session() as session:
+            assert (await session.run("2")).ok
+
+
+async def test_a_worker_is_recycled_beside_a_session_that_lives_on() -> None:
+    """However many calls pass: a session of an hour is one that outlives its worker's share."""
+    async with Pool(BARE.model_copy(update={"recycle_after": 3})) as pool:
+        async with pool.session() as session:
+            first = (await session.run("x = 41")).worker_id
+            workers = {(await pool.run("1")).worker_id for _ in range(20)}
+            assert len(workers - {first}) >= 5
+            assert (await session.run("x + 1")).result == "42"
+            await wait_until(lambda: pool.stats()["workers"] == 1)
+            assert (pool.stats()["slots"], pool.stats()["sessions"]) == (4, 1)
+        await wait_until(lambda: [w.link.worker_id for w in pool._room.workers] != [first])
+        await wait_until(lambda: len(pool._room.workers) == 1)
+        assert (await pool.run("1")).ok
+
+
+async def test_workers_that_are_kept_for_their_sessions_are_bounded() -> None:
+    settings = BARE.model_copy(update={"recycle_after": 2})
+    async with Pool(settings) as pool, contextlib.AsyncExitStack() as stack:
+        sessions = []
+        for n in range(4):
+            session = await stack.enter_async_context(pool.session())
+            assert (await session.run(f"x = {n}")).ok
+            sessions.append(session)
+            for _ in range(5):
+                assert (await pool.run("1")).ok
+        await wait_until(lambda: pool.stats()["workers"] == settings.workers)
+        assert len(pool._room.workers) == 2 * settings.workers
+        assert [(await s.run("x")).result for s in sessions] == ["0", "1", "2", "3"]
+
+
+class Breaking:
+    """A backend whose first workers fail in a way that no backend should."""
+
+    name = "breaking"
+    layers: Mapping[str, str] = {}
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self._failures = failures
+        self._backend = ProcessBackend(BARE)
+
+    @contextlib.asynccontextmanager
+    async def worker(self, worker_id: str) -> AsyncIterator[Link]:
+        if self._failures:
+            raise self._failures.pop()
+        async with self._backend.worker(worker_id) as link:
+            yield link
+
+
+async def test_whatever_keeps_a_worker_from_starting_its_place_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: list[Exception] = [
+        ExceptionGroup("group", [SandboxUnavailable("wrapped")]), AssertionError("theirs"),
+    ]  # fmt: skip
+    broken = Breaking(failures)
+
+    async def choose(pool: Pool, stack: object) -> list[Any]:
+        return [ProcessBackend(BARE), broken]
+
+    monkeypatch.setattr(Pool, "_choose_backends", choose)
+    async with Pool(BARE) as pool:
+        await wait_until(lambda: pool.stats()["workers"] == 2)
+    assert failures == []
+    assert len(caplog.records) == 1  # the second within the same half minute goes untold
+    assert "theirs" in caplog.text
+
+
+class Vanishing:
+    """A backend whose workers are lost with the first call that they get."""
+
+    name = "vanishing"
+    layers: Mapping[str, str] = {}
+
+    @contextlib.asynccontextmanager
+    async def worker(self, worker_id: str) -> AsyncIterator[Link]:
+        link = Link(worker_id)
+        link.write = lambda data: link.lose("it vanished")
+        yield link
+
+
+async def test_a_call_that_loses_two_workers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox.pool.BACKOFF_S", (0.01,))
+
+    async def choose(pool: Pool, stack: object) -> list[Any]:
+        return [Vanishing()]
+
+    monkeypatch.setattr(Pool, "_choose_backends", choose)
+    async with Pool(BARE) as pool:
+        result = await pool.run("1")
+    assert (result.status, result.attempt) == (CallStatus.SANDBOX_ERROR, 2)
+    assert result.status.infrastructure
+    assert result.error is not None
+    assert "it vanished" in result.error.message
+
+
+async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: Pool) -> None:
+    result = await pool.run("#" + "\U0001f600" * 6_000_000 + "\ud800")  # 12 bytes each as JSON
+    assert result.status is CallStatus.SANDBOX_ERROR
+    assert result.error is not None
+    assert "the most is" in result.error.message
+    assert pool.stats()["busy"] == 0
+
+
+async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox.pool.GRACE_S", 0.3)
+    others = set(worker_processes())
+    async with Pool(BARE) as pool:
+        async with anyio.create_task_group() as group:
+            group.start_soon(pool.run, FOREVER, "", 600)
+            await wait_until(lambda: pool.stats()["busy"] == 1)
+            frozen = set(worker_processes()) - others
+            for pid in frozen:
+                os.kill(pid, signal.SIGSTOP)
+            group.cancel_scope.cancel()
+        await wait_until(lambda: pool.stats()["replaced"] == 1)
+        for pid in frozen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        assert (await pool.run("1")).ok
+    await wait_until(lambda: not any(map(runs, frozen)))
+
+
 async def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.chmod(tmp_path, 0o755)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -293,6 +433,32 @@ async def test_the_body_s_exception_comes_out_unchanged() -> None:
     with pytest.raises(LookupError, match="mine"):
         async with Pool(BARE):
             raise LookupError("mine")
+
+
+def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
+    """Also for a user whom modes hold back; nothing outside is touched by way of a link."""
+    base = tmp_path / "base"
+    (base / "a/b/c").mkdir(parents=True)
+    (base / "a/b/f").write_text("x")
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o750)
+    (base / "a/link").symlink_to(outside)
+    for name in ("a/b", "a", "."):
+        (base / name).chmod(0)
+    user: dict[str, Any] = {}
+    if os.getuid() == 0:
+        for path in (base, *reversed(list(tmp_path.parents)[:2]), tmp_path):
+            with contextlib.suppress(PermissionError):
+                os.chown(path, 65534, 65534) if path in (base, tmp_path) else path.chmod(0o755)
+        for path in base.rglob("*"):
+            os.chown(path, 65534, 65534, follow_symlinks=False)
+        user = {"user": 65534, "group": 65534}
+    source = (Path(sandbox.__file__).parent / "owner.py").read_text()
+    code = f"{source}\nremove_tree(Path({str(base)!r}))"
+    subprocess.run([shutil.which("python3", path="/usr/bin") or sys.executable, "-I", "-c", code],
+                   check=True, cwd="/", **user)  # fmt: skip
+    assert not base.exists()
+    assert outside.stat().st_mode & 0o777 == 0o750
 
 
 async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:

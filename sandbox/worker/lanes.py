@@ -1,0 +1,161 @@
+"""The lanes: for each call in flight a uid and a directory. Who ends what was begun there, and
+empties it for the next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import Iterator
+
+from sandbox.worker.kernel import (
+    CAP_SETGID,
+    CAP_SETUID,
+    PR_SET_CHILD_SUBREAPER,
+    children_of,
+    descendants,
+    fit_uid_base,
+    has_cap,
+    prctl,
+    remove_below,
+)
+from sandbox.worker.spec import Spec
+
+
+class Lanes:
+    """The front's own: it acts with the front's capabilities."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.free = deque(range(spec.num_lanes))
+        self.cleaners: dict[int, int] = {}  # pid to lane
+        self.ours: set[int] = set()  # children of the front that are no call's: the zygotes
+
+    def make(self) -> None:
+        """Choose how everything of a call dies, and make the directories."""
+        spec = self.spec
+        if spec.kill_by == "auto":
+            by_uid = spec.uid_base is not None and has_cap(CAP_SETUID) and has_cap(CAP_SETGID)
+            spec.kill_by = "uid" if by_uid else "tree"
+        if spec.kill_by == "uid":
+            spec.uid_base = fit_uid_base(spec.uid_base or 0, spec.num_lanes)
+        if spec.kill_by == "tree":
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+        for lane in range(spec.num_lanes):
+            with self.acting_as(lane):
+                os.mkdir(spec.lane_dir(lane), 0o700)
+        if spec.kill_by == "uid":
+            os.chmod(spec.scratch, 0o711)  # calls see their own directory only
+
+    @contextlib.contextmanager
+    def acting_as(self, lane: int) -> Iterator[None]:
+        """Act as the lane's uid, with 0 saved; as pid 1 we are deaf to the lane's signals."""
+        if self.spec.kill_by != "uid":
+            yield
+            return
+        uid = self.spec.lane_uid(lane)
+        os.setresuid(uid, uid, 0)
+        try:
+            yield
+        finally:
+            os.setresuid(0, 0, 0)
+
+    # -- killing ----------------------------------------------------------------------------
+
+    def kill(self, lane: int, pid: int | None) -> None:
+        """Kill the lane's call, the process `pid` (None: not known yet), with all below it."""
+        if self.spec.kill_by == "uid":
+            self._kill_uid(lane)
+        elif pid is not None:
+            with contextlib.suppress(OSError):  # its whole group at one stroke, where it stayed
+                os.killpg(pid, signal.SIGKILL)
+            victims = descendants(pid) if self.spec.kill_by == "tree" else []
+            for victim in [pid, *victims]:
+                with contextlib.suppress(OSError):
+                    os.kill(victim, signal.SIGKILL)
+
+    def kill_rest(self, lane: int) -> None:
+        """The call's process has ended: what it left behind shall, too. With a pid namespace of
+        its own everything has."""
+        if self.spec.kill_by == "uid":
+            self._kill_uid(lane)
+        elif self.spec.kill_by == "tree":
+            self.kill_strays()
+
+    def _kill_uid(self, lane: int) -> None:
+        """Kill all that runs as the lane's uid, at one stroke: no fork bomb outruns it."""
+        if os.getpid() == 1:
+            with self.acting_as(lane), contextlib.suppress(OSError):
+                os.kill(-1, signal.SIGKILL)
+            return
+        pid = os.fork()  # the lane could strike back at us, not being pid 1
+        if pid:
+            os.waitpid(pid, 0)
+            return
+        uid = self.spec.lane_uid(lane)
+        with contextlib.suppress(OSError):
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        os._exit(0)
+
+    def kill_strays(self) -> None:
+        """Tree walk only: whatever was orphaned has become our child, and is none of ours."""
+        for _ in range(64):
+            strays = children_of(os.getpid()) - self.ours - set(self.cleaners)
+            if not strays:
+                return
+            for pid in strays:
+                for victim in [pid, *descendants(pid)]:
+                    with contextlib.suppress(OSError):
+                        os.kill(victim, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+    # -- cleaning ---------------------------------------------------------------------------
+
+    def clean(self, lane: int) -> None:
+        """Free the lane: now if its directory is empty, else when a helper has emptied it."""
+        path = self.spec.lane_dir(lane)
+        try:
+            with self.acting_as(lane), os.scandir(path) as entries:
+                dirty = next(entries, None) is not None
+        except OSError:  # the call took its own access away
+            dirty = True
+        if not dirty:
+            self.free.append(lane)
+            return
+        pid = os.fork()
+        if pid:
+            self.cleaners[pid] = lane
+            return
+        try:
+            if self.spec.kill_by == "uid":
+                uid = self.spec.lane_uid(lane)
+                os.setresuid(uid, uid, uid)
+            os.chmod(path, 0o700)
+            remove_below(path)
+        finally:
+            os._exit(0)
+
+    def reap(self) -> bool:
+        """Wait for children of the front that have ended; True if that freed a lane."""
+        freed = False
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return freed
+            if pid == 0:
+                return freed
+            lane = self.cleaners.pop(pid, None)
+            if lane is not None:
+                self.free.append(lane)
+                freed = True
+
+    def abandon(self, lane: int, pid: int | None) -> None:
+        """At the worker's end: kill, and empty as far as that goes."""
+        self.kill(lane, pid)
+        with contextlib.suppress(OSError), self.acting_as(lane):
+            remove_below(self.spec.lane_dir(lane))
