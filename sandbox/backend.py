@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +14,13 @@ from sandbox.link import Link
 from sandbox.protocol import encode
 from sandbox.settings import PoolSettings
 
-_uid_slices = itertools.count()
 UIDS_PER_WORKER = 1024
 FIRST_UID = 1_000_000_000
+_NUM_SLICES = 32  # of uids, for one process; times the 65,536 of pids they fit below 2**32
+_free_slices = deque(range(_NUM_SLICES))
+
+NUM_READY = 2  # children forked ahead of their calls, of each preloaded set
+INODES = 2048  # files and directories of one call
 
 # The whole environment of a worker. The tunables halve the page faults of a child of a zygote with
 # large modules: its heap lies in huge pages.
@@ -54,20 +58,41 @@ def read_profile() -> str:
     return Path(__file__).with_name("seccomp.json").read_text()
 
 
-def next_uid_base() -> int:
-    """The first of a range of uids that no other worker on this host uses.
+@contextmanager
+def uid_range(remapped: bool = False) -> Iterator[int]:
+    """The first of a range of uids that no other worker on this host uses meanwhile.
 
-    RLIMIT_NPROC counts a uid's processes host-wide, so two workers may not share one.
+    RLIMIT_NPROC counts a uid's processes host-wide, so two workers may not share one. With more
+    than 32 workers in one process they do. `remapped`: the engine maps 65,536 uids and no more.
     """
-    process = os.getpid() % (1 << 16) * 16
-    return FIRST_UID + (process + next(_uid_slices) % 16) * UIDS_PER_WORKER
+    index = _free_slices.popleft() if _free_slices else 0
+    try:
+        if remapped:
+            yield (1 + index) * UIDS_PER_WORKER
+        else:
+            yield FIRST_UID + (os.getpid() % (1 << 16) * _NUM_SLICES + index) * UIDS_PER_WORKER
+    finally:
+        if index not in _free_slices:
+            _free_slices.append(index)
+
+
+def num_lanes(settings: PoolSettings) -> int:
+    """Calls that a worker can have begun: each in a uid and a directory of its own."""
+    levels = 1 + len(settings.preload)
+    # Twice the slots: a lane is being cleaned while the next call runs in another.
+    return 2 * settings.slots_per_worker + settings.sessions_per_worker + NUM_READY * levels
+
+
+def lane_size(settings: PoolSettings) -> str:
+    """Of a lane's own tmpfs, in the words of mount: full, it is full for one call alone."""
+    return f"size={settings.scratch_mib}m,nr_inodes={INODES}"
 
 
 def greeting(settings: PoolSettings, **more: Any) -> bytes:
     """The first frame to a worker: its sources and its settings (sandbox/worker/spec.py)."""
     spec = {
-        "slots": settings.slots_per_worker,
-        "sessions": settings.sessions_per_worker,
+        "lanes": num_lanes(settings),
+        "ready": NUM_READY,
         "levels": [[], *settings.preload],
         "keep_output_bytes": settings.keep_output_bytes,
         "max_output_bytes": settings.max_output_bytes,

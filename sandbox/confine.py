@@ -108,8 +108,19 @@ def interpreter_dirs() -> list[str]:
     return sorted(d for d in dirs if not d.startswith("/usr/") and d not in SYSTEM)
 
 
-def build_root(base: str, scratch_mib: int) -> None:
-    """A root of system files, the interpreter and a small scratch; nothing else of the host."""
+def fit_uid_base(wanted: int, count: int) -> int:
+    """`wanted`, or a base inside what this user namespace maps (a remapped engine)."""
+    with open("/proc/self/uid_map") as f:
+        ranges = [tuple(map(int, line.split())) for line in f]
+    if any(inside <= wanted and wanted + count <= inside + size for inside, _, size in ranges):
+        return wanted
+    inside, _, size = max(ranges, key=lambda r: r[2])
+    return inside + 1000 + wanted % max(1, size - 1000 - count)
+
+
+def build_root(base: str, lanes: list[str]) -> None:
+    """A root of system files, the interpreter and a directory for each lane, a file system with
+    these options; nothing else of the host."""
     os.umask(0o022)
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1k,mode=0755")
@@ -126,8 +137,10 @@ def build_root(base: str, scratch_mib: int) -> None:
     for name in ("proc", "old", SCRATCH[1:]):
         os.makedirs(f"{base}/{name}", exist_ok=True)
     mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    size = f"size={scratch_mib}m,nr_inodes=8k,mode=1777"
-    mount("tmpfs", base + SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, size)
+    for lane, options in enumerate(lanes):
+        os.mkdir(f"{base}{SCRATCH}/{lane}")
+        flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+        mount("tmpfs", f"{base}{SCRATCH}/{lane}", "tmpfs", flags, options)
     os.chdir(base)
     checked(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
@@ -237,11 +250,17 @@ def start(spec: dict[str, Any]) -> None:
     spaces = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid)
-    told: dict[str, Any] = {}  # the worker's settings, as they have come to be
+    uid_base = fit_uid_base(spec["uid_base"], spec["lanes"])
+    told: dict[str, Any] = {"uid_base": uid_base}  # the worker's settings, as they have come to be
     rooted = "no: calls see the files that the user sees"
     if spaces != "none":
         try:
-            build_root(spec["scratch"], spec["scratch_mib"])
+            owners = (
+                [f"uid=0,gid={uid_base + lane},mode=0770" for lane in range(spec["lanes"])]
+                if spaces == "root"  # no call can open its own to others
+                else ["mode=0700"] * spec["lanes"]
+            )
+            build_root(spec["scratch"], [f"{spec['lane_size']},{owner}" for owner in owners])
         except OSError as error:
             if spaces == "root":
                 raise

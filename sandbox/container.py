@@ -29,7 +29,15 @@ import anyio
 from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
 
-from sandbox.backend import TUNED, greeting, next_uid_base, read_boot, read_profile
+from sandbox.backend import (
+    TUNED,
+    greeting,
+    lane_size,
+    num_lanes,
+    read_boot,
+    read_profile,
+    uid_range,
+)
 from sandbox.engine import connect, is_local
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
@@ -41,6 +49,7 @@ log = logging.getLogger("sandbox")
 
 LABEL = "agentloop.sandbox"
 INSIDE = "/run/agentloop"
+SCRATCH = "/tmp"
 OOM_SCORE_ADJ = 500
 CREATE_TIMEOUT_S = 30.0
 REMOVE_TIMEOUT_S = 10.0
@@ -58,9 +67,10 @@ LAYERS = {
 }
 
 
-def host_config(settings: PoolSettings, socket_dir: Path | None) -> dict[str, Any]:
+def host_config(settings: PoolSettings, socket_dir: Path | None, uid_base: int) -> dict[str, Any]:
     """The walls, in the Engine's words."""
     memory = settings.memory_mib << 20
+    size = lane_size(settings)
     pids = 64 + settings.processes_per_call * settings.slots_per_worker
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
@@ -78,7 +88,11 @@ def host_config(settings: PoolSettings, socket_dir: Path | None) -> dict[str, An
         # The least that a process inside can give itself: a call starts with 1000, and one that
         # lowers it to fill the memory must still be the one that is killed, not its neighbours.
         "OomScoreAdj": OOM_SCORE_ADJ,
-        "Tmpfs": {"/tmp": f"size={settings.scratch_mib}m,nr_inodes=8k,mode=1777"},
+        # The container's root owns them, so that no call can open its own to others.
+        "Tmpfs": {
+            f"{SCRATCH}/{lane}": f"{size},uid=0,gid={uid_base + lane},mode=0770"
+            for lane in range(num_lanes(settings))
+        },
         "LogConfig": {"Type": "none"},
         "AutoRemove": True,
         "Mounts": mounts if socket_dir else [],
@@ -88,9 +102,10 @@ def host_config(settings: PoolSettings, socket_dir: Path | None) -> dict[str, An
 class _Engine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
-    def __init__(self, docker: aiodocker.Docker, local: bool, image: str) -> None:
+    def __init__(self, docker: aiodocker.Docker, local: bool, remapped: bool, image: str) -> None:
         self.docker = docker
         self.local = local
+        self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
         self.num_workers = 0
         self.avoid_until = 0.0  # it refused a worker: others first, for a while
@@ -142,8 +157,9 @@ class DockerBackend:
         engine.num_workers += 1
         try:
             open_worker = self._by_socket if engine.local else self._by_attach
-            async with open_worker(engine, worker_id) as link:
-                yield link
+            with uid_range(engine.remapped) as uid_base:
+                async with open_worker(engine, worker_id, uid_base) as link:
+                    yield link
         except SandboxUnavailable:
             engine.avoid_until = anyio.current_time() + AVOID_S
             raise
@@ -154,10 +170,12 @@ class DockerBackend:
             engine.num_workers -= 1
 
     @asynccontextmanager
-    async def _by_socket(self, engine: _Engine, worker_id: str) -> AsyncIterator[Link]:
+    async def _by_socket(
+        self, engine: _Engine, worker_id: str, uid_base: int
+    ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         loop = asyncio.get_running_loop()
-        protocol = SocketProtocol(link, self._greeting())
+        protocol = SocketProtocol(link, self._greeting(uid_base))
         outer = make_dir()  # 0700: keeps everybody on the host out
         try:
             inner = outer / "socket"
@@ -167,7 +185,9 @@ class DockerBackend:
             try:
                 os.chmod(path, 0o777)  # the container's root has no capability to override modes
                 connect_to = f"unix:{INSIDE}/worker"
-                async with self._container(engine, worker_id, connect_to, inner) as container:
+                async with self._container(
+                    engine, worker_id, uid_base, connect_to, inner
+                ) as container:
                     await container.start()
                     await self._come_up(container, link)
                     server.close()
@@ -201,18 +221,20 @@ class DockerBackend:
         if failed is not None:
             raise failed
 
-    def _greeting(self) -> bytes:
-        return greeting(self._settings, scratch="/tmp", uid_base=next_uid_base())
+    def _greeting(self, uid_base: int) -> bytes:
+        return greeting(self._settings, scratch=SCRATCH, uid_base=uid_base)
 
     @asynccontextmanager
-    async def _by_attach(self, engine: _Engine, worker_id: str) -> AsyncIterator[Link]:
+    async def _by_attach(
+        self, engine: _Engine, worker_id: str, uid_base: int
+    ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         link.write = outgoing.put_nowait  # bounded by the slots: one frame for each
-        link.write(self._greeting())
+        link.write(self._greeting(uid_base))
         failed: Exception | None = None
         async with (
-            self._container(engine, worker_id, "stdio:", None) as container,
+            self._container(engine, worker_id, uid_base, "stdio:", None) as container,
             _attached(container) as stream,
             anyio.create_task_group() as group,
         ):
@@ -252,6 +274,7 @@ class DockerBackend:
         self,
         engine: _Engine,
         worker_id: str,
+        uid_base: int,
         connect_to: str,
         socket_dir: Path | None,
     ) -> AsyncIterator[DockerContainer]:
@@ -268,7 +291,7 @@ class DockerBackend:
             "OpenStdin": attached,
             "StdinOnce": attached,
             "Labels": {LABEL: worker_id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()},
-            "HostConfig": host_config(self._settings, socket_dir),
+            "HostConfig": host_config(self._settings, socket_dir, uid_base),
         }
         name = f"agentloop-sandbox-{worker_id}"
         made = True
@@ -349,7 +372,9 @@ async def docker_backend(
             if num := await reap_containers(docker, is_local(url)):
                 on_progress(f"Removed {num} containers that a killed process had left.")
             image = await ensure_image(docker, settings.image, on_progress)
-            engines.append(_Engine(docker, is_local(url), image))
+            options = (await docker.system.info())["SecurityOptions"] or []
+            remapped = any("userns" in option or "rootless" in option for option in options)
+            engines.append(_Engine(docker, is_local(url), remapped, image))
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
             group.start_soon(engine.sweep)

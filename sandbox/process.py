@@ -16,7 +16,15 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from sandbox.backend import TUNED, greeting, next_uid_base, read_boot, read_profile
+from sandbox.backend import (
+    TUNED,
+    greeting,
+    lane_size,
+    num_lanes,
+    read_boot,
+    read_profile,
+    uid_range,
+)
 from sandbox.errors import SandboxUnavailable
 from sandbox.link import Link, SocketProtocol, wait_ready
 from sandbox.owner import make_dir, reap_dirs, remove_tree
@@ -40,17 +48,23 @@ class ProcessBackend:
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
+        with uid_range() as uid_base:
+            async with self._worker(worker_id, uid_base) as link:
+                yield link
+
+    @asynccontextmanager
+    async def _worker(self, worker_id: str, uid_base: int) -> AsyncIterator[Link]:
         link = Link(worker_id)
         scratch = await anyio.to_thread.run_sync(make_scratch)
         protocol = SocketProtocol(
-            link, greeting(self._settings, scratch=str(scratch), uid_base=next_uid_base())
+            link, greeting(self._settings, scratch=str(scratch), uid_base=uid_base)
         )
         process: anyio.abc.Process | None = None
         try:
             near, far = socket.socketpair()
             try:
                 with far:
-                    process = await self._start(far, scratch)
+                    process = await self._start(far, scratch, uid_base)
                 loop = asyncio.get_running_loop()
                 await loop.create_connection(lambda: protocol, sock=near)
             except BaseException:
@@ -69,12 +83,14 @@ class ProcessBackend:
                     await _see_end(process)
                 await anyio.to_thread.run_sync(remove_tree, scratch)
 
-    async def _start(self, far: socket.socket, scratch: Path) -> anyio.abc.Process:
+    async def _start(self, far: socket.socket, scratch: Path, uid_base: int) -> anyio.abc.Process:
         spec: dict[str, Any] = {
             "boot": read_boot(),
             "connect": f"fd:{far.fileno()}",
             "scratch": str(scratch),
-            "scratch_mib": self._settings.scratch_mib,
+            "uid_base": uid_base,
+            "lanes": num_lanes(self._settings),
+            "lane_size": lane_size(self._settings),
             "seccomp": json.loads(read_profile()),
         }
         spec_fd = _memory_file(json.dumps(spec))

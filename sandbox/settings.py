@@ -62,7 +62,7 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         description="Memory of a worker with its calls, and the most one process may map.",
     )
     scratch_mib: Annotated[int, Field(ge=1)] = Field(
-        default=64, description="Size of the directory that a worker's calls can write to."
+        default=32, description="Size of the directory that a call can write to. It is memory."
     )
     processes_per_call: Annotated[int, Field(ge=1)] = Field(
         default=32, description="Processes and threads that one call may have."

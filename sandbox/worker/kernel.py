@@ -49,16 +49,6 @@ def old_pid_space() -> None:
     os.close(own)
 
 
-def fit_uid_base(wanted: int, count: int) -> int:
-    """`wanted`, or a base inside what this user namespace maps (a remapped engine)."""
-    with open("/proc/self/uid_map") as f:
-        ranges = [tuple(map(int, line.split())) for line in f]
-    if any(inside <= wanted and wanted + count <= inside + size for inside, _, size in ranges):
-        return wanted
-    inside, _, size = max(ranges, key=lambda r: r[2])
-    return inside + 1000 + wanted % max(1, size - 1000 - count)
-
-
 def count_oom_kills() -> int:
     """How often the kernel has killed in our cgroup; 0 where it doesn't say."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
@@ -87,6 +77,15 @@ def parents() -> dict[int, int]:
             with open(f"/proc/{name}/stat") as f:
                 found[int(name)] = int(f.read().rpartition(")")[2].split()[1])
     return found
+
+
+def count_processes(uid: int) -> int:
+    """By status: the owner of a file in /proc is root for one that is not dumpable."""
+    num, line = 0, f"\nUid:\t{uid}\t"
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/status") as f:
+            num += line in f.read(512)
+    return num
 
 
 def children_of(pid: int) -> set[int]:

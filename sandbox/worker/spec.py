@@ -13,8 +13,7 @@ class Spec:
     def __init__(self, given: dict[str, Any]) -> None:
         self.scratch: str = given["scratch"]
         self.levels: list[list[str]] = given.get("levels", [[]])
-        self.slots: int = given.get("slots", 4)
-        self.sessions: int = given.get("sessions", 32)
+        self.num_lanes: int = given["lanes"]
         self.ready: int = given.get("ready", 2)
         self.uid_base: int | None = given.get("uid_base")
         self.keep_bytes: int = given.get("keep_output_bytes", 64 * 1024)
@@ -30,11 +29,6 @@ class Spec:
         self.others = 2 * self.num_lanes + 16
         if self.kill_by == "auto":
             self.others += 256 + count_own_processes()
-
-    @property
-    def num_lanes(self) -> int:
-        # Twice the slots: a lane is being cleaned while the next call runs in another.
-        return 2 * self.slots + self.sessions + self.ready * len(self.levels)
 
     def lane_dir(self, lane: int) -> str:
         return f"{self.scratch}/{lane}"

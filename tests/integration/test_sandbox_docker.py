@@ -26,6 +26,7 @@ from tests.sandbox.attacks import (
     Attack,
     check_after,
     check_neighbours,
+    check_that_disks_are_apart,
     check_that_the_next_finds_nothing,
     num_seen,
 )
@@ -122,6 +123,10 @@ async def test_calls_beside_each_other_see_nothing(pool: Pool) -> None:
     await check_neighbours(pool)
 
 
+async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
+    await check_that_disks_are_apart(pool)
+
+
 async def test_the_next_call_finds_nothing() -> None:
     few = {"slots_per_worker": 1, "sessions_per_worker": 0, "preload": []}
     async with Pool(SETTINGS.model_copy(update=few)) as pool:
@@ -140,6 +145,10 @@ NOISE = {
         "import os\nfor _ in range(1000): os.write(1, b'x' * 10**6)",
         {CallStatus.OUTPUT_LIMIT},
     ),
+    "sixty busy processes": (
+        "import os\nfor _ in range(30):\n  if os.fork() == 0: break\nwhile True: pass",
+        {CallStatus.TIMEOUT},
+    ),
     "a memory bomb": (
         "x = []\nwhile True: x.append(b'1' * 10**7)",
         # Of two at once the worker knows only that the kernel has killed.
@@ -157,8 +166,8 @@ async def test_neighbours_do_not_notice(pool: Pool, noise: str) -> None:
     async def quick(num_calls: int) -> float:
         times = []
         for n in range(num_calls):
-            result = await pool.run(f"print({n})")
-            assert result.stdout == f"{n}\n", result
+            result = await pool.run(f"print(open('f', 'w').write('x' * 10_000), {n})")
+            assert result.stdout == f"10000 {n}\n", result
             times.append(result.run_s)
         return statistics.median(times)
 

@@ -14,6 +14,7 @@ from tests.sandbox.attacks import (
     Attack,
     check_after,
     check_neighbours,
+    check_that_disks_are_apart,
     check_that_the_next_finds_nothing,
     num_seen,
 )
@@ -70,3 +71,9 @@ async def test_the_next_call_finds_nothing() -> None:
     async with Pool(settings) as pool:
         await check_that_the_next_finds_nothing(pool)
         assert pool.stats()["replaced"] == 0
+
+
+async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
+    if lacks(pool, "spaces"):
+        pytest.skip("this machine refuses file systems of their own")
+    await check_that_disks_are_apart(pool)
