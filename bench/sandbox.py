@@ -9,11 +9,15 @@ loop: calls come at random times of a fixed rate, whatever has been answered, an
 moment at which they should have come. Every call has an answer of its own, which is checked.
 
 CPU is what the kernel says of this process (pool and load generator together) and of the workers
-with all that they forked. The floor is measured in the same run, before and after each load, with
-the workers' interpreter: fork, exec of the same code, a pipe; from a zygote with the modules of the
-code and nothing else loaded, with no isolation, limits or clock. The "prepared" floor is the same
-after the zygote has compiled something: CPython sets up its syntax tree types at the first
-`compile`, so a plain zygote leaves half a millisecond of that to every child.
+with all that they forked. A service that kills a process before its parent has waited for it is
+charged too little by that; "the whole machine" has everything, other people's processes too, and is
+what to compare services by on a machine that is otherwise idle.
+
+The floor is measured in the same run, before and after each load, with the workers' interpreter:
+fork, exec of the same code, a pipe; from a zygote with the modules of the code and nothing else
+loaded, with no isolation, limits or clock. The "prepared" floor is the same after the zygote has
+compiled something: CPython sets up its syntax tree types at the first `compile`, so a plain zygote
+leaves half a millisecond of that to every child.
 
 Not covered: the network. Services are reached over loopback only, each call a request of its own.
 """
@@ -242,6 +246,12 @@ def own_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def machine_cpu_s() -> float:
+    """Of all processes since the machine started: user, nice, system, interrupts."""
+    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return sum(fields[n] for n in (0, 1, 2, 5, 6)) / TICK_S
+
+
 def reset_peak_memory() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -326,7 +336,7 @@ class Load:
 
     async def run(self) -> dict[str, Any]:
         reset_peak_memory()
-        own_s, theirs_s = own_cpu_s(), self._their_cpu_s()
+        own_s, theirs_s, machine_s = own_cpu_s(), self._their_cpu_s(), machine_cpu_s()
         began = time.monotonic()
         with anyio.move_on_after(self.deadline_s):
             async with anyio.create_task_group() as watching:
@@ -337,7 +347,7 @@ class Load:
                 watching.cancel_scope.cancel()
         wall_s = time.monotonic() - began
         own_s, theirs_s = own_cpu_s() - own_s, self._their_cpu_s() - theirs_s
-        return self._figures(wall_s, own_s, theirs_s)
+        return self._figures(wall_s, own_s, theirs_s, machine_cpu_s() - machine_s)
 
     def _their_cpu_s(self) -> float:
         return sum(map(cpu_of_tree, self.target.pids()))
@@ -403,7 +413,9 @@ class Load:
             return f"open loop, {self.rate:.0f} calls/s"
         return f"{self.concurrency} at once"
 
-    def _figures(self, wall_s: float, own_s: float, theirs_s: float) -> dict[str, Any]:
+    def _figures(
+        self, wall_s: float, own_s: float, theirs_s: float, machine_s: float
+    ) -> dict[str, Any]:
         answers = list(self.answers.values())
         good = [a for a in answers if a.status != "infrastructure"]
         num = max(1, len(good))
@@ -435,6 +447,7 @@ class Load:
         cpu["total"] = round(1000 * (own_s + theirs_s) / num, 3)
         if not theirs_s:
             cpu["total"] = None  # nobody said which processes are the service's
+        cpu["the whole machine"] = round(1000 * machine_s / num, 3)
         if self.errors:
             figures["errors"] = dict(self.errors.most_common(5))
         if self.wrong:
@@ -504,7 +517,10 @@ def _in_words(f: dict[str, Any]) -> str:
     run = f["run_ms"] or {"p50": math.nan, "p99": math.nan}
     cpu = f["cpu_ms_per_call"]["total"]
     times = f["times_the_floor"]
-    cost = f"CPU {cpu} ms a call, {times['plain']} times the floor ({times['prepared']} prepared)"
+    cost = (
+        f"CPU {cpu} ms a call ({f['cpu_ms_per_call']['the whole machine']} the whole machine), "
+        f"{times['plain']} times the floor ({times['prepared']} prepared)"
+    )
     return (
         f"{f['target']}, {f['load']}: {f['calls']:,} calls in {f['wall_s']} s, "
         f"{f['calls_per_s']:.0f}/s; lost {f['lost']}, wrong {f['wrong']}; run p50 {run['p50']} ms, "
@@ -523,22 +539,32 @@ def _machine() -> dict[str, Any]:
 
 
 def plot(figures: dict[str, Any], path: Path) -> None:
-    """Throughput and run time over concurrency, for each target."""
+    """Throughput, times and cost over concurrency, for each target."""
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         _say(f"No plot: matplotlib is not installed (pip install matplotlib). {path} is unwritten.")
         return
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    speed, wait = figure.subplots(1, 2)
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    speed, wait, cost = figure.subplots(1, 3)
     closed = [run for run in figures["runs"] if run["load"].endswith("at once")]
     for target in dict.fromkeys(run["target"] for run in closed):
         runs = [run for run in closed if run["target"] == target]
         at = [int(run["load"].split()[0]) for run in runs]
-        speed.plot(at, [run["calls_per_s"] for run in runs], "o-", label=target)
-        wait.plot(at, [run["latency_ms"]["p99"] for run in runs], "o-", label=f"{target}, p99")
-        wait.plot(at, [run["latency_ms"]["p50"] for run in runs], "o--", label=f"{target}, p50")
-    for axes, title in ((speed, "calls a second"), (wait, "milliseconds from call to answer")):
+        (line,) = speed.plot(at, [run["calls_per_s"] for run in runs], "o-", label=target)
+        for part, style in (("p50", "o--"), ("p95", ":"), ("p99", "o-")):
+            took = [run["latency_ms"][part] for run in runs]
+            wait.plot(at, took, style, color=line.get_color(), label=f"{target}, {part}")
+        spent = [run["cpu_ms_per_call"]["the whole machine"] for run in runs]
+        cost.plot(at, spent, "o-", label=target)
+    first = closed[0]["target"]  # of the interpreter that its workers run
+    floor = [run["floor_cpu_ms"]["plain"]["mix"] for run in closed if run["target"] == first]
+    cost.axhline(statistics.median(floor), color="grey", linestyle=":", label="fork, exec, pipe")
+    for axes, title in (
+        (speed, "calls a second"),
+        (wait, "milliseconds from call to answer"),
+        (cost, "CPU milliseconds a call, whole machine"),
+    ):
         axes.set(xscale="log", yscale="log", xlabel="calls at once", title=title)
         axes.legend()
     figure.savefig(path)

@@ -19,7 +19,7 @@ FIRST_UID = 1_000_000_000
 _NUM_SLICES = 32  # of uids, for one process; times the 65,536 of pids they fit below 2**32
 _free_slices = deque(range(_NUM_SLICES))
 
-NUM_READY = 2  # children forked ahead of their calls, of each preloaded set
+NUM_READY = 4  # children forked ahead of their calls, of each preloaded set
 INODES = 2048  # files and directories of one call
 
 # The whole environment of a worker. The tunables halve the page faults of a child of a zygote with

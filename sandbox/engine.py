@@ -92,7 +92,7 @@ def _advice(error: str) -> str:
 
 def _tls(certs: str) -> ssl.SSLContext:
     """The client's certificates, where Docker's own client looks for them unless named."""
-    folder = Path(certs or os.environ.get("DOCKER_CERT_PATH") or Path.home() / ".docker")
+    folder = Path(certs or os.environ.get("DOCKER_CERT_PATH") or "~/.docker").expanduser()
     try:
         context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         context.load_cert_chain(str(folder / "cert.pem"), str(folder / "key.pem"))

@@ -55,8 +55,6 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
     area = mmap.mmap(REPORT_FD, REPORT_BYTES)
     os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
     become_nobody(spec, lane)
-    for hooks in fork_hooks:  # for the call's own forks
-        os.register_at_fork(**hooks)
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
     first = True
@@ -72,6 +70,8 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
         first = False
         if "random" in job.code:
             reseed()
+        if "fork" in job.code or "process" in job.code:
+            register_fork_hooks()
         started_ns = time.monotonic_ns()
         area[: REPORT_HEAD.size] = REPORT_HEAD.pack(started_ns, 0)
         status, report = run_cell(job.code, variables)
@@ -100,9 +100,10 @@ def become_nobody(spec: Spec, lane: int) -> None:
     else:  # one uid for all: the limit counts the others too
         most = spec.processes + spec.others
         drop_caps()
-    # Closes /proc/<pid> to others, and ties us to the zygote. A change of uid resets both.
-    prctl(PR_SET_DUMPABLE, 0)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if spec.kill_by != "uid":
+        prctl(PR_SET_DUMPABLE, 0)  # closes /proc/<pid> to others, as another uid does
+    if not spec.own_pids:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which resets it
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     os.setsid()  # a signal to its own process group stays inside
     os.chdir(spec.lane_dir(lane))
@@ -159,6 +160,12 @@ def reseed() -> None:
     for module in (sys.modules.get("random"), sys.modules.get("numpy.random")):
         if module is not None:
             module.seed()
+
+
+def register_fork_hooks() -> None:
+    """For the call's own forks."""
+    while fork_hooks:
+        os.register_at_fork(**fork_hooks.pop(0))
 
 
 def compile_cell(code: str) -> tuple[types.CodeType, types.CodeType | None]:

@@ -44,6 +44,7 @@ from sandbox.worker.zygote import Zygote
 
 HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/protocol.py)
 TOP_UP_DELAY_S = 0.002
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
 CROWD_CHECK_S = 0.25
 
 
@@ -215,7 +216,7 @@ class Front:
                     self.condemn(session, "cancelled")
 
     def send(self, frame: dict[str, Any]) -> None:
-        data = json.dumps(frame, ensure_ascii=False).encode("utf-8", "replace")
+        data = _to_json(frame).encode("utf-8", "replace")
         self.outbox += HEADER.pack(len(data)) + data
         while self.outbox:
             try:

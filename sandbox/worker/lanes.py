@@ -33,6 +33,7 @@ class Lanes:
         self.free = deque(range(spec.num_lanes))
         self.cleaners: dict[int, int] = {}  # pid to lane
         self.ours: set[int] = set()  # children of the front that are no call's: the zygotes
+        self.empty_bytes: int | None = None  # of an empty directory, where that tells
 
     def make(self) -> None:
         """Choose how everything of a call dies, and make the directories."""
@@ -42,8 +43,9 @@ class Lanes:
             spec.kill_by = "uid" if by_uid else "tree"
         if spec.kill_by == "tree":
             prctl(PR_SET_CHILD_SUBREAPER, 1)
-        if os.path.isdir(spec.lane_dir(0)):
-            return  # each is a file system of its own, made by who started us
+        if os.path.isdir(spec.lane_dir(0)):  # each is a tmpfs of its own, made by who started us
+            self.empty_bytes = os.stat(spec.lane_dir(0)).st_size
+            return
         for lane in range(spec.num_lanes):
             with self.acting_as(lane):
                 os.mkdir(spec.lane_dir(lane), 0o700)
@@ -133,15 +135,10 @@ class Lanes:
 
     def clean(self, lane: int) -> None:
         """Free the lane: now if its directory is empty, else when a helper has emptied it."""
-        path = self.spec.lane_dir(lane)
-        try:
-            with self.acting_as(lane), os.scandir(path) as entries:
-                dirty = next(entries, None) is not None
-        except OSError:  # the call took its own access away
-            dirty = True
-        if not dirty:
+        if self._is_empty(lane):
             self.free.append(lane)
             return
+        path = self.spec.lane_dir(lane)
         pid = os.fork()
         if pid:
             self.cleaners[pid] = lane
@@ -156,6 +153,16 @@ class Lanes:
             remove_below(path)
         finally:
             os._exit(0)
+
+    def _is_empty(self, lane: int) -> bool:
+        path = self.spec.lane_dir(lane)
+        if self.empty_bytes is not None:  # a tmpfs counts its entries in the size
+            return os.stat(path).st_size == self.empty_bytes
+        try:
+            with self.acting_as(lane), os.scandir(path) as entries:
+                return next(entries, None) is None
+        except OSError:  # the call took its own access away
+            return False
 
     def reap(self) -> bool:
         """Wait for children of the front that have ended; True if that freed a lane."""

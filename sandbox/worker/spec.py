@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sandbox.worker.kernel import count_own_processes
@@ -24,6 +25,8 @@ class Spec:
         self.layers: dict[str, str] = given.get("layers", {})
         #: How everything of a call dies: by its "uid", with its "pidns", by a walk of its "tree".
         self.kill_by: str = given.get("kill_by", "auto")
+        #: The front is pid 1: with it everything ends.
+        self.own_pids = os.getpid() == 1
         # Processes of the same uid that aren't the call's: in a user namespace those of the
         # worker, elsewhere all that the user happens to run.
         self.others = 2 * self.num_lanes + 16
