@@ -1,94 +1,446 @@
-"""Pure: how many tokens of each server's KV cache are spoken for.
+"""Pure: how many tokens of each server's KV cache are spoken for, and by whom.
 
-A sequence holds its prompt and grows with every token that is streamed; it may hold a reserve for
-the tokens to come, which its growth uses up. First form: shared prefixes are counted in full, and
-a sequence that waits for a tool holds nothing.
+    reserve ──> live ──grow──> live ──park──> parked ──reserve (next turn)──> live
+                  └──release──> gone            └──(oldest first)──> evicted
+
+A pool is one data-parallel rank of one server: it has a KV cache of its own. Its tokens are
+
+- live: a sequence that is being generated holds it; the prompt that the siblings of a group share
+  is counted once;
+- reserved: a live sequence will probably need it (`LengthPredictor`);
+- parked: its trajectory waits for a tool. The server's prefix cache has it still, and gives it up
+  when something live needs the room, the least recently used first. So do we, in the same order;
+- of others: the server reports more in use than we know of.
+
+Time is passed in as `now` [s], on any monotonic clock.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["KVLedger"]
+__all__ = ["KVLedger", "LengthPredictor", "Place", "Pool", "Report"]
+
+_MAX_GROUPS = 4096  # groups whose lengths are remembered; the oldest are forgotten
+_FREED_TAU_S = 20.0  # over how long the rate at which room comes free is averaged
 
 
-@dataclass(slots=True)
-class _Held:
+class Place(NamedTuple):
+    """Where a request can go: one data-parallel rank of one server."""
+
     server: str
-    num_tokens: int
-    num_reserved: int
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank says of itself (SGLang: an element of `loads` of GET /v1/loads).
+
+    Attributes:
+        num_used: tokens of the KV cache that running requests hold.
+        num_retracted: requests that were thrown out of the batch so far, a counter.
+    """
+
+    num_used: int
+    num_running: int
+    num_waiting: int
+    num_retracted: int = 0
+
+
+class LengthPredictor:
+    """How long a turn will be, from the turns of its siblings and, else, the recent ones of all.
+
+    It answers with a quantile of what is left for those that came as far as this one, so that a
+    long turn is not expected to end at once because most turns are short. It is not a high
+    quantile: of many sequences that share a cache, few are long at the same time, and what is parked is
+    a cushion beneath them. bench/router.py is how it was chosen.
+    """
+
+    def __init__(
+        self, *, quantile: float = 0.4, prior: int = 512, window: int = 2048, min_samples: int = 8
+    ) -> None:
+        """`prior` tokens are expected where fewer than `min_samples` turns came that far."""
+        self._quantile = quantile
+        self._prior = prior
+        self._min_samples = min_samples
+        self._window = window
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._groups: OrderedDict[str, list[int]] = OrderedDict()
+
+    def learn(self, group: str, num_tokens: int) -> None:
+        """A turn of `group` ended by itself after `num_tokens`."""
+        if len(self._recent) == self._window:
+            del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
+        self._recent.append(num_tokens)
+        insort(self._sorted, num_tokens)
+        if group:
+            lengths = self._groups.setdefault(group, [])
+            if len(lengths) < self._window:
+                insort(lengths, num_tokens)
+            if len(self._groups) > _MAX_GROUPS:
+                self._groups.popitem(last=False)
+
+    def remaining(self, group: str, num_so_far: int = 0) -> int:
+        """Tokens still to come of a turn that has `num_so_far`; at least 1."""
+        for lengths in (self._groups.get(group, ()), self._sorted):
+            first = bisect_right(lengths, num_so_far)
+            num_longer = len(lengths) - first
+            if num_longer >= self._min_samples:
+                return lengths[first + int(self._quantile * (num_longer - 1))] - num_so_far
+        return self._prior
 
 
 @dataclass(slots=True)
-class _Server:
+class _Live:
+    """A sequence that is being generated: `num_own` tokens besides its group's prompt."""
+
+    pool: Pool
+    key: str
+    group: str
+    num_shared: int
+    num_own: int
+    num_reserved: int
+    num_prefill: int  # prompt tokens that were not cached, until the first token has come
+    budget: int  # tokens it may still generate
+    num_generated: int = 0
+
+
+@dataclass(slots=True)
+class _Parked:
+    num_tokens: int
+    wanted: bool  # somebody will soon come back for it
+    since_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Pool:
+    """What is known of one KV cache, in tokens. Read it; only the ledger writes."""
+
+    place: Place
     capacity: int
-    num_held: int = 0
+    num_live: int = 0
     num_reserved: int = 0
-    sequences: set[str] = field(default_factory=set)
+    num_parked: int = 0
+    num_wanted: int = 0  # the part of `num_parked` whose trajectories will come back
+    num_prefill: int = 0  # prompt tokens that wait for being computed
+    num_sequences: int = 0
+    num_others: int = 0  # in use beside ours, as reported
+    num_strangers: int = 0  # requests beside ours, as reported
+    num_retracted: int = 0
+    _report: Report | None = None
+    _reported_s: float = -math.inf
+    _excess: tuple[int, int] = (0, 0)  # tokens and requests beside ours in the last report
+    _believed: tuple[int, int] = (0, 0)  # what the last two reports agree on
+    _num_streamed: int = 0
+    _num_streamed_then: int = 0
+    _freed_per_s: float = 0.0
+    _freed_s: float = 0.0
+    _live: dict[str, _Live] = field(default_factory=dict)
+    prompts: dict[str, list[int]] = field(default_factory=dict)  # group: [tokens, live siblings]
+    _lru: OrderedDict[tuple[str, bool], _Parked] = field(default_factory=OrderedDict)
+
+    @property
+    def room(self) -> int:
+        """Tokens that are neither live nor reserved nor of others; parked ones can go."""
+        return self.capacity - self.num_live - self.num_reserved - self.num_others
+
+    def num_cached(self, key: str, group: str) -> int:
+        """Tokens of this trajectory's next prompt that need not be computed here."""
+        own = self._lru.get((key, False))
+        prompt = self.prompts.get(group) if group else None
+        return (own.num_tokens if own else 0) + (prompt[0] if prompt else 0)
+
+    def num_kept_for(self, key: str) -> int:
+        """What this trajectory left here and will soon come back for."""
+        own = self._lru.get((key, False))
+        return own.num_tokens if own is not None and own.wanted else 0
+
+    def num_shared(self, group: str) -> int:
+        """Tokens that a live sibling holds already, so that they need no more room."""
+        prompt = self.prompts.get(group) if group else None
+        return prompt[0] if prompt and prompt[1] else 0
+
+    def freed_per_s(self, now: float) -> float:
+        """Tokens per second that ended turns gave back lately."""
+        return self._freed_per_s * math.exp(-max(0.0, now - self._freed_s) / _FREED_TAU_S)
 
 
 class KVLedger:
-    """Reserve, grow, release; every sum is kept as it changes."""
+    """Reserve, grow, park, release; every sum is kept as it changes.
 
-    def __init__(self) -> None:
-        self._servers: dict[str, _Server] = {}
-        self._held: dict[str, _Held] = {}
+    Sequences are turns, by a name that is unique; `key` names the trajectory that a turn is of and
+    `group` the siblings that share a prompt, "" for none.
+    """
 
-    def add_server(self, server: str, capacity: int) -> None:
-        """`capacity` in tokens, as the server reports it."""
-        self._servers[server] = _Server(capacity)
+    def __init__(
+        self,
+        predictor: LengthPredictor | None = None,
+        *,
+        report_ttl_s: float = 10.0,
+        away_s: float = 5.0,
+    ) -> None:
+        """What a report says beyond our own books is believed less with age, not at all after
+        `report_ttl_s`. The room of one that waits for a tool is kept for it for `away_s`."""
+        self.predictor = predictor or LengthPredictor()
+        self.pools: dict[Place, Pool] = {}
+        self._away_s = away_s
+        self._report_ttl_s = report_ttl_s
+        self._live: dict[str, _Live] = {}
+        self._homes: dict[str, Pool] = {}
 
-    def remove_server(self, server: str) -> None:
-        """Forget a server and all that it held."""
-        for sequence in self._servers.pop(server).sequences:
-            del self._held[sequence]
+    # --- servers --------------------------------------------------------------------------------
 
-    def room(self, server: str) -> int:
-        """Tokens that are neither held nor reserved."""
-        state = self._servers[server]
-        return state.capacity - state.num_held - state.num_reserved
+    def add(self, place: Place, capacity: int) -> None:
+        """`capacity` in tokens, as the server reports it.
 
-    def num_sequences(self, server: str) -> int:
-        return len(self._servers[server].sequences)
+        Raises:
+            ValueError: it is there already.
+        """
+        if place in self.pools:
+            raise ValueError(f"{place} is there already")
+        self.pools[place] = Pool(place, capacity)
 
-    def num_held(self, server: str) -> int:
-        return self._servers[server].num_held
+    def remove(self, place: Place) -> None:
+        """Forget a pool and all that it held: it was retired, or died."""
+        pool = self.pools.pop(place)
+        for sequence in pool._live:
+            del self._live[sequence]
+        self._homes = {key: home for key, home in self._homes.items() if home is not pool}
 
-    def fits(self, server: str, num_tokens: int, num_reserved: int) -> bool:
-        """Whether it has room; an idle server takes whatever its cache can hold at all."""
-        state = self._servers[server]
-        if not state.sequences:
-            return num_tokens < state.capacity
-        return num_tokens + num_reserved <= self.room(server)
+    def flush(self, place: Place) -> None:
+        """The prefix cache was emptied, as new weights do; what runs goes on."""
+        pool = self.pools[place]
+        while pool._lru:
+            self._evict_one(pool)
 
-    def reserve(self, sequence: str, server: str, num_tokens: int, num_reserved: int) -> None:
-        """`sequence` begins on `server` with a prompt of `num_tokens`."""
-        if sequence in self._held:
+    # --- sequences ------------------------------------------------------------------------------
+
+    def need(self, pool: Pool, group: str, num_tokens: int, budget: int) -> int:
+        """Room that a turn takes here: prompt, less what siblings hold, and its growth."""
+        growth = min(budget, self.predictor.remaining(group))
+        return num_tokens - pool.num_shared(group) + growth
+
+    def fits(self, pool: Pool, need: int) -> bool:
+        """Whether there is room; an idle pool takes whatever it can hold at all."""
+        return need <= pool.room or (not pool.num_sequences and need <= pool.capacity)
+
+    def reserve(
+        self,
+        sequence: str,
+        place: Place,
+        num_tokens: int,
+        budget: int,
+        *,
+        key: str = "",
+        group: str = "",
+        num_shared: int = 0,
+    ) -> int:
+        """A turn begins with a prompt of `num_tokens`, the first `num_shared` of them its group's,
+        and may generate `budget` more.
+
+        Returns:
+            How many tokens of the prompt have to be computed.
+
+        Raises:
+            ValueError: the sequence holds already.
+        """
+        if sequence in self._live:
             raise ValueError(f"{sequence} holds already")
-        state = self._servers[server]
-        state.num_held += num_tokens
-        state.num_reserved += num_reserved
-        state.sequences.add(sequence)
-        self._held[sequence] = _Held(server, num_tokens, num_reserved)
+        pool = self.pools[place]
+        num_prefill = max(1, num_tokens - pool.num_cached(key, group))
+        own = pool._lru.pop((key, False), None) if key else None
+        if own is not None:
+            self._unpark(pool, own)
+        if group and num_shared:
+            prompt = pool.prompts.setdefault(group, [num_shared, 0])
+            num_shared = min(prompt[0], num_tokens)
+            if not prompt[1]:  # nobody else holds it
+                pool.num_live += prompt[0]
+                parked = pool._lru.pop((group, True), None)
+                if parked is not None:
+                    self._unpark(pool, parked)
+            prompt[1] += 1
+        else:
+            group, num_shared = "", 0
+        growth = min(budget, self.predictor.remaining(group))
+        live = _Live(
+            pool, key, group, num_shared, num_tokens - num_shared, growth, num_prefill, budget
+        )
+        self._live[sequence] = pool._live[sequence] = live
+        if key:
+            self._homes[key] = pool
+        pool.num_sequences += 1
+        pool.num_live += live.num_own
+        pool.num_reserved += growth
+        pool.num_prefill += num_prefill
+        self._evict(pool)
+        return num_prefill
 
     def grow(self, sequence: str, num_tokens: int) -> None:
-        """Tokens were streamed; they come out of the reserve while it lasts."""
-        held = self._held.get(sequence)
-        if held is None:  # its server was removed
+        """Tokens were streamed; they come out of the reserve, which is renewed when it is gone."""
+        live = self._live.get(sequence)
+        if live is None or not num_tokens:  # its server was removed
             return
-        state = self._servers[held.server]
-        from_reserve = min(num_tokens, held.num_reserved)
-        held.num_tokens += num_tokens
-        held.num_reserved -= from_reserve
-        state.num_held += num_tokens
-        state.num_reserved -= from_reserve
+        pool = live.pool
+        pool.num_prefill -= live.num_prefill
+        live.num_prefill = 0
+        live.num_own += num_tokens
+        live.num_generated += num_tokens
+        live.budget = max(0, live.budget - num_tokens)
+        pool.num_live += num_tokens
+        pool._num_streamed += num_tokens
+        left = live.num_reserved - num_tokens
+        if left <= 0:
+            left = min(live.budget, self.predictor.remaining(live.group, live.num_generated))
+        pool.num_reserved += left - live.num_reserved
+        live.num_reserved = left
+        if pool.num_live + pool.num_parked > pool.capacity:
+            self._evict(pool)
 
-    def release(self, sequence: str) -> None:
-        """`sequence` ended or moved; harmless where it holds nothing."""
-        held = self._held.pop(sequence, None)
-        if held is None:
+    def park(self, sequence: str, now: float) -> None:
+        """The turn ended by itself; the prefix cache keeps its tokens for a while."""
+        live = self._live.get(sequence)
+        if live is None:
             return
-        state = self._servers[held.server]
-        state.num_held -= held.num_tokens
-        state.num_reserved -= held.num_reserved
-        state.sequences.discard(sequence)
+        self.predictor.learn(live.group, live.num_generated)
+        pool = live.pool
+        self._let_go(sequence, live, now)
+        wanted = self._homes.get(live.key) is pool
+        if live.key:
+            old = pool._lru.pop((live.key, False), None)
+            if old is not None:  # two turns of one trajectory: the later one counts
+                self._unpark(pool, old)
+            pool._lru[live.key, False] = _Parked(live.num_own, wanted, now)
+            pool.num_parked += live.num_own
+            pool.num_wanted += live.num_own if wanted else 0
+        if (live.group, True) in pool._lru:  # used later than what hangs on it
+            pool._lru.move_to_end((live.group, True))
+        self._evict(pool)
+
+    def release(self, sequence: str, now: float) -> None:
+        """The turn was lost or cancelled: nothing of it is counted on. Harmless if it is over."""
+        live = self._live.get(sequence)
+        if live is not None:
+            self._let_go(sequence, live, now)
+
+    def forget(self, key: str) -> None:
+        """A trajectory ended: nobody comes back for what it parked, which goes when it must."""
+        pool = self._homes.pop(key, None)
+        if pool is None:
+            return
+        parked = pool._lru.get((key, False))
+        if parked is not None and parked.wanted:
+            parked.wanted = False
+            pool.num_wanted -= parked.num_tokens
+
+    def home(self, key: str) -> Pool | None:
+        """Where the trajectory's last turn was."""
+        return self._homes.get(key)
+
+    # --- what servers say -----------------------------------------------------------------------
+
+    def report(self, place: Place, report: Report, now: float) -> int:
+        """Correct the books by what the server says.
+
+        Only an excess counts: what is in use and not ours. It has to stand in two reports in a
+        row, since a turn that has just ended may still be in one. Less than ours says nothing: our
+        requests may be in the server's queue. A report that repeats the last one while tokens were
+        streamed is a frozen picture, and keeps the age of the first.
+
+        Returns:
+            Requests that were retracted since the last report.
+        """
+        pool = self.pools[place]
+        last = pool._report
+        if report == last and pool._num_streamed != pool._num_streamed_then:
+            self._fade(pool, now)
+            return 0
+        tokens = max(0, min(report.num_used, pool.capacity) - pool.num_live)
+        requests = max(0, report.num_running + report.num_waiting - pool.num_sequences)
+        before, pool._excess = pool._excess, (tokens, requests)
+        pool._believed = (min(tokens, before[0]), min(requests, before[1]))
+        pool._report, pool._reported_s = report, now
+        pool._num_streamed_then = pool._num_streamed
+        self._fade(pool, now)
+        self._evict(pool)
+        num_new = report.num_retracted - (last.num_retracted if last else report.num_retracted)
+        if num_new < 0:  # it was restarted
+            num_new = report.num_retracted
+        pool.num_retracted += num_new
+        return num_new
+
+    def age(self, now: float) -> None:
+        """Believe old reports less, and expect those less who have been away for long. Call it
+        about once a second."""
+        for pool in self.pools.values():
+            self._fade(pool, now)
+            for parked in pool._lru.values():
+                if parked.wanted and now - parked.since_s > self._away_s:
+                    parked.wanted = False
+                    pool.num_wanted -= parked.num_tokens
+
+    def reported_s(self, place: Place) -> float:
+        """When its last report that told anything new came."""
+        return self.pools[place]._reported_s
+
+    # --- sums -----------------------------------------------------------------------------------
+
+    def usage(self, places: Collection[Place] | None = None) -> float:
+        """The part of these KV caches (all, if none are named) that live sequences, their growth
+        and parked trajectories that will come back take up."""
+        pools = self.pools.values() if places is None else [self.pools[one] for one in places]
+        capacity = sum(pool.capacity for pool in pools)
+        used = sum(
+            pool.num_live + pool.num_reserved + pool.num_others + pool.num_wanted for pool in pools
+        )
+        return used / capacity if capacity else 1.0
+
+    # --- within ---------------------------------------------------------------------------------
+
+    def _let_go(self, sequence: str, live: _Live, now: float) -> None:
+        """`live` stops being live; its group's prompt is parked with its last live sibling."""
+        pool = live.pool
+        del self._live[sequence], pool._live[sequence]
+        pool.num_sequences -= 1
+        pool.num_live -= live.num_own
+        pool.num_reserved -= live.num_reserved
+        pool.num_prefill -= live.num_prefill
+        pool._freed_per_s = (
+            pool.freed_per_s(now) + (live.num_own + live.num_reserved) / _FREED_TAU_S
+        )
+        pool._freed_s = now
+        if live.group:
+            prompt = pool.prompts[live.group]
+            prompt[1] -= 1
+            if not prompt[1]:
+                pool.num_live -= prompt[0]
+                pool.num_parked += prompt[0]
+                pool._lru[live.group, True] = _Parked(prompt[0], False)
+
+    def _unpark(self, pool: Pool, parked: _Parked) -> None:
+        pool.num_parked -= parked.num_tokens
+        if parked.wanted:
+            pool.num_wanted -= parked.num_tokens
+
+    def _evict(self, pool: Pool) -> None:
+        """The oldest parked go until all that is in the cache can be in it."""
+        while pool._lru and pool.num_live + pool.num_parked + pool.num_others > pool.capacity:
+            self._evict_one(pool)
+
+    def _evict_one(self, pool: Pool) -> None:
+        (name, is_prompt), parked = pool._lru.popitem(last=False)
+        self._unpark(pool, parked)
+        if is_prompt:
+            del pool.prompts[name]
+
+    def _fade(self, pool: Pool, now: float) -> None:
+        """A report is worth less the older it is."""
+        left = max(0.0, 1.0 - (now - pool._reported_s) / self._report_ttl_s)
+        pool.num_others = math.ceil(pool._believed[0] * left)
+        pool.num_strangers = math.ceil(pool._believed[1] * left)

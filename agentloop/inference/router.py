@@ -12,6 +12,7 @@ A stream that breaks goes on elsewhere from its exact ids, so that its reader se
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,7 +23,7 @@ import anyio
 import pydantic
 
 from agentloop.errors import PromptTooLong, RequestError, ServerRefused, ServerUnavailable
-from agentloop.inference.kv_ledger import KVLedger
+from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place
 from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
 from agentloop.trajectory import TurnEnd, VersionSpan
 
@@ -108,14 +109,14 @@ class Router:
         self, servers: Sequence[tuple[SGLangServer, ServerInfo]], settings: RouterSettings
     ) -> None:
         self._settings = settings
-        self._ledger = KVLedger()
+        self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
         self._seats: dict[str, _Seat] = {}
         self._waiting: OrderedDict[str, _Waiter] = OrderedDict()
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._ill = anyio.Event()
         for server, info in servers:
             self._seats[server.url] = _Seat(server, info)
-            self._ledger.add_server(server.url, info.max_total_num_tokens)
+            self._ledger.add(Place(server.url), info.max_total_num_tokens)
         #: Prompt and response tokens that every server can hold.
         self.context_length = min(
             min(info.context_length, info.max_total_num_tokens - 1) for _, info in servers
@@ -154,8 +155,8 @@ class Router:
             ServerView(
                 url,
                 seat.healthy,
-                self._ledger.num_sequences(url),
-                self._ledger.num_held(url),
+                self._ledger.pools[Place(url)].num_sequences,
+                self._ledger.pools[Place(url)].num_live,
                 seat.info.max_total_num_tokens,
             )
             for url, seat in self._seats.items()
@@ -240,7 +241,7 @@ class Router:
                 if moves > self._settings.max_moves:
                     raise ServerUnavailable(f"gave up after {moves} servers: {error}") from error
             finally:
-                self._ledger.release(rest.rid)
+                self._ledger.release(rest.rid, time.monotonic())
                 self._admit()
 
     def forget(self, key: str) -> None:
@@ -263,7 +264,7 @@ class Router:
         except BaseException as error:
             # It may have been given a seat in the same moment, and have kept others waiting.
             self._waiting.pop(generation.rid, None)
-            self._ledger.release(generation.rid)
+            self._ledger.release(generation.rid, time.monotonic())
             self._admit()
             if isinstance(error, TimeoutError):
                 raise ServerUnavailable(
@@ -283,7 +284,7 @@ class Router:
             generation = waiter.generation
             del self._waiting[generation.rid]
             url = seat.server.url
-            self._ledger.reserve(generation.rid, url, waiter.num_tokens, waiter.num_reserved)
+            self._ledger.reserve(generation.rid, Place(url), waiter.num_tokens, waiter.num_reserved)
             self._sticky[generation.key] = url
             if len(self._sticky) > _MAX_STICKY:
                 self._sticky.popitem(last=False)
@@ -295,14 +296,17 @@ class Router:
         fitting = [
             url
             for url, seat in self._seats.items()
-            if seat.healthy and self._ledger.fits(url, waiter.num_tokens, waiter.num_reserved)
+            if seat.healthy
+            and self._ledger.fits(
+                self._ledger.pools[Place(url)], waiter.num_tokens + waiter.num_reserved
+            )
         ]
         if not fitting:
             return None
         own = self._sticky.get(waiter.generation.key)
         if own in fitting:
             return self._seats[own]
-        return self._seats[max(fitting, key=self._ledger.room)]
+        return self._seats[max(fitting, key=lambda url: self._ledger.pools[Place(url)].room)]
 
     def _mark_ill(self, seat: _Seat, reason: str) -> None:
         if seat.healthy:

@@ -1,0 +1,637 @@
+"""Which server a turn goes to, and what that does to a batch of rollouts, in virtual time.
+
+    python -m bench.router                                     4 servers, every policy, 3 seeds
+    python -m bench.router --servers 64 --groups 512 --policies static,sticky_least_loaded,kv
+    python -m bench.router --trace rollouts.jsonl --json out.json
+
+The ledger, the placement, the waiting room and the admission are those of the runtime; the servers
+are models (bench/server_model.py) and the clock is virtual. Every policy sees the same rollouts.
+`kv` holds requests back until they fit and starts groups as there is room. The others send at once
+all that is asked, which is all rollouts at the start, as gateways do; `--in-flight N` starts at
+most N rollouts per server for them, and `--room` gives them our waiting room and admission, so that
+one can tell what placement does from what waiting does.
+
+`cache_aware` is an emulation of what sglang-router 0.3.2 and smg 1.13 publish, not those programs:
+to the worker whose record of past prompts matches most (more than 0.3 of the prompt; else the one
+with the fewest requests), unless the numbers of requests in flight differ by more than 64 and by a
+factor of more than 1.5: then to the one with the fewest. It knows what it sent, and nothing of the
+cache and its evictions. Their power_of_two is ours, with counts that are always right.
+
+A trace is a file of one JSON object per line, one line per rollout:
+
+    {"group": "g1", "prompt_tokens": 812, "turns": [[output, tool, wait], ...]}
+
+with the tokens that a turn samples, the tokens of the tool's response after it, and the seconds
+that the tool takes; the last turn's tool is not run. Rollouts of one group share their prompt.
+
+The bound is one no scheduler can go below, knowing all lengths: see `lower_bound_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place, Report
+from agentloop.inference.placement import POLICIES, Ask, Costs, Placement
+from agentloop.inference.waiting_room import Waiting, WaitingRoom
+from bench.server_model import Job, ServerModel, ServerParams
+
+EMULATED = ("cache_aware",)
+_MEDIAN_TURN = 900  # tokens; with the rest of `make_trace`, 5,000 a rollout
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpec:
+    """`num_output` sampled tokens, then a tool of `tool_s` that answers `num_tool` tokens."""
+
+    num_output: int
+    num_tool: int
+    tool_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    group: str
+    num_prompt: int
+    turns: tuple[TurnSpec, ...]
+
+    @property
+    def num_output(self) -> int:
+        return sum(turn.num_output for turn in self.turns)
+
+
+def make_trace(
+    seed: int, *, num_groups: int, group_size: int = 32, max_turns: int = 10, budget: int = 12_288
+) -> list[RolloutSpec]:
+    """Rollouts as an agent that is trained on mathematics makes them; lengths are log-normal.
+
+    A group has a difficulty that all its siblings share, in the number of turns and their length.
+    The defaults are near the end of rStar2-Agent's training: at most 12K tokens and 10 turns, some
+    5K a rollout, tools of 0.3 s (one in twenty is slow).
+    """
+    rng = random.Random(f"trace {seed}")
+    trace = []
+    for group in range(num_groups):
+        difficulty = rng.lognormvariate(0.0, 0.4)
+        num_prompt = min(4000, int(rng.lognormvariate(math.log(700), 0.5)) + 200)
+        for _ in range(group_size):
+            pace = difficulty * rng.lognormvariate(0.0, 0.3)
+            num_turns = min(max_turns, 1 + int(rng.expovariate(1 / (3.5 * difficulty))))
+            left, turns = budget, []
+            for _ in range(num_turns):
+                num_output = min(
+                    left, max(16, int(rng.lognormvariate(math.log(_MEDIAN_TURN * pace), 0.7)))
+                )
+                num_tool = min(left - num_output, max(8, int(rng.lognormvariate(4.4, 0.8))))
+                slow = rng.random() < 0.05
+                tool_s = rng.lognormvariate(math.log(8.0 if slow else 0.3), 0.8)
+                turns.append(TurnSpec(num_output, num_tool, min(tool_s, 30.0)))
+                left -= num_output + num_tool
+                if left < 16:
+                    break
+            trace.append(RolloutSpec(f"g{group}", num_prompt, tuple(turns)))
+    return trace
+
+
+def read_trace(path: Path) -> list[RolloutSpec]:
+    """See the module's docstring. Raises ValueError, with the line."""
+    trace = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            turns = tuple(TurnSpec(int(n), int(k), float(s)) for n, k, s in row["turns"])
+            if not turns or min(turn.num_output for turn in turns) < 1:
+                raise ValueError("each rollout has a turn, and each turn samples a token")
+            trace.append(RolloutSpec(str(row["group"]), int(row["prompt_tokens"]), turns))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    return trace
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run is made of, besides policy and trace."""
+
+    num_servers: int = 4
+    params: ServerParams = field(default_factory=ServerParams)
+    costs: Costs = field(default_factory=Costs)
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    quantile: float = 0.4
+    patience_s: float = 10.0
+    max_overtaken: int = 8
+    tick_s: float = 1.0  # between two reports; tokens reach the ledger as often
+    report_lag_s: float = 1.0
+    budget: int = 12_288
+    wait_timeout_s: float = 600.0
+    in_flight: int = 0  # rollouts per server that start at most; 0: all at once
+    room: bool = False  # hold back and admit for every policy, not for `kv` alone
+
+
+@dataclass(slots=True)
+class Result:
+    """What one policy made of one trace."""
+
+    policy: str
+    seed: int
+    makespan_s: float = 0.0
+    goodput: float = 0.0  # sampled tokens of whole rollouts per second
+    makespan_90_s: float = 0.0  # until nine in ten rollouts were done
+    num_retractions: int = 0
+    num_recomputed: int = 0  # tokens that had been computed and were again, after retractions
+    prefix_hits: float = 0.0  # the part of the prompts' tokens that was in the cache
+    ttft_p99_s: float = 0.0  # all turns; the first of a rollout counts from the run's start
+    turn_ttft_p99_s: float = 0.0  # turns after the first: from the tool's answer
+    num_refused: int = 0
+    num_moves: int = 0
+    bound_s: float = 0.0
+    choose_us: float = 0.0
+    wall_s: float = 0.0
+
+
+class _CacheAware:
+    """The emulation. See the module's docstring; the tree never forgets, as its limit is large."""
+
+    def __init__(self, num_servers: int) -> None:
+        self._num_servers = num_servers
+        self._seen: list[dict[str, int]] = [{} for _ in range(num_servers)]
+
+    def choose(self, ask: Ask, loads: Sequence[int]) -> int:
+        least = min(range(self._num_servers), key=loads.__getitem__)
+        most = max(loads)
+        chosen = least
+        if not (most - loads[least] > 64 and most > 1.5 * loads[least]):
+            matches = [
+                seen.get(ask.key, 0) or seen.get("group " + ask.group, 0) for seen in self._seen
+            ]
+            best = max(range(self._num_servers), key=matches.__getitem__)
+            if matches[best] > 0.3 * ask.num_tokens:
+                chosen = best
+        self._seen[chosen][ask.key] = ask.num_tokens
+        self._seen[chosen]["group " + ask.group] = ask.num_shared
+        return chosen
+
+
+@dataclass(slots=True)
+class _Rollout:
+    key: str
+    spec: RolloutSpec
+    order: int
+    turn: int = 0
+    num_context: int = 0
+    asked_s: float = 0.0
+    server: int = -1
+
+
+class Simulation:
+    """One policy over one trace, from the first ask to the last token."""
+
+    def __init__(
+        self, trace: Sequence[RolloutSpec], policy: str, seed: int, options: Options
+    ) -> None:
+        self.options = options
+        self.policy = policy
+        self.result = Result(policy, seed)
+        self.places = [Place(f"server{index}") for index in range(options.num_servers)]
+        self.servers = [ServerModel(options.params) for _ in self.places]
+        self.ledger = KVLedger(LengthPredictor(quantile=options.quantile))
+        for place in self.places:
+            self.ledger.add(place, options.params.capacity)
+        ours = policy if policy in POLICIES else "kv"
+        self.placement = Placement(
+            self.ledger, ours, costs=options.costs, patience_s=options.patience_s, seed=seed
+        )
+        self.cache_aware = _CacheAware(options.num_servers) if policy == "cache_aware" else None
+        self.holds_back = policy == "kv" or options.room
+        self.room: WaitingRoom[_Rollout] = WaitingRoom(
+            patience_s=options.patience_s, max_overtaken=options.max_overtaken
+        )
+        self.admission = Admission(options.admission, Forecast(longest=options.budget))
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = itertools.count()
+        self._server_s = [math.inf] * options.num_servers  # the event that stands in the queue
+        self._jobs: dict[str, tuple[_Rollout, int]] = {}  # and tokens that the ledger knows of
+        self._index = {place: index for index, place in enumerate(self.places)}
+        groups: dict[str, list[RolloutSpec]] = {}
+        for spec in trace:
+            groups.setdefault(spec.group, []).append(spec)
+        self._source = deque(
+            [
+                _Rollout(f"{group}.{member}", spec, order, num_context=spec.num_prompt)
+                for member, spec in enumerate(specs)
+            ]
+            for order, (group, specs) in enumerate(groups.items())
+        )
+        self._left = {group: len(specs) for group, specs in groups.items()}
+        self._num_open = len(trace)
+        self._num_started = 0
+        self._ttft: list[float] = []
+        self._turn_ttft: list[float] = []
+        self._ended_s: list[float] = []
+        self._num_prompt = self._num_hit = self._num_chosen = 0
+        self._choose_s = 0.0
+        self._next_place_s = 0.0
+        self._dirty = False
+        self._over: list[tuple[str, bool]] = []
+
+    def run(self) -> Result:
+        """To the end; conserves what it was given: see the checks."""
+        started = time.perf_counter()
+        self._start_groups()
+        self._at(self.options.tick_s, self._tick)
+        while self._num_open:
+            if self._dirty and (not self._events or self._events[0][0] > self.now):
+                self._place_waiting()
+                continue
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        self._forecast_ends()
+        result = self.result
+        assert not self._jobs
+        assert not len(self.room)
+        assert all(pool.num_live == pool.num_reserved == 0 for pool in self.ledger.pools.values())
+        result.makespan_s = self.now
+        result.goodput /= self.now
+        result.makespan_90_s = sorted(self._ended_s)[int(0.9 * (len(self._ended_s) - 1))]
+        result.num_retractions = sum(server.num_retracted for server in self.servers)
+        result.prefix_hits = self._num_hit / max(1, self._num_prompt)
+        result.ttft_p99_s = _p99(self._ttft)
+        result.turn_ttft_p99_s = _p99(self._turn_ttft)
+        result.choose_us = 1e6 * self._choose_s / max(1, self._num_chosen)
+        result.wall_s = time.perf_counter() - started
+        return result
+
+    # --- the loop of a runtime, as events -------------------------------------------------------
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._counter), event))
+
+    def _start_groups(self) -> None:
+        while self._source and self._may_start():
+            group = self._source.popleft()
+            self.admission.start()
+            for rollout in group:
+                self._num_started += 1
+                self.admission.forecast.start(rollout.key)
+                self._ask(rollout, ready_s=0.0)
+
+    def _may_start(self) -> bool:
+        if self.holds_back:
+            capacity = sum(pool.capacity for pool in self.ledger.pools.values())
+            group = self._source[0]
+            return self.admission.num_free(capacity, len(group), group[0].spec.num_prompt) > 0
+        most = self.options.in_flight * self.options.num_servers
+        num_running = self._num_started - len(self._ended_s)
+        return not most or num_running + len(self._source[0]) <= max(most, len(self._source[0]))
+
+    def _ask(self, rollout: _Rollout, *, ready_s: float) -> None:
+        rollout.asked_s = ready_s
+        if self.holds_back:
+            expected = rollout.num_context + self.ledger.predictor.remaining(rollout.spec.group)
+            name = f"{rollout.key}.{rollout.turn}"
+            self.room.enter(Waiting(name, rollout.order, expected, self.now, rollout))
+            self._dirty = True
+        else:
+            self._send(rollout, self._choose(rollout, 0.0))
+
+    def _place_waiting(self) -> None:
+        if not len(self.room):
+            self._dirty = False
+            return
+        self._dirty = False
+        if self.now < self._next_place_s:  # so soon it is the same room
+            self._at(self._next_place_s, self._set_dirty)
+            return
+        self._next_place_s = self.now + 0.02
+        self._refuse_late()
+
+        def try_to_place(waiting: Waiting[_Rollout]) -> bool:
+            index = self._choose(waiting.request, self.now - waiting.since_s)
+            if index >= 0:
+                self._send(waiting.request, index)
+            return index >= 0
+
+        self.room.place(self.now, try_to_place)
+
+    def _set_dirty(self) -> None:
+        self._dirty = True
+
+    def _refuse_late(self) -> None:
+        timeout_s = self.options.wait_timeout_s
+        if self.room.longest_wait_s(self.now) < timeout_s:
+            return
+        late = [waiting for waiting in self.room if self.now - waiting.since_s >= timeout_s]
+        for waiting in late:
+            self.room.leave(waiting.name)
+            self.result.num_refused += 1
+            self._finish(waiting.request, whole=False)
+
+    def _choose(self, rollout: _Rollout, waited_s: float) -> int:
+        """The server's index, or -1: it waits."""
+        spec = rollout.spec
+        ask = Ask(
+            rollout.key,
+            rollout.num_context,
+            self._budget(rollout),
+            spec.group,
+            spec.num_prompt,
+            rollout.order,
+        )
+        started = time.perf_counter()
+        if self.cache_aware is not None:
+            pools = self.ledger.pools.values()
+            chosen = self.cache_aware.choose(ask, [pool.num_sequences for pool in pools])
+        else:
+            decision = self.placement.choose(ask, self.places, now=self.now, waited_s=waited_s)
+            chosen = -1 if decision.place is None else self._index[decision.place]
+        self._choose_s += time.perf_counter() - started
+        self._num_chosen += 1
+        if self.options.room and self.policy != "kv" and chosen >= 0:
+            pool = self.ledger.pools[self.places[chosen]]
+            need = self.ledger.need(pool, ask.group, ask.num_tokens, ask.budget)
+            chosen = chosen if self.ledger.fits(pool, need) else -1
+        return chosen
+
+    def _budget(self, rollout: _Rollout) -> int:
+        used = rollout.num_context - rollout.spec.num_prompt
+        return max(rollout.spec.turns[rollout.turn].num_output, self.options.budget - used)
+
+    def _send(self, rollout: _Rollout, index: int) -> None:
+        spec, name = rollout.spec, f"{rollout.key}.{rollout.turn}"
+        self.ledger.reserve(
+            name,
+            self.places[index],
+            rollout.num_context,
+            self._budget(rollout),
+            key=rollout.key,
+            group=spec.group,
+            num_shared=spec.num_prompt,
+        )
+        self.result.num_moves += rollout.server not in (-1, index)
+        rollout.server = index
+        self._jobs[name] = (rollout, 0)
+        job = Job(
+            name,
+            rollout.key,
+            spec.group,
+            rollout.num_context,
+            spec.num_prompt,
+            spec.turns[rollout.turn].num_output,
+            self._budget(rollout),
+        )
+        self.servers[index].submit(job, self.now)
+        self._schedule(index)
+
+    def _schedule(self, index: int) -> None:
+        when = self.servers[index].next_s
+        if when != self._server_s[index] and when < math.inf:
+            self._at(when, lambda: self._advance(index, when))
+        self._server_s[index] = when
+
+    def _advance(self, index: int, when: float) -> None:
+        if self._server_s[index] != when:  # planned anew since
+            return
+        self._server_s[index] = math.inf
+        for job in self.servers[index].advance():
+            self._ended(job)
+        self._schedule(index)
+
+    def _ended(self, job: Job) -> None:
+        rollout, num_known = self._jobs.pop(job.name)
+        turn = rollout.spec.turns[rollout.turn]
+        assert job.num_emitted == turn.num_output
+        self.ledger.grow(job.name, turn.num_output - num_known)
+        self.ledger.park(job.name, self.now)
+        self._dirty = True
+        ttft = job.first_token_s - rollout.asked_s
+        self._ttft.append(ttft)
+        if rollout.turn:
+            self._turn_ttft.append(ttft)
+        self._num_prompt += job.num_prompt
+        self._num_hit += job.num_cached
+        self.result.num_recomputed += job.num_recomputed
+        rollout.num_context += turn.num_output + turn.num_tool
+        self.admission.forecast.grow(rollout.key, turn.num_output - num_known + turn.num_tool)
+        rollout.turn += 1
+        if rollout.turn == len(rollout.spec.turns):
+            self._finish(rollout, whole=True)
+        else:
+            back_s = self.now + turn.tool_s
+            self._at(back_s, lambda: self._ask(rollout, ready_s=back_s))
+
+    def _finish(self, rollout: _Rollout, *, whole: bool) -> None:
+        self.ledger.forget(rollout.key)
+        self.placement.forget(rollout.key)
+        self._over.append((rollout.key, whole))
+        self._num_open -= 1
+        self._ended_s.append(self.now)
+        if whole:
+            self.result.goodput += rollout.spec.num_output
+        self._left[rollout.spec.group] -= 1
+        if not self._left[rollout.spec.group]:
+            self.admission.end()
+        self._start_groups()
+
+    def _tick(self) -> None:
+        """Tokens reach the ledger, reports too but later, and admission looks at both."""
+        for server in self.servers:
+            for name, job in server.running.items():
+                rollout, num_known = self._jobs[name]
+                num_emitted = server.num_emitted(job, self.now)
+                if num_emitted > num_known:
+                    self.ledger.grow(name, num_emitted - num_known)
+                    self.admission.forecast.grow(rollout.key, num_emitted - num_known)
+                    self._jobs[name] = (rollout, num_emitted)
+        self._forecast_ends()
+        reports = [server.report for server in self.servers]
+        self._at(self.now + self.options.report_lag_s, lambda: self._reported(reports))
+        self._at(self.now + self.options.tick_s, self._tick)
+        self._dirty = True
+
+    def _forecast_ends(self) -> None:
+        """As late as the tokens of the others are told, or short rollouts would seem frequent."""
+        for key, whole in self._over:
+            self.admission.forecast.end(key, whole=whole)
+        self._over.clear()
+
+    def _reported(self, reports: Sequence[Report]) -> None:
+        num_retracted = 0
+        for place, report in zip(self.places, reports, strict=True):
+            num_retracted += self.ledger.report(place, report, self.now)
+        self.ledger.age(self.now)
+        if self.holds_back:
+            reported_s = max(self.ledger.reported_s(place) for place in self.places)
+            self.admission.observe(self.now, num_retracted, reported_s)
+            self._start_groups()
+
+
+def lower_bound_s(trace: Iterable[RolloutSpec], num_servers: int, params: ServerParams) -> float:
+    """No scheduler is done sooner, whatever it knows.
+
+    Work: each sampled token costs its part of a step (per sequence, and per token of its own
+    context); each token of a prompt is computed once at least, a group's once for all; and the
+    fixed part of a step is shared by no more sequences than the pool holds at once: the contexts of
+    a step's sequences, counted without what siblings share, do not exceed the pool. So there are
+    at least (sum of contexts over sampled tokens) / capacity steps, and as many as tokens divided
+    by the largest batch. The servers share all this evenly at best.
+
+    Path: the longest rollout by itself, alone on a server, tools included.
+
+    It is loose where the end of a run is thin: there the batches cannot be full.
+    """
+    seconds = contexts = outputs = longest = 0.0
+    prompts: dict[str, int] = {}
+    for spec in trace:
+        prompts[spec.group] = spec.num_prompt
+        own, alone = 0, params.prefill_s_per_token * spec.num_prompt
+        for turn in spec.turns:
+            # The first token of a turn comes of the prefill, which costs no step.
+            num_steps = turn.num_output - 1
+            own_sum = num_steps * own + num_steps * (num_steps + 1) / 2
+            attended = own_sum + num_steps * spec.num_prompt
+            contexts += own_sum
+            outputs += num_steps
+            step_s = params.step_s_per_sequence * num_steps + params.step_s_per_token * attended
+            seconds += step_s
+            alone += step_s + params.step_s * num_steps
+            own += turn.num_output
+            if turn is not spec.turns[-1]:
+                own += turn.num_tool
+                seconds += params.prefill_s_per_token * turn.num_tool
+                alone += turn.tool_s + params.prefill_s_per_token * turn.num_tool
+        longest = max(longest, alone)
+    seconds += params.prefill_s_per_token * sum(prompts.values())
+    seconds += params.step_s * max(contexts / params.capacity, outputs / params.max_running)
+    return max(longest, seconds / num_servers)
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))] if values else 0.0
+
+
+def run_all(
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    options: Options,
+    trace_of: Callable[[int], list[RolloutSpec]],
+) -> list[Result]:
+    """Every policy over the same trace of each seed."""
+    results = []
+    for seed in seeds:
+        trace = trace_of(seed)
+        bound_s = lower_bound_s(trace, options.num_servers, options.params)
+        for policy in policies:
+            result = Simulation(trace, policy, seed, options).run()
+            result.bound_s = bound_s
+            results.append(result)
+            print(
+                f"seed {seed} {policy}: {result.makespan_s:.0f} s of virtual time in "
+                f"{result.wall_s:.1f} s",
+                file=sys.stderr,
+            )
+    return results
+
+
+def table(results: Sequence[Result]) -> str:
+    """Medians over the seeds, as markdown."""
+    rows = [
+        "| policy | makespan s | of bound | 90% done s | goodput tok/s | retractions | recomputed "
+        "tok | prefix hits | TTFT p99 s | later turns | moves | refused | us a choice |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for policy in dict.fromkeys(result.policy for result in results):
+        mine = [result for result in results if result.policy == policy]
+
+        def median(name: str, mine: list[Result] = mine) -> float:
+            return float(statistics.median(getattr(result, name) for result in mine))
+
+        of_bound = statistics.median(one.makespan_s / one.bound_s for one in mine)
+        rows.append(
+            f"| {policy} | {median('makespan_s'):.1f} | {of_bound:.2f} | "
+            f"{median('makespan_90_s'):.1f} | {median('goodput'):,.0f} | "
+            f"{median('num_retractions'):,.0f} | {median('num_recomputed'):,.0f} | "
+            f"{100 * median('prefix_hits'):.1f}% | {median('ttft_p99_s'):.1f} | "
+            f"{median('turn_ttft_p99_s'):.1f} | {median('num_moves'):,.0f} | "
+            f"{median('num_refused'):.0f} | {median('choose_us'):.0f} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    defaults = Options()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", type=int, default=4, metavar="N")
+    parser.add_argument("--groups", type=int, default=0, help="of rollouts (8 per server)")
+    parser.add_argument("--group-size", type=int, default=32)
+    parser.add_argument("--policies", default=",".join([*POLICIES, *EMULATED]))
+    parser.add_argument("--seeds", default="1,2,3", help="of traces and ties, by commas")
+    parser.add_argument("--trace", type=Path, help="a JSONL file instead of made rollouts")
+    parser.add_argument(
+        "--capacity", type=int, default=defaults.params.capacity, help="tokens of KV"
+    )
+    parser.add_argument("--in-flight", type=int, default=0, help="rollouts per server; not kv's")
+    parser.add_argument("--room", action="store_true", help="the waiting room for every policy")
+    parser.add_argument("--retract", choices=("half", "needed"), default="half")
+    parser.add_argument(
+        "--conservativeness",
+        type=float,
+        default=1.0,
+        help="SGLang's --schedule-conservativeness",
+    )
+    parser.add_argument(
+        "--costs-off",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="how wrong kv's idea of the prefill's cost is",
+    )
+    parser.add_argument("--lag-s", type=float, default=defaults.report_lag_s, help="of reports")
+    parser.add_argument("--json", type=Path, help="where every run's figures go")
+    args = parser.parse_args()
+    policies = args.policies.split(",")
+    if unknown := set(policies) - {*POLICIES, *EMULATED}:
+        parser.error(f"no policy {sorted(unknown)}")
+    options = Options(
+        num_servers=args.servers,
+        params=ServerParams(
+            capacity=args.capacity,
+            retract_half=args.retract == "half",
+            conservativeness=args.conservativeness,
+        ),
+        costs=Costs(prefill_s_per_token=args.costs_off * Costs().prefill_s_per_token),
+        report_lag_s=args.lag_s,
+        in_flight=args.in_flight,
+        room=args.room,
+    )
+    num_groups = args.groups or 8 * args.servers
+
+    def trace_of(seed: int) -> list[RolloutSpec]:
+        if args.trace:
+            return read_trace(args.trace)
+        return make_trace(seed, num_groups=num_groups, group_size=args.group_size)
+
+    results = run_all(policies, [int(seed) for seed in args.seeds.split(",")], options, trace_of)
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

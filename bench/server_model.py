@@ -1,0 +1,332 @@
+"""A discrete-event model of one SGLang server, for the benchmark of the router.
+
+What is modelled, after SGLang 0.5: continuous batching with prefill before decode, in batches of
+`chunk` tokens; first come, first served; admission by the pool's room less what the running ones
+may still need, times a ratio that falls with each step and rises after a retraction; a prefix cache
+whose least recently used leaves go first; retraction when a step does not fit (the fewest outputs
+first, then the longest prompts), of as many as it takes or of half, as rStar2-Agent saw it.
+
+What is not: overlap of the scheduler with the device, pages of more than a token, speculative
+decoding, chunks of one prompt between decode steps, any noise.
+
+Between two events nothing is simulated: the duration of n decode steps has a closed form, since
+each adds one token of context to each running sequence.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from agentloop.inference.kv_ledger import Report
+
+__all__ = ["Job", "ServerModel", "ServerParams"]
+
+_CLIP = 4096  # SGLang reserves for no more than these tokens of a request's growth
+_RETRACT_STEPS = 20  # after a retraction there is room for so many steps
+
+
+@dataclass(frozen=True, slots=True)
+class ServerParams:
+    """The defaults are near a 14B model in bfloat16 on an 80 GB GPU: weights 28 GB, 160 KB of KV
+    a token, 3.35 TB/s and some 400 TFLOP/s."""
+
+    capacity: int = 262_144
+    max_running: int = 512
+    chunk: int = 8192
+    prefill_s: float = 0.005
+    prefill_s_per_token: float = 7e-5
+    step_s: float = 0.012
+    step_s_per_sequence: float = 5e-5
+    step_s_per_token: float = 5e-8
+    conservativeness: float = 1.0
+    retract_half: bool = True
+
+
+@dataclass(slots=True)
+class Job:
+    """One turn: a prompt whose first `num_shared` tokens are its group's, and an output.
+
+    `max_new` is what it might generate for all the server knows, `num_output` what it will.
+    """
+
+    name: str
+    key: str
+    group: str
+    num_prompt: int
+    num_shared: int
+    num_output: int
+    max_new: int
+    num_cached: int = 0
+    num_retractions: int = 0
+    num_emitted: int = 0  # as of `first_step`
+    first_step: int = 0
+    first_token_s: float = math.inf
+    finished_s: float = math.inf
+    num_recomputed: int = 0  # tokens computed again after a retraction
+    _own: int = 0  # tokens held besides the group's prompt, as of `first_step`
+
+
+@dataclass(slots=True)
+class _Prompt:
+    num_tokens: int
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class ServerModel:
+    """Submit jobs; `advance` to `next_s` brings those that ended. Time never goes back."""
+
+    params: ServerParams = field(default_factory=ServerParams)
+    waiting: deque[Job] = field(default_factory=deque)
+    running: dict[str, Job] = field(default_factory=dict)
+    num_locked: int = 0  # KV tokens that running jobs hold
+    num_cached: int = 0  # KV tokens that only the prefix cache holds
+    num_retracted: int = 0
+    num_prefilled: int = 0
+    num_decoded: int = 0
+    next_s: float = math.inf
+    report: Report = field(default_factory=lambda: Report(0, 0, 0))
+    _step: int = 0
+    _num_context: int = 0  # tokens that a step attends to
+    _ratio: float = 0.0
+    _start_s: float = 0.0
+    _planned: int = 0  # decode steps of this segment; 0: none, or a prefill
+    _prefill: list[Job] = field(default_factory=list)
+    _ends: list[tuple[int, str]] = field(default_factory=list)
+    _prompts: dict[str, _Prompt] = field(default_factory=dict)
+    _lru: OrderedDict[tuple[str, bool], int] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._ratio = self._init_ratio
+
+    def submit(self, job: Job, now: float) -> None:
+        """Raises ValueError: it could never fit."""
+        if job.num_prompt + job.num_output >= self.params.capacity:
+            raise ValueError(f"{job.name} is larger than the pool")
+        was_empty = not self.waiting
+        self.waiting.append(job)
+        if self.next_s == math.inf:
+            self._plan(now)
+        elif was_empty and self._planned:  # the next step boundary may admit it
+            num_done = min(self._planned, math.floor(self._steps_until(now)) + 1)
+            self._planned = num_done
+            self.next_s = max(now, self._start_s + self._duration(num_done))
+
+    def advance(self) -> list[Job]:
+        """Go to `next_s`; the jobs that ended there."""
+        now = self.next_s
+        if self._planned:
+            self._take_steps(self._planned)
+        for job in self._prefill:
+            job.first_token_s = min(job.first_token_s, now)
+        self._prefill = []
+        ended: list[Job] = []
+        while self._ends and self._ends[0][0] <= self._step:
+            step, name = heapq.heappop(self._ends)
+            if (found := self.running.get(name)) is not None and _last_step(found) == step:
+                self._end(found, now)
+                ended.append(found)
+        self._plan(now)
+        return ended
+
+    def num_emitted(self, job: Job, now: float) -> int:
+        """Tokens of a running job that have been streamed by `now`."""
+        if job.first_token_s > now:
+            return 0
+        steps = min(self._planned, math.floor(self._steps_until(now))) if self._planned else 0
+        return min(job.num_output, job.num_emitted + self._step + steps - job.first_step)
+
+    # --- what goes on ---------------------------------------------------------------------------
+
+    @property
+    def _init_ratio(self) -> float:
+        return min(1.0, 0.7 * self.params.conservativeness)
+
+    def _plan(self, now: float) -> None:
+        """Decide what the server does from `now` on."""
+        self._start_s, self._planned = now, 0
+        if self.waiting and (uncached := self._admit()):
+            self.next_s = now + self.params.prefill_s + uncached * self.params.prefill_s_per_token
+        elif self.running:
+            if self.params.capacity - self.num_locked < len(self.running):
+                self._retract()
+            fitting = (self.params.capacity - self.num_locked) // len(self.running)
+            self._drop_ended()
+            self._planned = max(1, min(fitting, self._ends[0][0] - self._step))
+            self.next_s = now + self._duration(self._planned)
+        else:
+            self.next_s = math.inf
+            self._ratio = self._init_ratio
+        self.report = Report(
+            self.num_locked, len(self.running), len(self.waiting), self.num_retracted
+        )
+
+    def _duration(self, num_steps: int) -> float:
+        params, batch = self.params, len(self.running)
+        first = (
+            params.step_s
+            + params.step_s_per_sequence * batch
+            + params.step_s_per_token * self._num_context
+        )
+        more = params.step_s_per_token * batch
+        return num_steps * first + more * num_steps * (num_steps - 1) / 2
+
+    def _steps_until(self, now: float) -> float:
+        """The inverse of `_duration`, from the segment's start; may be a fraction."""
+        params, batch = self.params, len(self.running)
+        more = params.step_s_per_token * batch
+        first = (
+            params.step_s
+            + params.step_s_per_sequence * batch
+            + params.step_s_per_token * self._num_context
+        )
+        linear = first - more / 2
+        elapsed = max(0.0, now - self._start_s) + 1e-9
+        if more == 0.0:
+            return elapsed / linear
+        return (math.sqrt(linear * linear + 2 * more * elapsed) - linear) / more
+
+    def _take_steps(self, num_steps: int) -> None:
+        num_tokens = num_steps * len(self.running)
+        self._step += num_steps
+        self.num_locked += num_tokens
+        self._num_context += num_tokens
+        self.num_decoded += num_tokens
+        lowest = min(1.0, 0.14 * self._init_ratio)
+        fall = (self._init_ratio - lowest) / 600
+        self._ratio = max(lowest, self._ratio - fall * num_steps)
+        self._evict()
+
+    def _admit(self) -> int:
+        """Take from the queue what fits into one prefill batch; the tokens to compute."""
+        params = self.params
+        spoken_for = self._ratio * sum(
+            min(_CLIP, job.max_new - job.num_emitted - self._step + job.first_step)
+            for job in self.running.values()
+        )
+        uncached, fresh = 0, set[str]()
+        while self.waiting and uncached < params.chunk and len(self.running) < params.max_running:
+            job = self.waiting[0]
+            prompt = self._prompts.get(job.group)
+            length = job.num_prompt + job.num_emitted
+            matched = self._lru.get((job.key, False), 0)
+            if prompt is not None and job.group not in fresh:
+                matched += prompt.num_tokens
+            elif prompt is None and job.group:
+                fresh.add(job.group)
+            matched = min(matched, length - 1)
+            new = length - (job.num_shared if prompt is not None and prompt.num_running else 0)
+            growth = min(_CLIP, job.max_new - job.num_emitted)
+            room = params.capacity - self.num_locked - spoken_for
+            if self.running and new + growth >= room:
+                break
+            self.waiting.popleft()
+            self._begin(job, length)
+            spoken_for += growth
+            uncached += length - matched
+            if job.num_retractions:
+                job.num_recomputed += length - matched
+            else:
+                job.num_cached = matched
+        self.num_prefilled += uncached
+        self._evict()
+        return uncached
+
+    def _begin(self, job: Job, length: int) -> None:
+        prompt = self._prompts.get(job.group)
+        if job.group and job.num_shared:
+            if prompt is None:
+                prompt = self._prompts[job.group] = _Prompt(job.num_shared)
+            if not prompt.num_running:
+                self.num_locked += prompt.num_tokens
+                self.num_cached -= self._lru.pop((job.group, True), 0)
+            prompt.num_running += 1
+        self.num_cached -= self._lru.pop((job.key, False), 0)
+        job._own = length - job.num_shared
+        job.num_emitted += 1  # the prefill gives the first token
+        job._own += 1
+        job.first_step = self._step
+        self.num_decoded += 1
+        self.num_locked += job._own
+        self._num_context += length + 1
+        self.running[job.name] = job
+        self._prefill.append(job)
+        heapq.heappush(self._ends, (_last_step(job), job.name))
+
+    def _stop(self, job: Job, kept: int) -> None:
+        """It leaves the batch; the prefix cache keeps the first `kept` of its own tokens."""
+        del self.running[job.name]
+        steps = self._step - job.first_step
+        job.num_emitted += steps
+        job.first_step = self._step
+        self.num_locked -= job._own + steps
+        self._num_context -= job.num_shared + job._own + steps
+        if kept:
+            self.num_cached += kept - self._lru.pop((job.key, False), 0)
+            self._lru[job.key, False] = kept
+        if job.group and job.num_shared:
+            prompt = self._prompts[job.group]
+            prompt.num_running -= 1
+            if not prompt.num_running:
+                self.num_locked -= prompt.num_tokens
+                self.num_cached += prompt.num_tokens
+                self._lru[job.group, True] = prompt.num_tokens
+            elif (job.group, True) in self._lru:
+                self._lru.move_to_end((job.group, True))
+
+    def _end(self, job: Job, now: float) -> None:
+        job.finished_s = now
+        self._stop(job, job.num_prompt + job.num_output - job.num_shared)
+
+    def _retract(self) -> None:
+        """The fewest outputs first, then the longest prompts, into the queue's end."""
+        victims = sorted(
+            self.running.values(),
+            key=lambda job: (job.num_emitted + self._step - job.first_step, -job.num_prompt),
+        )
+        num_half = len(victims) // 2 if self.params.retract_half else 1
+        for num_gone, job in enumerate(victims[:-1]):
+            room = self.params.capacity - self.num_locked
+            if num_gone >= num_half and room >= _RETRACT_STEPS * len(self.running):
+                break
+            self._stop(job, job.num_prompt - job.num_shared)
+            job.num_retractions += 1
+            self.num_retracted += 1
+            self.waiting.append(job)
+        self._evict()
+        left = list(self.running.values())
+        num_done = sum(job.num_emitted + self._step - job.first_step for job in left)
+        num_most = sum(job.max_new for job in left)
+        self._ratio = min(1.0, (num_done + _RETRACT_STEPS * len(left)) / max(1, num_most))
+
+    def _drop_ended(self) -> None:
+        """The heap's head is of a job that runs, since it was last begun."""
+        while True:
+            step, name = self._ends[0]
+            job = self.running.get(name)
+            if job is not None and _last_step(job) == step:
+                return
+            heapq.heappop(self._ends)
+
+    def _evict(self) -> None:
+        """The least recently used go, from their ends, as far as is needed."""
+        excess = self.num_locked + self.num_cached - self.params.capacity
+        while excess > 0 and self._lru:
+            name, num_tokens = next(iter(self._lru.items()))
+            if num_tokens > excess and not name[1]:
+                self._lru[name] = num_tokens - excess
+                self.num_cached -= excess
+                return
+            del self._lru[name]
+            if name[1]:
+                del self._prompts[name[0]]
+            self.num_cached -= num_tokens
+            excess -= num_tokens
+
+
+def _last_step(job: Job) -> int:
+    """The server's step at which it will have all its tokens, unless it is retracted before."""
+    return job.first_step + job.num_output - job.num_emitted

@@ -1,0 +1,116 @@
+"""The simulation runs the real parts to the end, and its bound is one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentloop.inference.placement import POLICIES
+from bench.router import (
+    EMULATED,
+    Options,
+    RolloutSpec,
+    Simulation,
+    TurnSpec,
+    lower_bound_s,
+    make_trace,
+    read_trace,
+    run_all,
+    table,
+)
+from bench.server_model import ServerParams
+
+SMALL = Options(num_servers=3, params=ServerParams(capacity=16_000), budget=3000)
+
+
+def small_trace(seed: int) -> list[RolloutSpec]:
+    return make_trace(seed, num_groups=6, group_size=8, budget=3000)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *EMULATED])
+def test_every_rollout_ends_once_with_its_tokens(policy: str) -> None:
+    trace = small_trace(5)
+    simulation = Simulation(trace, policy, 1, SMALL)
+    result = simulation.run()
+    num_tokens = sum(spec.num_output for spec in trace)
+    assert result.goodput * result.makespan_s == pytest.approx(num_tokens)
+    assert sum(server.num_decoded for server in simulation.servers) == num_tokens
+    assert len(simulation._ended_s) == len(trace)
+    assert len(simulation._ttft) == sum(len(spec.turns) for spec in trace)
+    assert min(simulation._ttft) > 0
+    assert 0 <= result.prefix_hits < 1
+    assert result.makespan_s >= lower_bound_s(trace, 3, SMALL.params)
+    assert (result.num_refused, simulation.admission.num_in_flight) == (0, 0)
+    assert len(simulation.admission.forecast) == 0
+
+
+@pytest.mark.parametrize("policy", ["kv", "power_of_two", "cache_aware"])
+def test_the_same_seed_gives_the_same_run(policy: str) -> None:
+    first, second = (Simulation(small_trace(5), policy, 3, SMALL).run() for _ in range(2))
+    assert replace(first, wall_s=0, choose_us=0) == replace(second, wall_s=0, choose_us=0)
+
+
+def test_who_waited_for_too_long_is_refused_and_counted() -> None:
+    options = replace(SMALL, wait_timeout_s=0.5, params=ServerParams(capacity=6000))
+    result = Simulation(small_trace(5), "sticky_least_loaded", 1, replace(options, room=True)).run()
+    assert result.num_refused > 0
+
+
+@pytest.mark.parametrize("options", [replace(SMALL, in_flight=4), replace(SMALL, room=True)])
+def test_others_can_be_held_back_too(options: Options) -> None:
+    trace = small_trace(6)
+    result = Simulation(trace, "sticky_least_loaded", 1, options).run()
+    assert result.goodput * result.makespan_s == pytest.approx(
+        sum(spec.num_output for spec in trace)
+    )
+
+
+def test_the_bound_is_met_by_one_rollout_alone() -> None:
+    params = ServerParams(prefill_s=0.0)
+    trace = [RolloutSpec("g", 500, (TurnSpec(300, 50, 2.0), TurnSpec(200, 0, 0.0)))]
+    result = Simulation(trace, "kv", 1, Options(num_servers=1, params=params)).run()
+    # All that it leaves out: a turn's last token has no key and value before the next prefill.
+    assert result.makespan_s == pytest.approx(lower_bound_s(trace, 1, params), rel=1e-3)
+
+
+def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    row = {"group": "g1", "prompt_tokens": 812, "turns": [[100, 20, 0.5], [50, 0, 0]]}
+    path.write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
+    trace = read_trace(path)
+    assert trace == [RolloutSpec("g1", 812, (TurnSpec(100, 20, 0.5), TurnSpec(50, 0, 0.0)))] * 2
+    path.write_text(json.dumps(row) + '\n{"group": "g1"}\n')
+    with pytest.raises(ValueError, match="line 2: 'turns'"):
+        read_trace(path)
+
+
+def test_a_made_trace_keeps_its_bounds() -> None:
+    trace = make_trace(1, num_groups=20, max_turns=7, budget=4000)
+    assert len(trace) == 640
+    for spec in trace:
+        used = spec.num_output + sum(turn.num_tool for turn in spec.turns)
+        assert used <= 4000
+        assert len(spec.turns) <= 7
+        assert min(turn.num_output for turn in spec.turns) >= 1
+    assert len({spec.num_prompt for spec in trace if spec.group == "g3"}) == 1
+    assert trace == make_trace(1, num_groups=20, max_turns=7, budget=4000)
+
+
+def test_the_table_has_a_row_for_each_policy() -> None:
+    results = run_all(["static", "kv"], [1, 2], SMALL, small_trace)
+    lines = table(results).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["static", "kv"]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_help_says_what_is_an_emulation_and_how_a_trace_looks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.router", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "`cache_aware` is an emulation" in done.stdout
+    assert '"prompt_tokens"' in done.stdout

@@ -1,0 +1,180 @@
+"""The model keeps its books: tokens, time, and each job once."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.server_model import Job, ServerModel, ServerParams
+
+PARAMS = ServerParams(capacity=1000, chunk=300, conservativeness=0.1)
+
+
+def job(name: str, prompt: int, output: int, *, group: str = "", shared: int = 0) -> Job:
+    return Job(name, name.partition(".")[0], group, prompt, shared, output, 400)
+
+
+def run(server: ServerModel, jobs: list[tuple[float, Job]]) -> list[Job]:
+    """All of them, submitted when their time comes."""
+    ended: list[Job] = []
+    todo = sorted(jobs, key=lambda one: one[0])
+    while todo or server.next_s < math.inf:
+        if todo and todo[0][0] <= server.next_s:
+            now, one = todo.pop(0)
+            server.submit(one, now)
+        else:
+            ended += server.advance()
+        check(server)
+    return ended
+
+
+def check(server: ServerModel) -> None:
+    """What is held is what the jobs hold, and it fits."""
+    running = list(server.running.values())
+    groups = {one.group for one in running if one.group}
+    own = sum(one._own + server._step - one.first_step for one in running)
+    assert server.num_locked == own + sum(server._prompts[group].num_tokens for group in groups)
+    assert server.num_cached == sum(server._lru.values())
+    assert server.num_cached >= 0
+    assert server.num_locked + server.num_cached <= server.params.capacity
+    assert server._num_context == sum(
+        one.num_prompt + one.num_emitted + server._step - one.first_step for one in running
+    )
+    for group, prompt in server._prompts.items():
+        assert prompt.num_running == sum(one.group == group for one in running)
+
+
+JOBS = st.lists(
+    st.tuples(
+        st.floats(0, 5),
+        st.integers(1, 200),
+        st.integers(1, 300),
+        st.sampled_from(["", "g", "h"]),
+        st.sampled_from(["a", "b", "c", "d"]),
+    ),
+    max_size=25,
+)
+
+
+@given(JOBS, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_every_job_ends_once_with_all_its_tokens(
+    drawn: list[tuple[float, int, int, str, str]], half: bool
+) -> None:
+    params = ServerParams(capacity=1000, chunk=300, conservativeness=0.05, retract_half=half)
+    server = ServerModel(params)
+    jobs = []
+    for number, (when, prompt, output, group, key) in enumerate(drawn):
+        shared = 40 if group else 0
+        jobs.append(
+            (
+                when,
+                job(f"{key}{group}.{number}", prompt + shared, output, group=group, shared=shared),
+            )
+        )
+    ended = run(server, jobs)
+    assert sorted(one.name for one in ended) == sorted(one.name for _, one in jobs)
+    for when, one in jobs:
+        assert one.num_emitted == one.num_output
+        assert when <= one.first_token_s <= one.finished_s < math.inf
+        assert 0 <= one.num_cached < one.num_prompt
+    assert not server.running
+    assert not server.waiting
+    assert server.num_locked == 0
+    assert server.num_decoded == sum(one.num_output for _, one in jobs)
+    computed = sum(one.num_prompt - one.num_cached + one.num_recomputed for _, one in jobs)
+    assert server.num_prefilled == computed
+    assert server.num_retracted == sum(one.num_retractions for _, one in jobs)
+
+
+def test_a_lone_job_takes_what_the_formula_says() -> None:
+    server = ServerModel(ServerParams())
+    params = server.params
+    (one,) = run(server, [(1.0, job("a", 100, 50))])
+    prefill_s = params.prefill_s + 100 * params.prefill_s_per_token
+    assert one.first_token_s == pytest.approx(1.0 + prefill_s)
+    steps_s = sum(
+        params.step_s + params.step_s_per_sequence + params.step_s_per_token * (101 + step)
+        for step in range(49)
+    )
+    assert one.finished_s == pytest.approx(1.0 + prefill_s + steps_s)
+
+
+def test_jumping_is_the_same_as_stepping() -> None:
+    """Whoever interrupts the segments changes nothing about what is simulated."""
+    rng = random.Random(4)
+    plan = [(rng.uniform(0, 3), rng.randint(1, 200), rng.randint(1, 300)) for _ in range(12)]
+    once = ServerModel(PARAMS)
+    often = ServerModel(PARAMS)
+    first = run(once, [(t, job(f"j{n}", p, o)) for n, (t, p, o) in enumerate(plan)])
+    again = [(t, job(f"j{n}", p, o)) for n, (t, p, o) in enumerate(plan)]
+    seen: dict[str, int] = {}
+    second: list[Job] = []
+    todo = sorted(again, key=lambda one: one[0])
+    while todo or often.next_s < math.inf:
+        if todo and todo[0][0] <= often.next_s:
+            now, one = todo.pop(0)
+            often.submit(one, now)
+        else:
+            now = often.next_s
+            for running in often.running.values():
+                emitted = often.num_emitted(running, now)
+                assert emitted >= seen.get(running.name, 0)
+                seen[running.name] = emitted
+            second += often.advance()
+    assert [one.name for one in first] == [one.name for one in second]
+    for one, other in zip(first, second, strict=True):
+        assert one.finished_s == pytest.approx(other.finished_s)
+
+
+def test_a_turn_that_comes_back_finds_its_context() -> None:
+    server = ServerModel(PARAMS)
+    first, second = job("a.0", 100, 50), job("a.1", 160, 10)
+    run(server, [(0.0, first), (50.0, second)])
+    assert (first.num_cached, second.num_cached) == (0, 150)
+
+
+def test_siblings_that_come_later_find_the_prompt_and_those_of_the_same_batch_do_not() -> None:
+    server = ServerModel(ServerParams(chunk=100))
+    jobs = [job(f"s{n}", 80, 20, group="g", shared=80) for n in range(4)]
+    run(server, [(0.0, one) for one in jobs])
+    assert [one.num_cached for one in jobs] == [0, 0, 79, 79] or [
+        one.num_cached for one in jobs
+    ] == [0, 79, 79, 79]
+
+
+def test_what_was_not_used_for_long_is_evicted_first() -> None:
+    server = ServerModel(PARAMS)
+    run(server, [(float(9 * n), job(f"k{n}.0", 290, 10)) for n in range(4)])
+    late = [job(f"k{n}.1", 310, 10) for n in (1, 0)]
+    run(server, [(100.0, late[0]), (200.0, late[1])])
+    assert late[0].num_cached == 300
+    assert late[1].num_cached < 300
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_pool_that_overflows_retracts(half: bool) -> None:
+    params = ServerParams(capacity=1000, conservativeness=0.01, retract_half=half)
+    server = ServerModel(params)
+    jobs = [job(f"j{n}", 60, 120) for n in range(8)]
+    ended = run(server, [(0.0, one) for one in jobs])
+    assert len(ended) == 8
+    assert server.num_retracted == sum(one.num_retractions for one in jobs) > 0
+    if half:
+        assert server.num_retracted >= 4
+    assert sum(one.num_recomputed for one in jobs) > 0
+
+
+def test_a_careful_server_does_not_overflow() -> None:
+    server = ServerModel(ServerParams(capacity=1000, conservativeness=2.0))
+    run(server, [(0.0, job(f"j{n}", 60, 120)) for n in range(8)])
+    assert server.num_retracted == 0
+
+
+def test_what_could_never_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="a is larger than the pool"):
+        ServerModel(PARAMS).submit(job("a", 800, 200), 0.0)
