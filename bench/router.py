@@ -350,7 +350,6 @@ class Simulation:
             self._budget(rollout),
             spec.group,
             spec.num_prompt,
-            rollout.order,
         )
         started = time.perf_counter()
         if self.cache_aware is not None:

@@ -56,9 +56,9 @@ class LengthPredictor:
     """How long a turn will be, from the turns of its siblings and, else, the recent ones of all.
 
     It answers with a quantile of what is left for those that came as far as this one, so that a
-    long turn is not expected to end at once because most turns are short. It is not a high
-    quantile: of many sequences that share a cache, few are long at the same time, and what is parked is
-    a cushion beneath them. bench/router.py is how it was chosen.
+    long turn is not expected to end at once because most turns are short. The quantile need not be
+    high: of many sequences that share a cache few are long at the same time, and what is parked is
+    a cushion beneath them. It was chosen with bench/router.py.
     """
 
     def __init__(

@@ -43,7 +43,6 @@ class Ask:
         group: the siblings that share the first `num_shared` tokens of the prompt; "" for none.
         num_tokens: the prompt's.
         budget: tokens that it may generate.
-        order: the group's number in the order of their start; the oldest goes first.
     """
 
     key: str
@@ -51,7 +50,6 @@ class Ask:
     budget: int
     group: str = ""
     num_shared: int = 0
-    order: int = 0
 
 
 class Candidate(NamedTuple):
@@ -269,8 +267,21 @@ def _kv(
             options.append((cost_s, len(seen)))
             if cost_s < best_s:
                 best_s = cost_s
-        known = (pool.place, fits, room, need, cached, batch)
-        seen.append((*known, wait_s, prefill_s, queue_s, decode_s, evict_s))
+        seen.append(
+            (
+                pool.place,
+                fits,
+                room,
+                need,
+                cached,
+                batch,
+                wait_s,
+                prefill_s,
+                queue_s,
+                decode_s,
+                evict_s,
+            )
+        )
     best = [index for cost_s, index in options if cost_s <= best_s * _TIE]
     if not best:
         return Decision(None, "kv", "no server has room for it", seen)
