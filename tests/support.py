@@ -216,6 +216,7 @@ class FakeSGLang:
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_streaming: int = 0
     url: str = ""
+    load: dict[str, int] | None = None  # what it says of itself; none: it can't
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeSGLang]:
@@ -224,6 +225,7 @@ class FakeSGLang:
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/abort_request", self._abort)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
@@ -330,6 +332,12 @@ class FakeSGLang:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({}, status=200 if self.ready else 503)
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        if self.load is None:
+            return web.Response(status=404)
+        names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")
+        return web.json_response({"loads": [dict.fromkeys(names, 0) | self.load]})
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())

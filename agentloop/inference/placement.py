@@ -289,7 +289,8 @@ def _kv(
     own_place = home.place if home is not None else None
     index = next((one for one in best if seen[one][0] == own_place), None)
     if index is None:
-        index = best[0] if len(best) == 1 else placement.random.choice(best)
+        fewest = min(seen[one][5] for one in best)
+        index = placement.random.choice([one for one in best if seen[one][5] == fewest])
     chosen = Candidate._make(seen[index])
     if not chosen.fits:
         why = f"its own server will have room in {chosen.wait_s:.2f} s; moving costs more"

@@ -1,16 +1,20 @@
 """The waiting room in front of the servers, and who goes where.
 
-    generate() ──> waiting room ──place──> a server's stream ──chunks──> the rollout
-                       ▲                        │ breaks
-                       └── the same turn, its prompt longer by what was received ──┘
+    generate() ──> waiting room ──placement──> a server's stream ──chunks──> the rollout
+                       ▲   ▲                        │ breaks
+                       │   └── the same turn, its prompt longer by what was received
+                       └── room: a turn ended, a server answers again, a report came
 
-A request waits here, first in, first out, until a server has room for it in its KV cache; who
-unblocks it is the end of another request (`_admit`) or a server that is well again (`_probe`).
+The decisions are pure and elsewhere: what each KV cache holds (kv_ledger.py), which server takes a
+turn (placement.py), who is next (waiting_room.py), how well a server is (health.py). Here they meet
+the servers: each is asked once a second what it holds, which tells that it lives, too.
+
 A stream that breaks goes on elsewhere from its exact ids, so that its reader sees one stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -18,20 +22,31 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import anyio
 import pydantic
+from anyio.abc import TaskGroup
 
-from agentloop.errors import PromptTooLong, RequestError, ServerRefused, ServerUnavailable
+from agentloop.errors import (
+    PromptTooLong,
+    RequestError,
+    ServerError,
+    ServerRefused,
+    ServerUnavailable,
+)
+from agentloop.inference.health import Health, HealthSettings, ServerState
 from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place
+from agentloop.inference.placement import Ask, Decision, Placement
 from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
+from agentloop.inference.waiting_room import Waiting, WaitingRoom
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]
 
 log = logging.getLogger(__name__)
 
-_MAX_STICKY = 100_000  # trajectories remembered; the oldest are forgotten
+_MAX_ORDERS = 100_000  # trajectories and groups whose place in line is remembered
 
 
 class RouterSettings(pydantic.BaseModel):
@@ -39,8 +54,18 @@ class RouterSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
+    policy: Literal[
+        "kv", "static", "round_robin", "least_requests", "power_of_two", "sticky_least_loaded"
+    ] = pydantic.Field(
+        "kv",
+        description="Which server takes a turn. kv: where its KV fits and the work is least; the "
+        "others are for comparison, and send at once.",
+    )
     wait_timeout_s: float = pydantic.Field(
         600.0, gt=0, description="A request that waited this long for room fails."
+    )
+    patience_s: float = pydantic.Field(
+        10.0, gt=0, description="Nobody overtakes a request that has waited this long for room."
     )
     max_waiting: int = pydantic.Field(
         65_536, ge=1, description="Requests in the waiting room; one more is refused."
@@ -49,19 +74,23 @@ class RouterSettings(pydantic.BaseModel):
         4, ge=0, description="How often a turn may go on elsewhere after a server failed."
     )
     reserve_tokens: int = pydantic.Field(
-        256, ge=0, description="KV room kept for the growth of each request."
+        256, ge=1, description="KV room kept for a turn's growth, before lengths are known."
     )
     probe_interval_s: float = pydantic.Field(
-        1.0, gt=0, description="How often a server that failed is asked whether it is well."
+        1.0, gt=0, description="How often a server is asked how it is and what it holds."
     )
     stall_timeout_s: float = pydantic.Field(
         120.0, gt=0, description="A stream that is silent for this long is broken."
     )
+    health: HealthSettings = pydantic.Field(default_factory=HealthSettings)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a turn asks for. `rid` is its name, unique; `key` is that of its trajectory."""
+    """What a turn asks for. `rid` is its name, unique; `key` is that of its trajectory.
+
+    Siblings have the same `group` and the first `num_shared` ids of the prompt in common.
+    """
 
     rid: str
     key: str
@@ -69,77 +98,125 @@ class Generation:
     sampling: Sampling
     max_new_tokens: int
     stop_ids: tuple[int, ...]
+    group: str = ""
+    num_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """What the router knows of one server."""
+    """What the router knows of one server; tokens of its KV cache."""
 
     url: str
-    healthy: bool
+    state: ServerState
     num_running: int
     num_held_tokens: int
+    num_reserved_tokens: int
+    num_parked_tokens: int
     capacity_tokens: int
+    num_others_tokens: int = 0
+    reason: str = ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it takes what comes."""
+        return self.state.takes_new
 
 
 @dataclass(slots=True)
 class _Seat:
     server: SGLangServer
     info: ServerInfo
-    healthy: bool = True
+    health: Health
+    num_retracted: int = 0
+
+    @property
+    def place(self) -> Place:
+        return Place(self.server.url)
 
 
 @dataclass(slots=True)
-class _Waiter:
-    num_tokens: int
-    num_reserved: int
+class _Request:
+    """A turn, or the rest of one, that looks for a place."""
+
     generation: Generation
+    ask: Ask
     placed: anyio.Event = field(default_factory=anyio.Event)
     seat: _Seat | None = None
+    decision: Decision | None = None  # the last one
 
 
-OnMoved = Callable[[str, str], None]
-"""Told when a stream broke: the server's url and the reason."""
+OnTold = Callable[[str, str], None]
+"""Told of a server's url and why: why the turn went there, or why it left."""
 
 
 class Router:
     """Use `Router.open(...)`; see the module's docstring."""
 
-    def __init__(
-        self, servers: Sequence[tuple[SGLangServer, ServerInfo]], settings: RouterSettings
-    ) -> None:
+    def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
+        self._placement = Placement(self._ledger, settings.policy, patience_s=settings.patience_s)
+        self._room: WaitingRoom[_Request] = WaitingRoom(patience_s=settings.patience_s)
         self._seats: dict[str, _Seat] = {}
-        self._waiting: OrderedDict[str, _Waiter] = OrderedDict()
-        self._sticky: OrderedDict[str, str] = OrderedDict()
-        self._ill = anyio.Event()
-        for server, info in servers:
-            self._seats[server.url] = _Seat(server, info)
-            self._ledger.add(Place(server.url), info.max_total_num_tokens)
-        #: Prompt and response tokens that every server can hold.
-        self.context_length = min(
-            min(info.context_length, info.max_total_num_tokens - 1) for _, info in servers
-        )
+        self._orders: OrderedDict[str, int] = OrderedDict()
+        self._num_orders = 0
+        self._tasks: TaskGroup
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, servers: Sequence[SGLangServer], settings: RouterSettings
     ) -> AsyncIterator[Router]:
-        """Ask each server what it is and keep watch over those that fail.
+        """Ask each server what it is and keep watch over them.
 
         Raises:
             ServerUnavailable, ServerRefused: one cannot be used.
         """
-        router = cls([(server, await server.info()) for server in servers], settings)
+        router = cls(settings)
+        infos = [(server, await server.info()) for server in servers]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(router._probe)
+            router._tasks = tasks
+            for server, info in infos:
+                router._seat(server, info)
             tasks.start_soon(router._watch_streams)
             try:
                 yield router
             finally:
                 tasks.cancel_scope.cancel()
+
+    # --- servers --------------------------------------------------------------------------------
+
+    async def add(self, server: SGLangServer) -> None:
+        """One more server, from now on.
+
+        Raises:
+            ValueError: it is there already.
+            ServerUnavailable, ServerRefused: it cannot be used.
+        """
+        if server.url in self._seats:
+            raise ValueError(f"{server.url} is there already")
+        self._seat(server, await server.info())
+        self._admit()
+
+    def retire(self, url: str) -> None:
+        """It takes nothing new; what runs there ends, and then it is forgotten.
+
+        Raises:
+            KeyError: there is no such server.
+        """
+        self._seats[url].health.retire()
+
+    def _seat(self, server: SGLangServer, info: ServerInfo) -> None:
+        seat = _Seat(server, info, Health(self._settings.health))
+        self._seats[server.url] = seat
+        self._ledger.add(seat.place, info.max_total_num_tokens)
+        self._tasks.start_soon(self._watch, seat)
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and response tokens that every server can hold."""
+        infos = [seat.info for seat in self._seats.values()]
+        return min(min(info.context_length, info.max_total_num_tokens - 1) for info in infos)
 
     @property
     def model_path(self) -> str:
@@ -148,19 +225,40 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._room)
 
     def view(self) -> list[ServerView]:
-        return [
-            ServerView(
-                url,
-                seat.healthy,
-                self._ledger.pools[Place(url)].num_sequences,
-                self._ledger.pools[Place(url)].num_live,
-                seat.info.max_total_num_tokens,
+        views = []
+        for url, seat in self._seats.items():
+            pool = self._ledger.pools[seat.place]
+            views.append(
+                ServerView(
+                    url,
+                    seat.health.state,
+                    pool.num_sequences,
+                    pool.num_live,
+                    pool.num_reserved,
+                    pool.num_parked,
+                    pool.capacity,
+                    pool.num_others,
+                    seat.health.reason,
+                )
             )
-            for url, seat in self._seats.items()
+        return views
+
+    def waits(self) -> list[tuple[str, float, str]]:
+        """Who waits for room: the trajectory, for how long [s], and why; in order."""
+        now = time.monotonic()
+        return [
+            (
+                waiting.request.generation.key,
+                now - waiting.since_s,
+                waiting.request.decision.why if waiting.request.decision else "",
+            )
+            for waiting in self._room
         ]
+
+    # --- turns ----------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -168,15 +266,15 @@ class Router:
         *,
         vocab_size: int,
         on_chunk: OnChunk,
-        on_placed: OnMoved,
-        on_moved: OnMoved,
+        on_placed: OnTold,
+        on_moved: OnTold,
     ) -> None:
         """Stream one turn, over as many servers as it takes; ends with a chunk that has `end` set.
 
         Args:
             on_chunk: called as tokens arrive, in the event loop's callback: must not block.
             vocab_size: an id outside of it would kill a server, so it is refused here.
-            on_placed: told which server takes the turn, before its first chunk.
+            on_placed: told which server takes the turn, and why, before its first chunk.
             on_moved: told of each server that failed meanwhile.
 
         Raises:
@@ -203,21 +301,24 @@ class Router:
                 ids=generation.ids + received,
                 max_new_tokens=generation.max_new_tokens - len(received),
             )
-            seat = await self._place(rest, first=moves > 0)
-            on_placed(seat.server.url, "")
+            seat, why = await self._place(rest, first=moves > 0)
+            on_placed(seat.server.url, why)
             offset = len(received)
             params = rest.sampling.to_sglang(
                 max_new_tokens=rest.max_new_tokens, stop_ids=rest.stop_ids
             )
             aborted: list[Chunk] = []
+            whole = False
 
             def take(
                 chunk: Chunk,
                 rid: str = rest.rid,
                 offset: int = offset,
                 aborted: list[Chunk] = aborted,
+                seat: _Seat = seat,
             ) -> None:
                 self._ledger.grow(rid, len(chunk.ids))
+                seat.num_retracted += chunk.num_retractions
                 received.extend(chunk.ids)
                 if chunk.end is None:
                     on_chunk(chunk)
@@ -230,101 +331,146 @@ class Router:
             try:
                 await seat.server.generate(rest.ids, params, rid=rest.rid, on_chunk=take)
                 if not aborted:
+                    whole = True
+                    seat.health.request_succeeded()
                     return
                 raise ServerUnavailable(f"{seat.server.url} aborted: {aborted[0].error}")
             except (ServerUnavailable, ServerRefused) as error:
                 if isinstance(error, ServerRefused) and not _worth_moving(error):
                     raise RequestError(str(error)) from error
-                self._mark_ill(seat, str(error))
+                self._note(seat, seat.health.request_failed, str(error))
+                self._ledger.forget(generation.key)  # what it had there draws it back no more
                 on_moved(seat.server.url, str(error))
                 moves += 1
                 if moves > self._settings.max_moves:
                     raise ServerUnavailable(f"gave up after {moves} servers: {error}") from error
             finally:
-                self._ledger.release(rest.rid, time.monotonic())
+                if whole:
+                    self._ledger.park(rest.rid, time.monotonic())
+                else:
+                    self._ledger.release(rest.rid, time.monotonic())
                 self._admit()
 
     def forget(self, key: str) -> None:
-        """A trajectory ended: its place in a server's cache is of no more use."""
-        self._sticky.pop(key, None)
+        """A trajectory ended: what it has in a server's cache is of no more use."""
+        self._ledger.forget(key)
+        self._placement.forget(key)
+        self._orders.pop(key, None)
 
-    async def _place(self, generation: Generation, *, first: bool) -> _Seat:
+    async def _place(self, generation: Generation, *, first: bool) -> tuple[_Seat, str]:
         """Wait for room; `first` goes before those who wait already: it has begun."""
-        if len(self._waiting) >= self._settings.max_waiting:
-            raise ServerUnavailable(f"{len(self._waiting)} requests wait already")
-        num_reserved = min(generation.max_new_tokens, self._settings.reserve_tokens)
-        waiter = _Waiter(len(generation.ids), num_reserved, generation)
-        self._waiting[generation.rid] = waiter
-        if first:
-            self._waiting.move_to_end(generation.rid, last=False)
+        if len(self._room) >= self._settings.max_waiting:
+            raise ServerUnavailable(f"{len(self._room)} requests wait already")
+        now = time.monotonic()
+        num_tokens = len(generation.ids)
+        order = -1 if first else self._order(generation)
+        ask = Ask(
+            generation.key,
+            num_tokens,
+            min(generation.max_new_tokens, self.context_length - num_tokens),
+            generation.group,
+            generation.num_shared,
+        )
+        request = _Request(generation, ask)
+        expected = num_tokens + self._ledger.predictor.remaining(generation.group)
+        self._room.enter(Waiting(generation.rid, order, expected, now, request))
         self._admit()
         try:
             with anyio.fail_after(self._settings.wait_timeout_s):
-                await waiter.placed.wait()
+                await request.placed.wait()
         except BaseException as error:
             # It may have been given a seat in the same moment, and have kept others waiting.
-            self._waiting.pop(generation.rid, None)
+            self._room.leave(generation.rid)
             self._ledger.release(generation.rid, time.monotonic())
             self._admit()
             if isinstance(error, TimeoutError):
+                why = f": {request.decision.why}" if request.decision else ""
                 raise ServerUnavailable(
-                    f"no server had room within {self._settings.wait_timeout_s:g} s"
+                    f"no server had room within {self._settings.wait_timeout_s:g} s{why}"
                 ) from error
             raise
-        assert waiter.seat is not None
-        return waiter.seat
+        assert request.seat is not None
+        assert request.decision is not None
+        return request.seat, request.decision.why
+
+    def _order(self, generation: Generation) -> int:
+        """The group's number, or that of a trajectory without one, in the order of their start."""
+        name = generation.group or generation.key
+        order = self._orders.get(name)
+        if order is None:
+            order = self._orders[name] = self._num_orders
+            self._num_orders += 1
+            if len(self._orders) > _MAX_ORDERS:
+                self._orders.popitem(last=False)
+        return order
 
     def _admit(self) -> None:
-        """Place those who wait, oldest first, until one fits nowhere: nobody overtakes it."""
-        while self._waiting:
-            waiter = next(iter(self._waiting.values()))
-            seat = self._choose(waiter)
-            if seat is None:
-                return
-            generation = waiter.generation
-            del self._waiting[generation.rid]
-            url = seat.server.url
-            self._ledger.reserve(generation.rid, Place(url), waiter.num_tokens, waiter.num_reserved)
-            self._sticky[generation.key] = url
-            if len(self._sticky) > _MAX_STICKY:
-                self._sticky.popitem(last=False)
-            waiter.seat = seat
-            waiter.placed.set()
+        """Place those who wait and fit, in order."""
+        now = time.monotonic()
+        if len(self._room):
+            self._room.place(now, lambda waiting: self._try(waiting, now))
 
-    def _choose(self, waiter: _Waiter) -> _Seat | None:
-        """The trajectory's own server while it has room, else the one with the most room."""
-        fitting = [
-            url
-            for url, seat in self._seats.items()
-            if seat.healthy
-            and self._ledger.fits(
-                self._ledger.pools[Place(url)], waiter.num_tokens + waiter.num_reserved
-            )
+    def _try(self, waiting: Waiting[_Request], now: float) -> bool:
+        request = waiting.request
+        generation, ask = request.generation, request.ask
+        home = self._ledger.home(generation.key)
+        places = [
+            seat.place
+            for seat in self._seats.values()
+            if seat.health.state.takes_new
+            or (home is not None and home.place == seat.place and seat.health.state.takes_own)
         ]
-        if not fitting:
-            return None
-        own = self._sticky.get(waiter.generation.key)
-        if own in fitting:
-            return self._seats[own]
-        return self._seats[max(fitting, key=lambda url: self._ledger.pools[Place(url)].room)]
+        decision = self._placement.choose(ask, places, now=now, waited_s=now - waiting.since_s)
+        request.decision = decision
+        if decision.place is None:
+            return False
+        self._ledger.reserve(
+            generation.rid,
+            decision.place,
+            ask.num_tokens,
+            ask.budget,
+            key=generation.key,
+            group=generation.group,
+            num_shared=generation.num_shared,
+        )
+        request.seat = self._seats[decision.place.server]
+        request.placed.set()
+        log.debug("%s", decision)
+        return True
 
-    def _mark_ill(self, seat: _Seat, reason: str) -> None:
-        if seat.healthy:
-            seat.healthy = False
-            log.warning("%s failed: %s", seat.server.url, reason)
-        self._ill.set()
+    # --- watching -------------------------------------------------------------------------------
 
-    async def _probe(self) -> None:
-        """Ask the servers that failed until they answer; sleeps while none has."""
+    def _note(self, seat: _Seat, tell: Callable[[str], ServerState], reason: str) -> None:
+        """Tell a server's health of a failure, and people when that changes what it may do."""
+        before = seat.health.state
+        state = tell(reason)
+        if state is not before:
+            log.warning("%s is %s: %s", seat.server.url, state, reason)
+        if not state.keeps_running:
+            seat.server.break_streams(reason)
+
+    async def _watch(self, seat: _Seat) -> None:
+        """Ask a server how it is and what it holds, until it is retired and empty."""
         while True:
-            await self._ill.wait()  # no deadline: there is nothing to do until one fails
             await anyio.sleep(self._settings.probe_interval_s)
-            for seat in self._seats.values():
-                if not seat.healthy and await seat.server.is_ready():
-                    seat.healthy = True
-                    log.info("%s is well again", seat.server.url)
-            if all(seat.healthy for seat in self._seats.values()):
-                self._ill = anyio.Event()
+            health, pool = seat.health, self._ledger.pools[seat.place]
+            if health.state is ServerState.RETIRED:
+                if not pool.num_sequences:
+                    del self._seats[seat.server.url]
+                    self._ledger.remove(seat.place)
+                    return
+                continue
+            if not await seat.server.is_ready():
+                self._note(seat, health.probe_failed, "it does not answer")
+                continue
+            before = health.state
+            if health.probe_succeeded(has_weights=True) is not before:
+                log.info("%s is %s", seat.server.url, health.state)
+            now = time.monotonic()
+            with contextlib.suppress(ServerError):  # the ledger does without for a while
+                report = replace(await seat.server.load(), num_retracted=seat.num_retracted)
+                self._ledger.report(seat.place, report, now)
+            self._ledger.age(now)
             self._admit()
 
     async def _watch_streams(self) -> None:

@@ -18,6 +18,7 @@ import orjson
 import pydantic
 
 from agentloop.errors import ServerError, ServerRefused, ServerUnavailable
+from agentloop.inference.kv_ledger import Report
 from agentloop.inference.stream import PostStream, StreamBroken
 from agentloop.trajectory import TurnEnd, VersionSpan
 
@@ -67,6 +68,7 @@ class Chunk:
     end: TurnEnd | None = None
     versions: tuple[VersionSpan, ...] = ()  # of the whole response; on the last frame
     cached_tokens: int = 0
+    num_retractions: int = 0  # on the last frame: how often the server threw it out of its batch
     error: str | None = None  # with TurnEnd.ABORT: what the server said
 
 
@@ -215,6 +217,30 @@ class SGLangServer:
             if stream.heard_s < limit:
                 stream.break_off(f"silent for {self._stall_timeout_s:g} s")
 
+    def break_streams(self, why: str) -> None:
+        """Break all streams: the server counts as dead."""
+        for stream in self._streams:
+            stream.break_off(why)
+
+    async def load(self) -> Report:
+        """What it holds and does now, as it says itself (SGLang: GET /v1/loads).
+
+        Raises:
+            ServerUnavailable, ServerRefused: it did not say.
+        """
+        answer = await self._control("GET", "/v1/loads")
+        try:
+            ranks = answer["loads"]
+            return Report(
+                num_used=sum(int(rank["num_used_tokens"]) for rank in ranks),
+                num_running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+                num_waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerRefused(
+                f"{self.url}/v1/loads: not what was expected", status=200
+            ) from error
+
     async def abort(self, rid: str) -> None:
         """Tell the server to drop a request; best effort, bounded to ten seconds."""
         await self._control("POST", "/abort_request", {"rid": rid})
@@ -358,6 +384,7 @@ def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
             for span in meta.get("weight_versions") or ()
         ),
         cached_tokens=meta.get("cached_tokens") or 0,
+        num_retractions=meta.get("num_retractions") or 0,
         error=finish.get("message"),
     )
 

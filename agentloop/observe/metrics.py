@@ -107,15 +107,24 @@ class _Servers(Collector):
             "healthy": "Whether the server takes requests.",
             "running_requests": "Requests that the server is generating for.",
             "kv_held_tokens": "Tokens that these hold in its KV cache.",
+            "kv_reserved_tokens": "Tokens that are kept there for their growth.",
+            "kv_parked_tokens": "Tokens there of trajectories that wait for a tool.",
             "kv_capacity_tokens": "Size of its KV cache.",
         }
         gauges = {
             name: GaugeMetricFamily(f"agentloop_server_{name}", text, labels=["server"])
             for name, text in families.items()
         }
+        state = GaugeMetricFamily(
+            "agentloop_server_state", "1 for the state it is in.", labels=["server", "state"]
+        )
         for view in self._servers():
             gauges["healthy"].add_metric([view.url], view.healthy)
             gauges["running_requests"].add_metric([view.url], view.num_running)
             gauges["kv_held_tokens"].add_metric([view.url], view.num_held_tokens)
+            gauges["kv_reserved_tokens"].add_metric([view.url], view.num_reserved_tokens)
+            gauges["kv_parked_tokens"].add_metric([view.url], view.num_parked_tokens)
             gauges["kv_capacity_tokens"].add_metric([view.url], view.capacity_tokens)
+            state.add_metric([view.url, view.state], 1)
+        yield state
         yield from gauges.values()

@@ -16,6 +16,7 @@ import pytest
 
 from agentloop.api.guard import ServeSettings
 from agentloop.errors import ServerUnavailable, SettingsError
+from agentloop.inference.health import ServerState
 from agentloop.inference.router import Router, ServerView
 from agentloop.inference.sglang import http_session
 from agentloop.runtime import Runtime, Settings, _Parts
@@ -38,7 +39,7 @@ class PlayedRouter(ScriptedEngine):
     num_waiting = 0
 
     def view(self) -> list[ServerView]:
-        return [ServerView("http://fake", True, self.num_open, 0, 100)]
+        return [ServerView("http://fake", ServerState.HEALTHY, self.num_open, 0, 0, 0, 100)]
 
 
 class PlayedRuntime(Runtime):

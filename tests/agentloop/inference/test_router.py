@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
+from agentloop.inference.health import ServerState
+from agentloop.inference.placement import POLICIES
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
 from agentloop.trajectory import TurnEnd
@@ -27,9 +29,12 @@ STOP = 99
 ANSWER = [*range(10, 20), STOP]
 
 
-def generation(key: str = "t", *, ids: list[int] | None = None, **options: Any) -> Generation:
+def generation(
+    key: str = "t", *, ids: list[int] | None = None, rid: str = "", **options: Any
+) -> Generation:
     given: dict[str, Any] = {"max_new_tokens": 50, "stop_ids": (STOP,), **options}
-    return Generation(f"{key}-0", key, PROMPT if ids is None else ids, Sampling(), **given)
+    asked = PROMPT if ids is None else ids
+    return Generation(rid or f"{key}-0", key, asked, Sampling(), **given)
 
 
 @dataclass
@@ -375,3 +380,122 @@ async def test_requests_are_json_that_sglang_reads() -> None:
         await read(router, generation())
         assert router.model_path == "fake"
     assert json.loads(json.dumps(fake.requests[0]))["input_ids"] == PROMPT
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_every_policy_serves_and_says_why(policy: str) -> None:
+    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    why: list[str] = []
+    async with routed(*fakes, policy=policy) as router:
+        for n in range(4):
+            await router.generate(
+                generation(f"t{n}"),
+                vocab_size=200,
+                on_chunk=lambda chunk: None,
+                on_placed=lambda url, reason: why.append(reason),
+                on_moved=lambda url, reason: None,
+            )
+        assert idle(router)
+    assert len(why) == 4
+    assert all(why)
+
+
+async def test_a_trajectory_comes_back_to_its_server() -> None:
+    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes) as router:
+        first = await read(router, generation("t"))
+        for n in range(5):
+            await read(router, generation(f"other{n}"))
+            again = await read(router, generation("t", rid=f"t-{n + 1}"))
+            assert again.placed == first.placed
+
+
+async def test_a_server_that_stops_answering_loses_its_streams() -> None:
+    """They are silent, which takes two minutes to be sure of; that it is dead, three probes."""
+    silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
+    well = FakeSGLang(ANSWER, ready=False)  # so that the first one is taken
+    async with routed(silent, well) as router:
+        await eventually(lambda: not router.view()[1].healthy)
+        seen = Read()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, router, generation(), seen)
+            await eventually(lambda: len(seen.ids) == 4)
+            well.ready = True
+            silent.ready = False
+        assert router.view()[0].state is ServerState.DEAD
+    whole(seen)
+    assert seen.placed == [silent.url, well.url]
+    assert [url for url, _ in seen.moved] == [silent.url]
+
+
+async def test_a_server_can_be_added() -> None:
+    dead, late = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
+    async with routed(dead) as router, late.serving(), http_session() as session:
+        server = SGLangServer(late.url, session)
+        await router.add(server)
+        with pytest.raises(ValueError, match="is there already"):
+            await router.add(server)
+        dead.ready = False
+        await eventually(lambda: not router.view()[0].healthy)
+        assert (await read(router, generation())).placed == [late.url]
+
+
+async def test_a_retired_server_ends_what_it_has_and_is_forgotten() -> None:
+    gate = anyio.Event()
+    old, new = FakeSGLang(ANSWER, gate=gate), FakeSGLang(ANSWER, ready=False)
+    async with routed(old, new) as router:
+        await eventually(lambda: not router.view()[1].healthy)
+        seen = Read()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, router, generation("a"), seen)
+            await eventually(lambda: old.num_streaming == 1)
+            new.ready = True
+            await eventually(lambda: router.view()[1].healthy)
+            router.retire(old.url)
+            assert (await read(router, generation("b"))).placed == [new.url]
+            gate.set()
+        whole(seen)
+        assert seen.placed == [old.url]
+        await eventually(lambda: [view.url for view in router.view()] == [new.url])
+        with pytest.raises(KeyError):
+            router.retire(old.url)
+
+
+async def test_who_waits_is_told_with_the_reason() -> None:
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    reads: dict[str, Read] = {}
+    async with routed(fake, reserve_tokens=20) as router:
+        async with crowd(router, ["a", "b"], reads=reads):
+            ((key, waited_s, why),) = router.waits()
+            assert (key, why) == ("b", "no server has room for it")
+            assert 0 <= waited_s < 20
+            gate.set()
+        assert router.waits() == []
+
+
+async def test_what_others_hold_is_left_to_them() -> None:
+    """Its KV is full of somebody else's requests: ours wait until it says that they are gone."""
+    fake = FakeSGLang(ANSWER, load={"num_used_tokens": 1990, "num_running_reqs": 5})
+    async with routed(fake) as router, anyio.create_task_group() as tasks:
+        await eventually(lambda: router.view()[0].num_others_tokens >= 1900)
+        seen = Read()
+        tasks.start_soon(read, router, generation(), seen)
+        await eventually(lambda: router.num_waiting == 1)
+        assert not fake.requests
+        fake.load = {}
+        await eventually(lambda: seen.ids == ANSWER)
+
+
+async def test_siblings_share_a_server_and_the_room_of_their_prompt() -> None:
+    gate = anyio.Event()
+    prompt = [5] * 400
+    fakes = [FakeSGLang(ANSWER, gate=gate, num_prompt=400, max_total_num_tokens=600) for _ in "ab"]
+    async with routed(*fakes, reserve_tokens=10) as router, anyio.create_task_group() as tasks:
+        for n in range(4):
+            asked = generation(f"t{n}", ids=prompt, group="g", num_shared=400, max_new_tokens=20)
+            tasks.start_soon(read, router, asked)
+        await eventually(lambda: sum(view.num_running for view in router.view()) == 4)
+        held = sorted(view.num_held_tokens for view in router.view())
+        assert held == [0, 400]
+        gate.set()

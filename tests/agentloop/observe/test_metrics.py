@@ -6,6 +6,7 @@ import pytest
 
 from agentloop.agent.rollout import Rollout
 from agentloop.events import CallFinished, RolloutAbandoned, RolloutStarted, TurnMoved
+from agentloop.inference.health import ServerState
 from agentloop.inference.router import ServerView
 from agentloop.observe.metrics import Metrics
 from agentloop.trajectory import CallStatus, ToolResult
@@ -68,7 +69,10 @@ def test_names_that_others_make_up_are_no_labels(status: CallStatus) -> None:
 
 
 def test_servers_are_asked_when_it_is_scraped() -> None:
-    views = [ServerView("http://a", True, 2, 30, 100), ServerView("http://b", False, 0, 0, 50)]
+    views = [
+        ServerView("http://a", ServerState.HEALTHY, 2, 30, 20, 10, 100),
+        ServerView("http://b", ServerState.DEAD, 0, 0, 0, 0, 50, reason="gone"),
+    ]
     metrics = made(views, num_waiting=7)
     metrics.seen(TurnMoved("r", "http://b", "gone"))
     seen = values(metrics)
@@ -77,5 +81,8 @@ def test_servers_are_asked_when_it_is_scraped() -> None:
     assert seen['agentloop_server_healthy{server="http://a"}'] == 1
     assert seen['agentloop_server_healthy{server="http://b"}'] == 0
     assert seen['agentloop_server_kv_held_tokens{server="http://a"}'] == 30
+    assert seen['agentloop_server_kv_reserved_tokens{server="http://a"}'] == 20
+    assert seen['agentloop_server_kv_parked_tokens{server="http://a"}'] == 10
+    assert seen['agentloop_server_state{server="http://b",state="dead"}'] == 1
     views.clear()
     assert not any("server=" in name for name in values(metrics))
