@@ -289,8 +289,10 @@ def _kv(
     own_place = home.place if home is not None else None
     index = next((one for one in best if seen[one][0] == own_place), None)
     if index is None:
-        fewest = min(seen[one][5] for one in best)
-        index = placement.random.choice([one for one in best if seen[one][5] == fewest])
+        # The least work, then the least company.
+        ranks = {one: (-seen[one][4], seen[one][5]) for one in best}
+        first = min(ranks.values())
+        index = placement.random.choice([one for one, rank in ranks.items() if rank == first])
     chosen = Candidate._make(seen[index])
     if not chosen.fits:
         why = f"its own server will have room in {chosen.wait_s:.2f} s; moving costs more"
