@@ -25,6 +25,7 @@ __all__ = [
     "TokensSampled",
     "TurnFinished",
     "TurnMoved",
+    "TurnPlaced",
     "TurnStarted",
     "ignore",
 ]
@@ -40,6 +41,16 @@ class RolloutStarted:
 class TurnStarted:
     rollout_id: str
     turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlaced:
+    """The router has chosen a server for the turn, or for the rest of one that was broken."""
+
+    rollout_id: str
+    turn: int
+    server: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,7 @@ class RolloutAbandoned:
 Event = (
     RolloutStarted
     | TurnStarted
+    | TurnPlaced
     | TokensSampled
     | CallStarted
     | CallFinished

@@ -34,6 +34,7 @@ from agentloop.events import (
     TokensSampled,
     TurnFinished,
     TurnMoved,
+    TurnPlaced,
     TurnStarted,
     ignore,
 )
@@ -229,6 +230,10 @@ class Rollout:
             stop_ids=(self.chat.end_id,),
         )
 
+        def placed(server: str, reason: str) -> None:
+            turn.servers.append(server)
+            self.emit(TurnPlaced(self.id, index, server, reason))
+
         def moved(server: str, reason: str) -> None:
             self.emit(TurnMoved(self.id, server, reason))
 
@@ -242,7 +247,7 @@ class Rollout:
                 generation,
                 vocab_size=self.chat.vocab_size,
                 on_chunk=take,
-                on_placed=lambda server, _: turn.servers.append(server),
+                on_placed=placed,
                 on_moved=moved,
             )
         finally:

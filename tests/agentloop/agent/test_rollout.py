@@ -24,6 +24,7 @@ from agentloop.events import (
     RolloutStarted,
     TokensSampled,
     TurnFinished,
+    TurnPlaced,
     TurnStarted,
 )
 from agentloop.inference.sglang import Chunk
@@ -130,8 +131,9 @@ async def test_events_tell_the_story_in_order() -> None:
     engine = ScriptedEngine(says(call_text("echo", {"text": "x"})), says("done"))
     await rollout(engine, [echo], emit=events.append).run()
     told = [type(event) for event in events if not isinstance(event, TokensSampled)]
-    turn = [TurnStarted, CallStarted, CallFinished, TurnFinished]
-    assert told == [RolloutStarted, *turn, TurnStarted, TurnFinished, RolloutFinished]
+    first = [TurnStarted, TurnPlaced, CallStarted, CallFinished, TurnFinished]
+    last = [TurnStarted, TurnPlaced, TurnFinished]
+    assert told == [RolloutStarted, *first, *last, RolloutFinished]
     text = "".join(event.text for event in events if isinstance(event, TokensSampled))
     assert text == f"{call_text('echo', {'text': 'x'})}{END}done{END}"
 
