@@ -26,7 +26,8 @@ INODES = 2048  # files and directories of one call
 # large modules: its heap lies in huge pages.
 TUNED = (
     "PATH=/usr/local/bin:/usr/bin:/bin",
-    "GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.top_pad=33554432",
+    # One arena: those of threads would each take 64 MiB of a call's address space.
+    "GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.top_pad=33554432:glibc.malloc.arena_max=1",
     "PYTHONMALLOC=malloc",
 )
 

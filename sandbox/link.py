@@ -49,12 +49,14 @@ class Link:
         self._reader = FrameReader()
 
     def submit(self, message: dict[str, Any]) -> Pending:
-        """Send a call; its answer arrives in the Pending."""
+        """Send a call; its answer arrives in the Pending. Raises ProtocolError for one that is
+        longer than a frame can be."""
+        data = encode(message)
         pending = self.pending[message["id"]] = Pending()
         if self.lost.is_set():
             self._settle(message["id"], None)
         else:
-            self.write(encode(message))
+            self.write(data)
         return pending
 
     def tell(self, message: dict[str, Any]) -> None:

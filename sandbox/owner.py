@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from pathlib import Path
+
+from sandbox.worker.kernel import remove_below
 
 PREFIX = "agentloop-sandbox-"
 
@@ -49,11 +50,8 @@ def remove_tree(path: Path) -> None:
     """All of a directory, whatever modes a call has set in it. Follows no link, raises nothing."""
     with contextlib.suppress(OSError):
         path.chmod(0o700)
-        for root, dirs, _ in os.walk(path):
-            for below in (Path(root, name) for name in dirs):
-                if not below.is_symlink():
-                    below.chmod(0o700)
-    shutil.rmtree(path, ignore_errors=True)
+        remove_below(str(path))
+        path.rmdir()
 
 
 def _is_ours(path: Path) -> bool:

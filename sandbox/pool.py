@@ -45,7 +45,9 @@ from sandbox.settings import PoolSettings
 log = logging.getLogger("sandbox")
 
 GRACE_S = 5.0  # what a worker may take beyond a call's own time before it counts as hung
+NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
 SESSION_GONE = "the session's process has ended, its variables are gone"
+MAX_TIMEOUT_S = 3600.0
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 QUIET_S = 30.0  # workers that don't start are told of once in this time
 
@@ -188,6 +190,7 @@ class Pool:
         self._why = ""  # no worker came up, last
         self._quiet_until = -math.inf
         self._num_untold = 0
+        self._open = False
         self._backend: Backend
         self._group: TaskGroup
         self._stack = AsyncExitStack()
@@ -204,10 +207,14 @@ class Pool:
                     starting.start_soon(self._group.start, self._keep, backend)
             if self._room.workers:
                 self._stack = stack.pop_all()
+                self._open = True
                 return self
         raise SandboxUnavailable(self._why or "no worker came up")
 
     async def __aexit__(self, *exc: object) -> None:
+        self._open = False
+        for waiter in self._room.waiting:
+            waiter.granted.set()  # without a worker
         await self._stack.__aexit__(None, None, None)
 
     async def _choose_backends(self, stack: AsyncExitStack) -> list[Backend]:
@@ -333,7 +340,9 @@ class Pool:
         """Run a program from a clean state and say how it ended; a failing program is a result.
 
         timeout_s: wall time of the program (default: the pool's setting), not of the waiting.
-        Cancelling the caller kills the call. Raises ValueError for a timeout that isn't positive.
+        Cancelling the caller kills the call. Raises ValueError for a timeout that isn't above 0
+        and at most an hour, TypeError for code that is no str, RuntimeError outside of the pool's
+        block.
         """
         message = self._message(code, stdin, timeout_s)
         result = self._refused(message, None) or await self._run(message, None)
@@ -346,11 +355,14 @@ class Pool:
 
         Raises Overloaded where no worker has a seat for it within `max_wait_s`.
         """
+        if not self._open:
+            raise RuntimeError(NOT_OPEN)
         worker = await self._take_seat()
         session = Session(self, worker, next_id())
         try:
             yield session
         finally:
+            session.closed = True
             worker.link.tell({"op": "close", "session": session.id})
             worker.free_seats += 1
             worker.see_if_drained()
@@ -374,16 +386,22 @@ class Pool:
         }
 
     def _message(self, code: str, stdin: str, timeout_s: float | None) -> dict[str, Any]:
-        timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
-        if not (timeout_s > 0 and math.isfinite(timeout_s)):
-            raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+        for name, text in (("code", code), ("stdin", stdin)):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+        timeout_s = float(self.settings.timeout_s if timeout_s is None else timeout_s)
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+        if not self._open:
+            raise RuntimeError(NOT_OPEN)
         return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s}
 
     def _refused(self, message: dict[str, Any], only: _Worker | None) -> CallResult | None:
         """An answer without a run, where the call can't or mustn't be taken."""
         size = len(message["code"]) + len(message["stdin"])
         if size > self.settings.max_code_bytes:
-            why = f"code and stdin have {size} bytes; the most is {self.settings.max_code_bytes}"
+            most = self.settings.max_code_bytes
+            why = f"code and stdin have {size} characters; the most is {most}"
             return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, why)
         full = len(self._room.waiting) >= self.settings.max_waiting
         if full and self._room.slot_for(only) is None:
@@ -418,6 +436,8 @@ class Pool:
             return CallResult.failed(call_id, CallStatus.SANDBOX_ERROR, why, **where)
         if only is not None and not only.alive:
             raise SessionLost(f"worker {only.link.worker_id} was lost: {only.link.why}")
+        if not self._open:
+            return CallResult.failed(next_id(), CallStatus.CANCELLED, "the pool was closed")
         why = f"no slot within {self.settings.max_wait_s:g} s" + (f"; {why}" if why else "")
         return CallResult.failed(
             next_id(), CallStatus.OVERLOADED, why, queue_s=queue_s, attempt=attempt
@@ -425,6 +445,8 @@ class Pool:
 
     async def _slot(self, only: _Worker | None, left_s: float, first: bool) -> _Worker | None:
         """A slot, in turn. None if it took too long or can't come any more."""
+        if not self._open:
+            return None
         waiter = self._room.enter(only, first)
         if not waiter.granted.is_set():
             try:
@@ -442,8 +464,7 @@ class Pool:
         when the worker has answered, also to a call that its caller has given up."""
         try:
             pending: Pending = worker.link.submit(message)
-        except ProtocolError as error:  # as JSON it is longer than a frame can be
-            worker.link.pending.pop(message["id"], None)
+        except ProtocolError as error:
             self._room.free(worker)
             return {"status": "sandbox_error", "why": str(error), "attempt": 1}
         try:
@@ -453,7 +474,8 @@ class Pool:
             if not pending.done.is_set():
                 worker.link.tell({"op": "kill", "id": message["id"]})
                 self._counts[CallStatus.CANCELLED] += 1
-                self._group.start_soon(self._see_killed, worker, pending)
+                if self._open:
+                    self._group.start_soon(self._see_killed, worker, pending)
             raise
         if not pending.done.is_set():
             worker.link.lose("it stopped answering")
@@ -494,6 +516,7 @@ class Session:
         self.id = session_id
         self._pool = pool
         self._worker = worker
+        self.closed = False
         self._turn = anyio.Lock()
 
     async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
@@ -506,7 +529,7 @@ class Session:
         message = pool._message(code, stdin, timeout_s) | {"session": self.id}
         async with self._turn:
             if self.lost:
-                raise SessionLost(SESSION_GONE)
+                raise SessionLost("the session is closed" if self.closed else SESSION_GONE)
             worker = self._worker
             result = pool._refused(message, worker) or await pool._run(message, worker)
         pool._counts[result.status] += 1
@@ -514,4 +537,8 @@ class Session:
 
     @property
     def lost(self) -> bool:
-        return self._worker.link.lost.is_set() or self.id in self._worker.link.lost_sessions
+        return (
+            self.closed
+            or self._worker.link.lost.is_set()
+            or self.id in self._worker.link.lost_sessions
+        )

@@ -7,11 +7,14 @@ that the zygote could have made.
 from __future__ import annotations
 
 import ast
+import errno
 import gc
 import io
 import json
+import linecache
 import mmap
 import os
+import re
 import resource
 import signal
 import socket
@@ -43,6 +46,7 @@ from sandbox.worker.wire import (
 
 NAME = "<call>"
 HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
+HARD_MEMORY = resource.RLIM_INFINITY  # set by the zygote
 
 # What `fork` would have run in every child (modules register it as they are loaded); see warm.py.
 fork_hooks: list[dict[str, Any]] = []
@@ -57,27 +61,30 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
     become_nobody(spec, lane)
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
-    first = True
+    pid = os.getpid()
+    num_cells = 0
     while True:
         job = read_job()
         if job is None:
             return 0
         if not job.lasting:
             os.close(JOB_FD)
-        if job.stdin or not first:  # else it is /dev/null already
+        if job.stdin or num_cells:  # else it is /dev/null already
             give_stdin(job.stdin)
-        limit_cpu(job.timeout_s, first)
-        first = False
-        if "random" in job.code:
+        limit_cpu(job.timeout_s, first=not num_cells)
+        if not num_cells and NEEDS_SEED.search(job.code):
             reseed()
         if "fork" in job.code or "process" in job.code:
             register_fork_hooks()
+        num_cells += 1
+        name = f"<cell {num_cells}>" if job.lasting else NAME
         started_ns = time.monotonic_ns()
         area[: REPORT_HEAD.size] = REPORT_HEAD.pack(started_ns, 0)
-        status, report = run_cell(job.code, variables)
-        if not job.lasting:
+        status, report = run_cell(job.code, variables, name)
+        if not job.lasting or os.getpid() != pid:  # a fork that came back ends here, unheard
             finish_threads()
-            if report:
+            finish_variables(variables, job.code)
+            if report and os.getpid() == pid:
                 write_report(area, started_ns, report)
             return status
         write_report(area, started_ns, {**report, "exit_code": status})
@@ -132,16 +139,33 @@ def give_stdin(data: bytes) -> None:
         fd = os.open(os.devnull, os.O_RDONLY)
     os.dup2(fd, 0)
     os.close(fd)
-    sys.stdin = open_input()
+    sys.stdin = sys.__stdin__ = open_input()  # type: ignore[misc]
 
 
 def open_input() -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8", "replace")
 
 
+class WholeWriter(io.FileIO):
+    """Straight to the pipe, so that what was printed before a kill is kept; and all of it, where
+    a raw file may write a part."""
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while left:
+            written = super().write(left)
+            if written is None:  # the call has made its own end non-blocking
+                raise BlockingIOError(errno.EAGAIN, "the pipe is full", size - len(left))
+            left = left[written:]
+        return size
+
+    def seekable(self) -> bool:
+        return False
+
+
 def open_output(fd: int) -> io.TextIOWrapper:
-    # Straight to the pipe: what was printed before a kill is kept.
-    raw: Any = io.FileIO(fd, "w", closefd=False)
+    raw: Any = WholeWriter(fd, "w", closefd=False)
     return io.TextIOWrapper(raw, "utf-8", "replace", newline="\n", write_through=True)
 
 
@@ -155,11 +179,17 @@ def limit_cpu(timeout_s: float, first: bool) -> None:
         pass
 
 
+# Who names none of these reaches no generator that the zygote has seeded.
+NEEDS_SEED = re.compile("random|numpy|scipy|sympy|exec|eval|import_")
+
+
 def reseed() -> None:
     """The generators that the zygote has loaded, which would else repeat in every call."""
-    for module in (sys.modules.get("random"), sys.modules.get("numpy.random")):
-        if module is not None:
-            module.seed()
+    sys.modules["random"].seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "sympy.core.random" in sys.modules:
+        sys.modules["sympy.core.random"].rng.seed()
 
 
 def register_fork_hooks() -> None:
@@ -168,23 +198,29 @@ def register_fork_hooks() -> None:
         os.register_at_fork(**fork_hooks.pop(0))
 
 
-def compile_cell(code: str) -> tuple[types.CodeType, types.CodeType | None]:
+def compile_cell(code: str, name: str) -> tuple[types.CodeType, types.CodeType | None]:
     """The statements, and the last expression by itself if the code ends in one."""
-    tree = compile(code, NAME, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-    assert isinstance(tree, ast.Module)
-    last = tree.body[-1] if tree.body else None
-    if not isinstance(last, ast.Expr):
-        return compile(tree, NAME, "exec", dont_inherit=True), None
-    tree.body.pop()
-    body = compile(tree, NAME, "exec", dont_inherit=True)
-    return body, compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True)
+    try:
+        tree = compile(code, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        assert isinstance(tree, ast.Module)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        body = compile(tree, name, "exec", dont_inherit=True)
+        if not isinstance(last, ast.Expr):
+            return body, None
+        return body, compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
+    except RecursionError:  # a tree of Python objects may be less deep than the parser's own
+        return compile(code, name, "exec", dont_inherit=True), None
 
 
-def run_cell(code: str, variables: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
     """Run the code; the exit status that a script would have, and what to report."""
     report: dict[str, Any] = {}
+    code = code.removeprefix("\ufeff")
+    # For tracebacks and `inspect`, which would else look for a file of this name.
+    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+    variables["__file__"] = name
     try:
-        body, last = compile_cell(code)
+        body, last = compile_cell(code, name)
         exec(body, variables)
         if last is not None:
             value = eval(last, variables)
@@ -195,7 +231,8 @@ def run_cell(code: str, variables: dict[str, Any]) -> tuple[int, dict[str, Any]]
     except SystemExit as stop:
         return exit_code_of(stop), report
     except BaseException as error:
-        remember_source(code)
+        if isinstance(error, MemoryError):
+            resource.setrlimit(resource.RLIMIT_AS, (HARD_MEMORY, HARD_MEMORY))
         report = {"error": show_error(error)}
         try:
             sys.stderr.write(report["error"]["traceback"])
@@ -208,21 +245,20 @@ def exit_code_of(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
-        return stop.code & 0xFF
-    print(stop.code, file=sys.stderr)
+        return stop.code & 0xFF if abs(stop.code) < 1 << 63 else 255
+    if sys.stderr is not None:
+        print(stop.code, file=sys.stderr)
     return 1
 
 
-def remember_source(code: str) -> None:
-    import linecache
-
-    linecache.cache[NAME] = (len(code), None, code.splitlines(True), NAME)
+def is_of_call(filename: str) -> bool:
+    return filename == NAME or filename.startswith("<cell ")
 
 
 def show_error(error: BaseException) -> dict[str, Any]:
     """The traceback as the author of the code would see it: no frame of ours."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
+    while trace is not None and not is_of_call(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     line = trace.tb_lineno if trace else getattr(error, "lineno", None)
     try:
@@ -231,7 +267,7 @@ def show_error(error: BaseException) -> dict[str, Any]:
     except BaseException as second:  # __str__ of the call's own exceptions may do anything
         text, message = f"{type(error).__name__}\n", f"(unprintable: {type(second).__name__})"
     for at in iter_tb(trace):
-        line = at.tb_lineno if at.tb_frame.f_code.co_filename == NAME else line
+        line = at.tb_lineno if is_of_call(at.tb_frame.f_code.co_filename) else line
     return {
         "type": type(error).__name__,
         "message": clip(message, 4096),
@@ -261,6 +297,27 @@ def finish_threads() -> None:
             atexit._run_exitfuncs()
     except BaseException:
         pass
+
+
+def finish_variables(variables: dict[str, Any], code: str) -> None:
+    """Let go of the program's objects as an interpreter does at its end: files are written out,
+    finalizers run."""
+    try:
+        for private in (True, False):
+            for name in list(variables):
+                if name != "__builtins__" and (name[:1] == "_" and name[1:2] != "_") is private:
+                    variables[name] = None
+        if LINGERS.search(code):
+            gc.collect()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except BaseException:
+        pass
+
+
+# What may need the collector to end: it costs more than a small call.
+LINGERS = re.compile("open|__del__|weakref|yield|Wrapper|Writer|async")
 
 
 def write_report(area: mmap.mmap, started_ns: int, report: dict[str, Any]) -> None:

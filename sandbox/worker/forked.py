@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -38,7 +39,8 @@ class Output:
         """Take what the pipe holds, without waiting; False if that was nothing."""
         (waiting,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, _ZERO))
         if waiting:
-            self.add(os.read(self.fd, waiting))
+            with contextlib.suppress(BlockingIOError):
+                self.add(os.read(self.fd, waiting))
         return bool(waiting)
 
     def add(self, data: bytes) -> None:
@@ -76,6 +78,7 @@ class Call:
         lasting = self.session is not None
         self.job = pack_job(self.code, frame.get("stdin", ""), self.timeout_s, lasting)
         self.started = 0.0
+        self.oom_kills = 0  # the kernel's, before it
         self.verdict: str | None = None  # why we killed it, if we did
 
 
@@ -90,6 +93,8 @@ class Forked:
         self.channel, self.far_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         out, self.far_out = os.pipe2(os.O_CLOEXEC)
         err, self.far_err = os.pipe2(os.O_CLOEXEC)
+        for fd in (out, err):  # the child may open its pipes, and read what we have been told of
+            os.set_blocking(fd, False)
         self.out, self.err = Output(out, keep), Output(err, keep)
         self.report_fd = os.memfd_create("report", os.MFD_CLOEXEC)
         os.ftruncate(self.report_fd, REPORT_BYTES)

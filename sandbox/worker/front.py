@@ -62,6 +62,7 @@ class Front:
         self.ready: list[deque[Forked]] = [deque() for _ in spec.levels]
         self.calls: dict[int, Forked] = {}
         self.sessions: dict[int, Forked] = {}
+        self.closed: set[int] = set()  # sessions that were, before or between their cells
         self.queue: deque[Call] = deque()
         self.deadlines: list[tuple[float, int, Call]] = []
         self.serial = itertools.count()
@@ -206,14 +207,30 @@ class Front:
         frame = json.loads(raw)
         match frame["op"]:
             case "run":
-                self.queue.append(Call(frame))
-                self.start_queued()
+                self.take(frame)
             case "kill":
                 self.cancel(frame["id"])
             case "close":
                 session = self.sessions.pop(frame["session"], None)
                 if session is not None:
                     self.condemn(session, "cancelled")
+                else:
+                    self.closed.add(frame["session"])  # a cell of it may still be under way
+
+    def take(self, frame: dict[str, Any]) -> None:
+        """A call for the queue. One that makes no sense is answered; we live on."""
+        try:
+            call = Call(frame)
+        except (KeyError, TypeError, AttributeError, struct.error) as error:
+            why = f"not a call: {error!r}"
+            answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": why}
+            self.send(answer)
+            return
+        if call.session in self.closed:
+            self.answer_unstarted(call, "cancelled", "its session is closed")
+            return
+        self.queue.append(call)
+        self.start_queued()
 
     def send(self, frame: dict[str, Any]) -> None:
         data = _to_json(frame).encode("utf-8", "replace")
@@ -269,6 +286,7 @@ class Front:
             if child.channel.fileno() not in self.handlers:
                 self.watch(child.channel.fileno(), lambda _: self.on_cell_done(child))
         call.started = time.monotonic()
+        call.oom_kills = self.oom_kills
         self.calls[call.id] = child
         deadline = call.started + call.timeout_s
         heapq.heappush(self.deadlines, (deadline, next(self.serial), call))
@@ -405,11 +423,15 @@ class Front:
         exit_code, signum = split_status(status, said)
         error = honest_error(said.get("error"))
         result = said.get("result")
+        verdict = self.judge(call, exit_code, signum, error, max_rss * 1024)
+        if verdict == "sandbox_error":
+            self.answer_unstarted(call, verdict, "killed for memory that calls beside it had taken")
+            return
         self.send(
             {
                 "op": "done",
                 "id": call.id,
-                "status": self.judge(call, exit_code, signum, error),
+                "status": verdict,
                 "exit_code": exit_code,
                 "signal": signum,
                 "stdout": stdout,
@@ -435,18 +457,25 @@ class Front:
         self.send({"op": "done", "id": call.id, "status": status, "why": why})
 
     def judge(
-        self, call: Call, exit_code: int | None, signum: int | None, error: dict[str, Any] | None
+        self,
+        call: Call,
+        exit_code: int | None,
+        signum: int | None,
+        error: dict[str, Any] | None,
+        max_rss: int,
     ) -> str:
         if call.verdict is None and exit_code == 0:
             return "ok"
         # Counted at every bad end, so that a kill of an earlier call isn't taken for this one's.
-        before, self.oom_kills = self.oom_kills, count_oom_kills()
+        self.oom_kills = count_oom_kills()
         if call.verdict is not None:
             return call.verdict
         if signum == signal.SIGXCPU:
             return "timeout"
-        if signum == signal.SIGKILL and self.oom_kills > before:
-            return "oom"
+        if signum == signal.SIGKILL and self.oom_kills > call.oom_kills:
+            # The kernel takes the largest; one with less than half of what it may have was in
+            # the way of others.
+            return "oom" if 2 * max_rss >= self.spec.memory_bytes else "sandbox_error"
         if signum is not None:
             return "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"

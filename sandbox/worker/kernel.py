@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
-import shutil
 import stat
 import struct
 
@@ -101,23 +101,27 @@ def descendants(pid: int) -> list[int]:
 
 
 def remove_below(path: str) -> None:
-    """Empty a directory without following a link, whatever modes its owner set."""
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                _open_up(entry.path)
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)
+    """Empty a directory without following a link, whatever modes its owner set and however deep it
+    is: what lies two levels down is moved up, so that no path and no recursion grows.
 
-
-def _open_up(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.chmod(path, stat.S_IRWXU)
-    for root, dirs, _ in os.walk(path):
-        for name in dirs:
-            below = f"{root}/{name}"
-            if not os.path.islink(below):
-                with contextlib.suppress(OSError):
-                    os.chmod(below, stat.S_IRWXU)
+    Raises OSError where something can't be removed.
+    """
+    names = (f"{path}/.{n}" for n in itertools.count())
+    while True:
+        with os.scandir(path) as entries:
+            found = list(entries)
+        if not found:
+            return
+        for entry in found:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, stat.S_IRWXU)
+            with os.scandir(entry.path) as below:
+                for one in below:
+                    if one.is_dir(follow_symlinks=False):
+                        os.chmod(one.path, stat.S_IRWXU)  # moving it changes its ".."
+                        os.rename(one.path, next(n for n in names if not os.path.lexists(n)))
+                    else:
+                        os.unlink(one.path)
+            os.rmdir(entry.path)

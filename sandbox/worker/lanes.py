@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ from sandbox.worker.kernel import (
 )
 from sandbox.worker.spec import Spec
 
+MAX_FAILURES = 3
 CROWD = 4  # processes of one call, more than which share what one would get
 
 
@@ -32,6 +34,7 @@ class Lanes:
         self.spec = spec
         self.free = deque(range(spec.num_lanes))
         self.cleaners: dict[int, int] = {}  # pid to lane
+        self.num_failures = [0] * spec.num_lanes  # of cleaners, in a row
         self.ours: set[int] = set()  # children of the front that are no call's: the zygotes
         self.empty_bytes: int | None = None  # of an empty directory, where that tells
 
@@ -135,7 +138,7 @@ class Lanes:
 
     def clean(self, lane: int) -> None:
         """Free the lane: now if its directory is empty, else when a helper has emptied it."""
-        if self._is_empty(lane):
+        if not self._is_inhabited(lane) and self._is_empty(lane):
             self.free.append(lane)
             return
         path = self.spec.lane_dir(lane)
@@ -143,7 +146,9 @@ class Lanes:
         if pid:
             self.cleaners[pid] = lane
             return
+        status = 1
         try:
+            self._outlive(lane)
             if self.spec.kill_by == "uid":
                 uid = self.spec.lane_uid(lane)
                 os.setresgid(uid, uid, uid)
@@ -151,8 +156,30 @@ class Lanes:
             with contextlib.suppress(PermissionError):  # not its own: it can't have closed it
                 os.chmod(path, 0o700)
             remove_below(path)
+            status = 0
         finally:
-            os._exit(0)
+            os._exit(status)
+
+    def _is_inhabited(self, lane: int) -> bool:
+        """Whether a process of the lane's is there: what is killed may still be ending, and end a
+        system call before."""
+        if self.spec.kill_by != "uid":  # a namespace has ended whole; strays were waited for
+            return False
+        try:
+            os.getpriority(os.PRIO_USER, self.spec.lane_uid(lane))
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _outlive(self, lane: int) -> None:
+        """In a cleaner: until the lane is deserted. Raises TimeoutError if that doesn't come."""
+        give_up = time.monotonic() + 10
+        while self._is_inhabited(lane):
+            if time.monotonic() > give_up:
+                raise TimeoutError
+            with self.acting_as(lane), contextlib.suppress(OSError):
+                os.kill(-1, signal.SIGKILL)
+            time.sleep(0.001)
 
     def _is_empty(self, lane: int) -> bool:
         path = self.spec.lane_dir(lane)
@@ -165,19 +192,30 @@ class Lanes:
             return False
 
     def reap(self) -> bool:
-        """Wait for children of the front that have ended; True if that freed a lane."""
+        """Wait for children of the front that have ended; True if that freed a lane.
+
+        Raises OSError for a lane that can't be emptied: the worker is to be replaced.
+        """
         freed = False
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return freed
             if pid == 0:
                 return freed
             lane = self.cleaners.pop(pid, None)
-            if lane is not None:
+            if lane is None:
+                continue
+            if status == 0:
                 self.free.append(lane)
+                self.num_failures[lane] = 0
                 freed = True
+                continue
+            self.num_failures[lane] += 1
+            if self.num_failures[lane] > MAX_FAILURES:
+                raise OSError(f"the directory of lane {lane} can't be emptied")
+            self.clean(lane)
 
     def abandon(self, lane: int, pid: int | None) -> None:
         """At the worker's end: kill, and empty as far as that goes."""

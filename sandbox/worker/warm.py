@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import linecache
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sandbox.worker.child import fork_hooks, open_output, run_cell
+from sandbox.worker.child import NAME, finish_variables, fork_hooks, open_output, run_cell
 from sandbox.worker.kernel import libc
 
 # Typical first calls: they fill the caches that would otherwise be cold in every child.
@@ -53,7 +54,6 @@ def load(modules: list[str]) -> None:
     with _fork_hooks_kept():
         # Touched by nearly every child.
         import atexit  # noqa: F401
-        import linecache  # noqa: F401
         import random  # noqa: F401
         import threading  # noqa: F401
 
@@ -83,9 +83,12 @@ def rehearse() -> None:
         try:
             for _ in range(REHEARSALS):
                 for code in REHEARSAL:
-                    run_cell(code, {})
+                    variables: dict[str, Any] = {}
+                    run_cell(code, variables, NAME)
+                    finish_variables(variables, code)
         finally:
             sys.stdout, sys.stderr = out, err
+            linecache.clearcache()
 
 
 def freeze() -> None:

@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 
-from sandbox.worker import warm
+from sandbox.worker import child, warm
 from sandbox.worker.child import NAME, be_child, open_input, open_output
 from sandbox.worker.kernel import (
     PR_SET_NO_NEW_PRIVS,
@@ -25,6 +25,7 @@ from sandbox.worker.kernel import (
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
 
+TELLING_BYTES = 8 << 20
 NUM_FDS = 4  # of a child: its channel, its two outputs, its report
 
 
@@ -51,6 +52,7 @@ class Zygote:
             os.setgroups([])
         sys.argv = [NAME]
         sys.stdin, sys.stdout, sys.stderr = open_input(), open_output(1), open_output(2)
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
         sys.modules["__main__"] = types.ModuleType("__main__")
         for name in [name for name in sys.modules if name.partition(".")[0] == "sandbox"]:
             del sys.modules[name]  # nothing that a call could want
@@ -132,7 +134,6 @@ class Zygote:
 
 def set_limits(spec: Spec) -> None:
     limits = {
-        resource.RLIMIT_AS: spec.memory_bytes,
         resource.RLIMIT_FSIZE: spec.file_bytes,
         resource.RLIMIT_NOFILE: 256,
         resource.RLIMIT_CORE: 0,
@@ -145,3 +146,8 @@ def set_limits(spec: Spec) -> None:
         hard = resource.getrlimit(which)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (bound, bound))
+    # What lies between is for telling of a MemoryError.
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    child.HARD_MEMORY = min(spec.memory_bytes, hard if hard >= 0 else spec.memory_bytes)
+    soft = child.HARD_MEMORY - TELLING_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (soft, child.HARD_MEMORY))

@@ -593,6 +593,14 @@ async def check_that_the_next_finds_nothing(pool: Pool) -> None:
         "import os, time\nif os.fork() == 0:\n  os.setsid()\n"
         "  while True:\n    open(str(time.time()), 'w').close()\ntime.sleep(0.1)",
         "open('x' * 255, 'w').close(); open('\\n\\t', 'w').close()",
+        "import os\nfor n in range(1500):\n  os.mkdir('d'); os.chdir('d')\n"
+        "  if n % 100 == 0: open('f', 'w').close()",
+        # Killed in the middle of it, they end their system call before they die.
+        *[
+            "import os, time\nfor _ in range(8):\n  if os.fork() == 0:\n"
+            "    while True: open('m', 'w').close(); os.unlink('m')\ntime.sleep(0.02)"
+        ]
+        * 5,
     ]
     for code in left:
         result = await pool.run(code)

@@ -17,9 +17,17 @@ import anyio
 import pytest
 
 import sandbox
-from sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable, SessionLost
+from sandbox import (
+    CallResult,
+    CallStatus,
+    Pool,
+    PoolSettings,
+    SandboxUnavailable,
+    SessionLost,
+)
 from sandbox.link import Link
 from sandbox.process import ProcessBackend
+from sandbox.worker.kernel import remove_below
 from tests.sandbox.conftest import BARE
 
 pytestmark = pytest.mark.anyio
@@ -453,8 +461,14 @@ def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
         for path in base.rglob("*"):
             os.chown(path, 65534, 65534, follow_symlinks=False)
         user = {"user": 65534, "group": 65534}
-    source = (Path(sandbox.__file__).parent / "owner.py").read_text()
-    code = f"{source}\nremove_tree(Path({str(base)!r}))"
+    readable = tmp_path / "readable"
+    for name in ("owner.py", "worker/kernel.py"):
+        (readable / "sandbox" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(sandbox.__file__).parent / name, readable / "sandbox" / name)
+    code = (
+        f"import sys; sys.path.insert(0, {str(readable)!r})\nfrom pathlib import Path\n"
+        f"from sandbox.owner import remove_tree\nremove_tree(Path({str(base)!r}))"
+    )
     subprocess.run([shutil.which("python3", path="/usr/bin") or sys.executable, "-I", "-c", code],
                    check=True, cwd="/", **user)  # fmt: skip
     assert not base.exists()
@@ -496,3 +510,142 @@ async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
     )
     await anyio.run_process([sys.executable, "-c", again + "anyio.run(main)"], env=env)
     assert os.listdir(tmp_path) == []
+
+
+PROGRAMS = {
+    "an output put back": (
+        "import sys, io\nsys.stdout = io.StringIO(); print('x')\n"
+        "sys.stdout = sys.__stdout__; print('answer')",
+        "answer\n",
+    ),
+    "an output wrapped": (
+        "import sys, io\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='utf-8')\n"
+        "print('answer')",
+        "answer\n",
+    ),
+    "a second file on it": ("o = open(1, 'w'); o.write('answer')", "answer"),
+    "a finalizer": (
+        "class A:\n    def __del__(self): print('bye')\na = A()",
+        "bye\n",
+    ),
+    "a generator's end": (
+        "def f():\n    try: yield 1\n    finally: print('end')\ng = f(); next(g)",
+        "end\n",
+    ),
+    "signals while it is written": (
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *a: None)\n"
+        "signal.setitimer(signal.ITIMER_REAL, .0002, .0002)\nprint('x' * 900_000)",
+        None,
+    ),
+    "its own source": (
+        "import inspect\nf = lambda: 5\nprint(inspect.getsource(f), end='')",
+        "f = lambda: 5\n",
+    ),
+    "a class's source": (
+        "import inspect\nclass A:\n    x = 1\nprint(inspect.getsource(A), end='')",
+        "class A:\n    x = 1\n",
+    ),
+    "a traceback of its own": (
+        "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n"
+        "    print(traceback.format_exc().splitlines()[2].strip())",
+        "1 / 0\n",
+    ),
+    "a long sum": (f"print({'+'.join('1' * 1200)})", "1200\n"),
+    "twelve threads": (
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(24) as e:\n"
+        "    print(sum(e.map(lambda n: time.sleep(.02) or n, range(24))))",
+        "276\n",
+    ),
+    "a fork that comes back": (
+        "import os, time\npid = os.fork()\nif pid == 0: raise ValueError\n"
+        "os.waitpid(pid, 0); print('parent')",
+        "parent\n",
+    ),
+    "a mark at the beginning": ("\ufeffprint(1)", "1\n"),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_a_program_does_what_it_does_elsewhere(pool: Pool, program: str) -> None:
+    code, expected = PROGRAMS[program]
+    result = await pool.run(code)
+    assert result.status is CallStatus.OK, result
+    assert result.error is None
+    if expected is None:
+        assert result.stdout_bytes == 900_001
+    else:
+        assert result.stdout == expected
+
+
+async def test_random_numbers_differ_from_call_to_call_and_a_session_keeps_its_seed(
+    pool: Pool,
+) -> None:
+    seen = set()
+    for _ in range(3):
+        for code, stdin in (
+            ("import random; print(random.random())", ""),
+            ("exec(input())", "import random; print(random.random())"),
+        ):
+            seen.add((await pool.run(code, stdin)).stdout)
+    assert len(seen) == 6
+    async with pool.session() as session:
+        await session.run("import random; random.seed(42)")
+        assert (await session.run("random.random()")).result == "0.6394267984578837"
+
+
+@pytest.mark.parametrize(
+    "given", [{"code": b"1"}, {"code": ["1"]}, {"code": "1", "stdin": b""},
+              {"code": "1", "timeout_s": 0}, {"code": "1", "timeout_s": 1e20},
+              {"code": "1", "timeout_s": float("nan")}]
+)  # fmt: skip
+async def test_what_is_no_call_is_refused_and_costs_no_slot(
+    pool: Pool, given: dict[str, Any]
+) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        await pool.run(**given)
+    assert pool.stats()["busy"] == 0
+
+
+async def test_a_pool_that_is_not_open_says_so() -> None:
+    pool = Pool(BARE)
+    with pytest.raises(RuntimeError, match="not open"):
+        await pool.run("1")
+    results: list[CallResult] = []
+
+    async def ask() -> None:
+        results.append(await pool.run("import time; time.sleep(60)", timeout_s=60))
+
+    with anyio.fail_after(15):
+        async with anyio.create_task_group() as group, pool:
+            for _ in range(BARE.slots_per_worker + 1):
+                group.start_soon(ask)
+            while pool.stats()["waiting"] == 0:  # noqa: ASYNC110 - the pool sets no event
+                await anyio.sleep(0.01)
+    assert [result.status for result in results] == [CallStatus.CANCELLED] * len(results)
+    assert len(results) == BARE.slots_per_worker + 1
+    with pytest.raises(RuntimeError, match="not open"):
+        async with pool.session():
+            pass
+
+
+async def test_a_closed_session_stays_closed(pool: Pool) -> None:
+    async with pool.session() as session:
+        await session.run("x = 1")
+    with pytest.raises(SessionLost, match="closed"):
+        await session.run("1 + 1")
+
+
+def test_a_directory_however_deep_is_emptied(tmp_path: Path) -> None:
+    """Deeper than a recursion or a path may be, and closed on the way."""
+    at = os.open(tmp_path, os.O_RDONLY)
+    for n in range(1500):
+        os.mkdir("d", dir_fd=at)
+        below = os.open("d", os.O_RDONLY, dir_fd=at)
+        if n % 100 == 0:
+            os.close(os.open("f", os.O_CREAT | os.O_WRONLY, dir_fd=below))
+        os.close(at)
+        at = below
+    os.close(at)
+    remove_below(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
