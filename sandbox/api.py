@@ -34,18 +34,34 @@ class RunRequest(pydantic.BaseModel, extra="forbid"):
     )
 
 
+class LinkRequest(RunRequest, extra="ignore", strict=True):
+    """A `run` frame of a link (remote.py), without its `op` and `id`."""
+
+    session: int | None = None
+
+
+class SessionRequest(pydantic.BaseModel, extra="forbid"):
+    """`POST /v1/sessions`: nothing can be chosen."""
+
+
 class BatchRequest(pydantic.BaseModel, extra="forbid"):
     """`POST /v1/run/batch`: the answer has a line for each call, as each finishes."""
 
     calls: Annotated[list[RunRequest], Field(min_length=1, max_length=MAX_BATCH)]
 
 
-def parse(model: type[Model], body: bytes) -> Model:
+def parse(model: type[Model], body: bytes | bytearray) -> Model:
     """A checked request. Raises Refused, which names the first field that is wrong."""
     try:
-        return model.model_validate(orjson.loads(body))
+        return check(model, orjson.loads(body))
     except orjson.JSONDecodeError as error:
         raise Refused(400, "bad_request", f"the body is not valid JSON: {error}") from error
+
+
+def check(model: type[Model], fields: Any) -> Model:
+    """Like parse, of what is no JSON any more."""
+    try:
+        return model.model_validate(fields)
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"])) or None

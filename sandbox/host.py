@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import reprlib
 from typing import Any
 
 import aiohttp
 import anyio
 from aiohttp import web
 
+from sandbox.api import LinkRequest, check
 from sandbox.errors import ProtocolError, SandboxError, SessionLost
 from sandbox.pool import GRACE_S, Pool
 from sandbox.protocol import FrameReader, encode
@@ -20,6 +22,7 @@ from sandbox.sessions import Sessions
 log = logging.getLogger("sandbox")
 
 LOAD_EVERY_S = 0.25
+MAX_REASON_BYTES = 123  # of a WebSocket's close frame
 
 
 class Guest:
@@ -33,8 +36,9 @@ class Guest:
         self._num_slots = 2 * pool.stats()["slots"]
 
     async def serve(self, socket: web.WebSocketResponse) -> None:
-        """Until the client leaves, or sends what is no frame."""
+        """Until the client leaves, or sends what is no frame: then it is told why, and closed."""
         reader = FrameReader()
+        why = ""
         async with Sessions(self._pool) as self._sessions, anyio.create_task_group() as self._group:
             self._group.start_soon(self._outbox.send_all, socket)
             self._greet()
@@ -44,10 +48,14 @@ class Guest:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         for frame in reader.feed(message.data):
                             self._on_frame(frame)
-            except (ProtocolError, KeyError, TypeError) as error:
-                log.warning("a client's connection is closed, it sent no frame: %r", error)
+            except ProtocolError as error:
+                why = str(error)
             finally:
                 self._group.cancel_scope.cancel()
+        if why:
+            log.warning("a client's connection is closed: %s", why)
+            reason = why.encode("ascii", "replace")[:MAX_REASON_BYTES]
+            await socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=reason)
 
     def _greet(self) -> None:
         settings = self._pool.settings
@@ -72,41 +80,48 @@ class Guest:
             await anyio.sleep(LOAD_EVERY_S)
 
     def _on_frame(self, frame: dict[str, Any]) -> None:
-        match frame["op"]:
-            case "run" if len(self._scopes) < 2 * self._num_slots:
-                scope = self._scopes[frame["id"]] = anyio.CancelScope()
-                self._group.start_soon(self._call, frame, scope)
-            case "run":
-                self._done(frame["id"], CallStatus.OVERLOADED, "more calls than slots were told")
-            case "kill" if frame["id"] in self._scopes:
-                self._scopes[frame["id"]].cancel()
-            case "close":
-                self._sessions.close(frame["session"])
+        match frame:
+            case {"op": "run", "id": int(call_id)} if call_id in self._scopes:
+                raise ProtocolError(f"the id {call_id} is that of a call which is still open")
+            case {"op": "run", "id": int(call_id)} if len(self._scopes) < 2 * self._num_slots:
+                scope = self._scopes[call_id] = anyio.CancelScope()
+                self._group.start_soon(self._call, call_id, frame, scope)
+            case {"op": "run", "id": int(call_id)}:
+                self._done(call_id, CallStatus.OVERLOADED, "more calls than slots were told")
+            case {"op": "kill", "id": int(call_id)}:
+                if call_id in self._scopes:
+                    self._scopes[call_id].cancel()
+            case {"op": "close", "session": int(session)}:
+                self._sessions.close(session)
+            case _:
+                raise ProtocolError(
+                    f"a frame that the protocol does not know: {reprlib.repr(frame)}"
+                )
 
-    async def _call(self, frame: dict[str, Any], scope: anyio.CancelScope) -> None:
-        call_id = frame["id"]
+    async def _call(self, call_id: int, frame: dict[str, Any], scope: anyio.CancelScope) -> None:
         try:
             with scope:
-                result = await self._run(frame)
+                result = await self._run(check(LinkRequest, frame))
                 self._outbox.put(encode({"op": "done", **_fields(result), "id": call_id}))
                 return
             self._done(call_id, CallStatus.CANCELLED, "killed by its caller")
         except SessionLost:
             lost = {"op": "session_lost", "session": frame["session"], "id": call_id}
             self._outbox.put(encode(lost))
-        except (SandboxError, ValueError, TypeError, KeyError) as error:
+        except (SandboxError, ValueError) as error:
             self._done(call_id, CallStatus.SANDBOX_ERROR, str(error))
         finally:
             del self._scopes[call_id]
 
-    async def _run(self, frame: dict[str, Any]) -> CallResult:
-        what = (frame["code"], frame["stdin"], frame["timeout_s"])
-        session = frame.get("session")
-        if session is None:
+    async def _run(self, asked: LinkRequest) -> CallResult:
+        what = (asked.code, asked.stdin, asked.timeout_s)
+        if asked.session is None:
             return await self._pool.run(*what)
-        if session not in self._sessions:
-            await self._sessions.open(session)
-        return await self._sessions.run(session, *what)
+        if asked.session not in self._sessions:
+            await self._sessions.open(asked.session)
+            if asked.session not in self._sessions:
+                raise SessionLost("its client closed it as it was opened")
+        return await self._sessions.run(asked.session, *what)
 
     def _done(self, call_id: int, status: CallStatus, why: str) -> None:
         self._outbox.put(encode({"op": "done", "id": call_id, "status": status, "why": why}))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pydantic
 
-from sandbox.api import BatchRequest, RunRequest
+from sandbox.api import BatchRequest, RunRequest, SessionRequest
 from sandbox.compat import BatchSubmission, RunCodeRequest, Submission
 from sandbox.results import CallResult
 
-_MODELS = (RunRequest, BatchRequest, Submission, BatchSubmission, RunCodeRequest)
+_MODELS = (RunRequest, BatchRequest, SessionRequest, Submission, BatchSubmission, RunCodeRequest)
 _OBJECT: dict[str, Any] = {"type": "object"}
 _SESSION = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 
@@ -40,9 +40,15 @@ def _schemas() -> dict[str, Any]:
         + [("CallResult", "serialization", result)],
         ref_template=template,
     )
-    error = {"type": {"type": "string"}, "message": {"type": "string"}, "field": {}}
     schemas: dict[str, Any] = made["$defs"]
-    schemas["Error"] = _OBJECT | {"properties": {"error": _OBJECT | {"properties": error}}}
+    for name in ("CallResult", "CallError"):  # an answer has every field, also where one is unset
+        schemas[name] |= _object(schemas[name]["properties"])
+    text = {"type": "string"}
+    field = {"type": ["string", "null"], "description": "The request's, which is wrong"}
+    error = _object({"type": text, "message": text, "field": field})
+    schemas["Error"] = _object({"error": error})
+    schemas["Opened"] = _object({"id": text, "idle_s": {"type": "number"}})
+    schemas["Line"] = {"allOf": [_ref("CallResult"), _object({"index": {"type": "integer"}})]}
     return schemas
 
 
@@ -53,11 +59,17 @@ def _paths() -> dict[str, Any]:
         "/v1/run/batch": _post(
             "Run programs; a line for each, with its `index`, as it finishes",
             "BatchRequest",
-            result,
+            _ref("Line"),
             answer_type="application/x-ndjson",
         ),
-        "/v1/sessions": _post("Open a session", None, _OBJECT, code="201"),
-        "/v1/sessions/{id}/run": _post("Run a cell in a session", "RunRequest", result)
+        "/v1/sessions": _post(
+            "Open a session", "SessionRequest", _ref("Opened"), code="201", required=False
+        ),
+        "/v1/sessions/{id}/run": _post(
+            "Run a cell in a session; 410 if its process is gone, perhaps with this cell",
+            "RunRequest",
+            result,
+        )
         | {"parameters": [_SESSION]},
         "/v1/sessions/{id}": {
             "parameters": [_SESSION],
@@ -76,6 +88,11 @@ def _paths() -> dict[str, Any]:
     return paths
 
 
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose every property is there."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
 def _ref(name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -86,18 +103,22 @@ def _content(schema: dict[str, Any], media_type: str = "application/json") -> di
 
 def _post(
     summary: str,
-    body: str | None,
+    body: str,
     answer: dict[str, Any],
     *,
     code: str = "200",
+    required: bool = True,
     answer_type: str = "application/json",
 ) -> dict[str, Any]:
-    refused = {"description": "Nothing was run", **_content(_ref("Error"))}
+    refused = {"description": "No answer of a program", **_content(_ref("Error"))}
     done = {"description": "An answer, however the program ended", **_content(answer, answer_type)}
-    operation: dict[str, Any] = {"summary": summary, "responses": {code: done, "default": refused}}
-    if body:
-        operation["requestBody"] = {"required": True, **_content(_ref(body))}
-    return {"post": operation}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": required, **_content(_ref(body))},
+            "responses": {code: done, "default": refused},
+        }
+    }
 
 
 def _get(summary: str) -> dict[str, Any]:

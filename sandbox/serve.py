@@ -7,7 +7,8 @@
     POST /run_code: SandboxFusion
 
 A call lives in its request's task: a client that leaves kills what it asked for. An answer to a
-call is 200, whatever its `status` says; another code means that no call was made.
+call is 200, whatever its `status` says; another code means that no call was made, or that its
+session was lost (410).
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from sandbox import compat
-from sandbox.api import BatchRequest, Refused, RunRequest, parse, to_json, to_line
+from sandbox.api import (
+    BatchRequest,
+    Refused,
+    RunRequest,
+    SessionRequest,
+    parse,
+    to_json,
+    to_line,
+)
 from sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
 from sandbox.guard import Guard, is_loopback
 from sandbox.host import Guest
@@ -105,7 +114,8 @@ class App:
         self._guard = Guard(settings.host, token, settings.allowed_hosts)
         self._sessions = Sessions(pool, settings.session_idle_s)
         self._num_requests = 0
-        self._num_held = 0  # bytes
+        self._held: dict[int, int] = {}  # bytes of each body, by its request's id()
+        self._num_held = 0  # their sum
 
     async def __aenter__(self) -> Self:
         await self._sessions.__aenter__()
@@ -159,6 +169,7 @@ class App:
         return response
 
     async def open_session(self, request: web.Request) -> web.Response:
+        parse(SessionRequest, await self._body(request) or b"{}")
         key = await self._sessions.open()
         return _json({"id": key, "idle_s": self._settings.session_idle_s}, status=201)
 
@@ -178,7 +189,8 @@ class App:
         return web.Response(status=204)
 
     async def stats(self, request: web.Request) -> web.Response:
-        return _json(self._pool.stats() | {"requests": self._num_requests})
+        here = {"requests": self._num_requests, "body_bytes": self._num_held}
+        return _json(self._pool.stats() | here)
 
     async def healthz(self, request: web.Request) -> web.Response:
         well = self._pool.stats()["workers"] > 0
@@ -255,39 +267,52 @@ class App:
                     result = await self._pool.run(*call)
                     await out.send((index, replace(result, queue_s=result.queue_s + waited_s)))
 
-        async with anyio.create_task_group() as group, results:
+        # The group inside: a caller that fails ends the tasks before their stream is closed.
+        async with results, anyio.create_task_group() as group:
             async with out:
                 for _ in range(max(16, 2 * self._pool.stats()["slots"])):
                     group.start_soon(work, out.clone())
             yield results
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request) -> bytearray:
+        """All of the body, counted as it comes: what is announced alone takes nobody's room."""
+        body = bytearray()
         try:
             with anyio.fail_after(self._settings.io_timeout_s):
-                return await request.read()
+                self._hold(request, request.content_length or 0, 0)
+                while chunk := await request.content.readany():
+                    self._hold(request, len(body) + len(chunk), len(chunk))
+                    body += chunk
         except TimeoutError:
             raise Refused(408, "slow", "the body did not arrive in time") from None
+        except web.RequestPayloadError:
+            why = "the body is not what its Content-Encoding says"
+            raise Refused(400, "bad_request", why) from None
+        return body
+
+    def _hold(self, request: web.Request, size: int, num_new: int) -> None:
+        """Count more bytes of a body of (so far) `size`, until the request ends."""
+        most = self._settings.max_body_mib * MIB
+        if size > most:
+            raise Refused(413, "too_large", f"the most that a body may have is {most} bytes")
+        if self._num_held + num_new > max(self._settings.max_held_mib * MIB, most):
+            raise _overloaded()
+        self._num_held += num_new
+        self._held[id(request)] = self._held.get(id(request), 0) + num_new
 
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts a request for as long as it is here, and a body before it is read."""
+        """Counts a request, and what was read of its body, for as long as it is here."""
         if request.method != "POST":
             return await handler(request)
-        settings = self._settings
-        most = settings.max_body_mib * MIB
-        size = most if request.content_length is None else request.content_length
-        if size > most:
-            raise Refused(413, "too_large", f"the most that a body may have is {most} bytes")
-        full = self._num_requests >= settings.max_requests
-        if full or self._num_held + size > max(settings.max_held_mib * MIB, most):
-            raise Refused(503, "overloaded", "too many requests are open here; come again")
+        if self._num_requests >= self._settings.max_requests:
+            raise _overloaded()
         self._num_requests += 1
-        self._num_held += size
         try:
             return await handler(request)
         finally:
             self._num_requests -= 1
-            self._num_held -= size
+            self._num_held -= self._held.pop(id(request), 0)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -311,11 +336,18 @@ class App:
         response = _json(refused.body, status=refused.status)
         if refused.status == 503:
             response.headers["Retry-After"] = "1"
+        if request.content.exception() is not None:  # aiohttp must not try to read the rest
+            request.content.feed_eof()
+            response.force_close()
         return response
 
 
 def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=to_json(body), status=status, content_type="application/json")
+
+
+def _overloaded() -> Refused:
+    return Refused(503, "overloaded", "too many requests are open here; come again")
 
 
 def _no_session() -> Refused:

@@ -23,13 +23,15 @@ from sandbox import (
     Session,
     SessionLost,
 )
-from sandbox.protocol import encode
+from sandbox.protocol import FrameReader, encode
 from sandbox.remote import HostLink
 from sandbox.serve import ServeSettings, serving
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, wait_until
 
 pytestmark = pytest.mark.anyio
+
+CALL = {"code": FOREVER, "stdin": "", "timeout_s": 600}
 
 
 class Host:
@@ -232,17 +234,64 @@ async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> N
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\xff\xff\xff\xff", encode({"op": "run"}), encode({"no": 1}), b"\0\0\0\2{]"]
+    ("garbage", "says"),
+    [
+        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
+        (b"\0\0\0\2{]", "not JSON"),
+        (encode({"no": 1}), "does not know: {'no': 1}"),
+        (encode({"op": "run"}), "does not know"),
+        (encode({"op": "run", **CALL, "id": [1]}), "does not know"),
+        (encode({"op": "kill", "id": {}}), "does not know"),
+        (encode({"op": "close", "session": []}), "does not know"),
+        (encode({"op": "run", "id": 1, **CALL}) * 2, "id 1 is that of a call which is still open"),
+    ],
 )
-async def test_garbage_ends_its_own_connection_alone(garbage: bytes) -> None:
+async def test_garbage_ends_its_own_connection_alone(garbage: bytes, says: str) -> None:
     async with host() as there, over(there) as pool, aiohttp.ClientSession() as http:
         async with http.ws_connect(there.url + "/v1/link") as socket:
-            await socket.receive()
             await socket.send_bytes(garbage)
             with anyio.fail_after(5):
-                async for _ in socket:
+                while (last := await socket.receive()).type is aiohttp.WSMsgType.BINARY:
                     pass
+        assert (last.type, last.data) == (
+            aiohttp.WSMsgType.CLOSE,
+            aiohttp.WSCloseCode.PROTOCOL_ERROR,
+        )
+        assert says in (last.extra or "")
         assert (await pool.run("1")).ok
+        await wait_until(lambda: there.pool.stats()["busy"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"code": {"a": 1}}, "code: Input should be a valid string"),
+        ({"code": None}, "code: Input should be a valid string"),
+        ({"stdin": 7}, "stdin: Input should be a valid string"),
+        ({"timeout_s": "5"}, "timeout_s: Input should be a valid number"),
+        ({"timeout_s": 0}, "timeout_s: Input should be greater than 0"),
+        ({"timeout_s": 1e9}, "timeout_s: Input should be less than or equal to 3600"),
+        ({"session": [1]}, "session: Input should be a valid integer"),
+    ],
+)
+async def test_a_wrong_call_is_answered_and_reaches_no_worker(wrong: Any, says: str) -> None:
+    async with host() as there, aiohttp.ClientSession() as http:
+        async with http.ws_connect(there.url + "/v1/link") as socket:
+            reader = FrameReader()
+
+            async def done(frame: dict[str, Any]) -> dict[str, Any]:
+                await socket.send_bytes(encode({"op": "run", **CALL, "code": "6 * 7", **frame}))
+                with anyio.fail_after(5):
+                    while True:
+                        for answer in reader.feed(await socket.receive_bytes()):
+                            if answer["op"] == "done":
+                                return answer
+
+            answer = await done({"id": 2, **wrong})
+            assert answer == {"op": "done", "id": 2, "status": "sandbox_error", "why": says}
+            assert (await done({"id": 3}))["result"] == "42"
+        assert there.pool.stats()["calls"] == {"ok": 1}
+        assert there.pool.stats()["replaced"] == 0
 
 
 def test_a_result_of_another_version_loses_the_link() -> None:

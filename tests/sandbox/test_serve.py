@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import anyio
+import anyio.abc
 import pytest
 from pydantic import SecretStr
 
@@ -47,6 +50,22 @@ class Client:
 async def service(pool: Pool, **more: Any) -> AsyncIterator[Client]:
     async with serving(pool, settings(**more)) as url, aiohttp.ClientSession() as http:
         yield Client(url, http)
+
+
+@asynccontextmanager
+async def begun(client: Client, rest: str) -> AsyncIterator[anyio.abc.SocketStream]:
+    """A POST /v1/run whose head, and nothing of whose body, has come."""
+    host, port = client.url.removeprefix("http://").split(":")
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(f"POST /v1/run HTTP/1.1\r\nHost: {host}\r\n{rest}\r\n\r\n".encode())
+        await until_stat(client, "requests", 1)
+        yield stream
+
+
+async def until_stat(client: Client, name: str, value: int) -> None:
+    with anyio.fail_after(10):
+        while (await client("GET", "/v1/stats"))[1][name] != value:
+            pass
 
 
 @pytest.fixture
@@ -162,6 +181,9 @@ async def test_sessions_end_with_the_service(pool: Pool) -> None:
         ("/v1/run/batch", {"calls": []}, 400, "calls:"),
         ("/v1/run/batch", {"calls": [{"code": "1"}, {}]}, 400, "calls.1.code: Field required"),
         ("/v1/run", b"#" * (2 << 20), 413, "the most"),
+        ("/v1/sessions", b"{", 400, "not valid JSON"),
+        ("/v1/sessions", b"[]", 400, "valid dictionary"),
+        ("/v1/sessions", {"idle_s": 1}, 400, "idle_s:"),
         ("/run", {"type": "java", "solution": ""}, 400, "type:"),
         ("/run_code", {}, 400, "code:"),
         ("/nowhere", {}, 404, "/nowhere"),
@@ -191,6 +213,59 @@ async def test_a_body_that_does_not_come_is_not_waited_for(pool: Pool) -> None:
             head = f"POST /v1/run HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9\r\n\r\n{{"
             await stream.send(head.encode())
             assert b" 408 " in await stream.receive()
+
+
+@pytest.mark.parametrize("rest", ["Content-Length: 1048576", "Transfer-Encoding: chunked"])
+async def test_an_announced_body_takes_nobodys_room(pool: Pool, rest: str) -> None:
+    async with service(pool, max_body_mib=1, max_held_mib=1) as client, begun(client, rest):
+        assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
+
+
+async def test_bodies_that_have_come_are_bounded(pool: Pool) -> None:
+    size = (1 << 20) - 1
+    async with service(pool, max_body_mib=1, max_held_mib=1) as client:
+        async with begun(client, "Content-Length: 1048576") as stream:
+            await stream.send(b"#" * size)
+            await until_stat(client, "body_bytes", size)
+            status, answer = await client.post("/v1/run", {"code": "1"})
+            assert (status, answer["error"]["type"]) == (503, "overloaded")
+        await until_stat(client, "body_bytes", 0)
+        assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
+
+
+async def test_an_opened_session_takes_an_empty_object(client: Client) -> None:
+    assert (await client.post("/v1/sessions", {}))[0] == 201
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/run", 400), ("/v1/sessions", 400), ("/x", 404)])
+async def test_a_body_that_cannot_be_decoded(
+    client: Client, path: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    coded = {"Content-Encoding": "gzip"}
+    got, answer = await client.post(path, b"no gzip", headers=coded)
+    assert (got, set(answer)) == (status, {"error"})
+    good = gzip.compress(b'{"code": "6 * 7"}')
+    assert (await client.post("/v1/run", good, headers=coded))[1]["result"] == "42"
+    assert not caplog.records
+
+
+async def test_a_batch_that_nobody_reads_ends_quietly(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = {"code": "print('x' * 60_000)"}  # in all, more than the sockets' buffers take
+    body = json.dumps({"calls": [call] * 250}).encode()
+    async with service(pool, io_timeout_s=0.3) as client:
+        host, port = client.url.removeprefix("http://").split(":")
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            head = f"POST /v1/run/batch HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}"
+            before = sum(pool.stats()["calls"].values())
+            deaf.sendall(head.encode() + b"\r\n\r\n" + body)
+            await until_stat(client, "requests", 1)
+            await until_stat(client, "requests", 0)
+            assert 0 < sum(pool.stats()["calls"].values()) - before < 250
+    assert not caplog.records
 
 
 async def test_too_many_requests_are_refused(pool: Pool) -> None:
@@ -321,6 +396,49 @@ async def test_the_document_names_every_path(pool: Pool, client: Client) -> None
             assert ref.partition('"')[0] in document["components"]["schemas"]
     assert "/v1/sessions/{id}/run" in document["paths"]
     assert set(document["components"]["schemas"]["RunRequest"]["required"]) == {"code"}
+
+
+def is_described(value: Any, schema: Any, schemas: Any, told: set[str]) -> bool:
+    """Whether a value fits a schema, of the little that ours say; the names that it must have."""
+    if name := schema.get("$ref"):
+        return is_described(value, schemas[name.rpartition("/")[2]], schemas, told)
+    if "allOf" in schema:
+        return all(is_described(value, one, schemas, told) for one in schema["allOf"])
+    if "anyOf" in schema:
+        return any(is_described(value, one, schemas, told) for one in schema["anyOf"])
+    types: dict[str, type | tuple[type, ...]] = {
+        "string": str, "integer": int, "number": (int, float), "boolean": bool,
+        "null": type(None), "object": dict,
+    }  # fmt: skip
+    named = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    told.update(schema.get("required", ()))
+    return (
+        any(isinstance(value, types[name]) for name in named)
+        and value in schema.get("enum", [value])
+        and all(
+            name in value and is_described(value[name], schema["properties"][name], schemas, set())
+            for name in schema.get("required", ())
+        )
+    )
+
+
+async def test_the_document_describes_the_answers(client: Client) -> None:
+    _, document = await client("GET", "/openapi.json")
+    asked: list[tuple[str, Any, str]] = [
+        ("/v1/run", {"code": "6 * 7"}, "200"),
+        ("/v1/run", {"code": "1 / 0"}, "200"),
+        ("/v1/run", {"code": "#" * (9 << 20)}, "200"),  # refused by the pool: an answer as well
+        ("/v1/run", {}, "default"),
+        ("/v1/run", b"{", "default"),
+        ("/v1/run/batch", {"calls": [{"code": "1"}]}, "200"),
+        ("/v1/sessions", None, "201"),
+    ]
+    for path, body, code in asked:
+        _, answer = await client.post(path, body)
+        (form,) = document["paths"][path]["post"]["responses"][code]["content"].values()
+        told: set[str] = set()
+        assert is_described(answer, form["schema"], document["components"]["schemas"], told)
+        assert told == set(answer), path
 
 
 def test_settings_come_as_flags_or_pairs_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
