@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions   the agent answers, running its own tools; streamed or whole
     POST /v1/rollouts           prompts in, trajectories out as NDJSON, each as it finishes
-    GET  /v1/models  /healthz  /metrics
+    GET  /v1/models  /v1/waits  /healthz  /metrics
 
 A request lives in its handler's task: a client that leaves cancels what it asked for.
 """
@@ -42,8 +42,9 @@ from agentloop.api.openai import (
 )
 from agentloop.config import load_settings
 from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
-from agentloop.events import Emit
+from agentloop.events import Event
 from agentloop.observe.metrics import Metrics
+from agentloop.observe.stalls import Stalls
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message, StopReason, Trajectory
 
@@ -74,13 +75,26 @@ class App:
         self._settings = settings
         self._guard = Guard(settings.serve)
         self._metrics = Metrics(runtime.router.view, lambda: runtime.router.num_waiting)
+        self._stalls = Stalls()
         self._places = anyio.CapacityLimiter(settings.serve.max_rollouts)
         self._created = int(time.time())
 
-    @property
-    def seen(self) -> Emit:
-        """Tell it of the events of rollouts that others start, for the metrics."""
-        return self._metrics.seen
+    def seen(self, event: Event) -> None:
+        """Tell it of the events of rollouts that others start, too: metrics, and who waits."""
+        self._metrics.seen(event)
+        self._stalls.seen(event)
+
+    async def watch(self) -> None:
+        """Until cancelled: say in the log when nothing moves, who waits for what."""
+        await self._stalls.watch(self._settings.serve.stall_after_s, self._servers_in_words)
+
+    def _servers_in_words(self) -> str:
+        return "\n".join(
+            f"  {view.url}: {view.state}, {view.num_running} running, "
+            f"{view.num_held_tokens + view.num_reserved_tokens} of {view.capacity_tokens} tokens"
+            f"{f' ({view.reason})' if view.reason else ''}"
+            for view in self._runtime.router.view()
+        )
 
     def build(self) -> web.Application:
         app = web.Application(
@@ -93,6 +107,7 @@ class App:
         app.router.add_get("/v1/models/{model:.+}", self.model)
         app.router.add_get("/healthz", self.healthz)
         app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/v1/waits", self.waits)
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -120,9 +135,7 @@ class App:
     ) -> None:
         options = self._options(asked, index)
         async with self._places:
-            trajectory = await self._runtime.rollout(
-                asked.messages, on_event=self._metrics.seen, **options
-            )
+            trajectory = await self._runtime.rollout(asked.messages, on_event=self.seen, **options)
         trajectories[index] = trajectory
 
     async def _stream_completion(
@@ -134,7 +147,7 @@ class App:
         async with (
             self._places,
             self._runtime.stream(
-                asked.messages, on_event=self._metrics.seen, **self._options(asked, 0)
+                asked.messages, on_event=self.seen, **self._options(asked, 0)
             ) as stream,
         ):
             await anext(stream)  # raises what is wrong with the request, as a status
@@ -188,7 +201,7 @@ class App:
                         tools=asked.tools,
                         sampling=seeded,
                         budget=budget,
-                        on_event=self._metrics.seen,
+                        on_event=self.seen,
                     )
                 line["trajectory"] = trajectory.to_dict()
             except RequestError as error:
@@ -220,6 +233,21 @@ class App:
             "servers": {"healthy": sum(s.healthy for s in servers), "all": len(servers)},
         }
         return _json(body, status=200 if well else 503)
+
+    async def waits(self, request: web.Request) -> web.Response:
+        """Who waits for what, and since when; and the servers, as the router knows them."""
+        room = [
+            {"rollout_id": key, "why": why, "waited_s": waited_s}
+            for key, waited_s, why in self._runtime.router.waits()
+        ]
+        return _json(
+            {
+                "still_s": self._stalls.still_s,
+                "waits": self._stalls.waits(),
+                "for_room": room,
+                "servers": self._runtime.router.view(),
+            }
+        )
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -302,7 +330,10 @@ async def listening(app: App, bound: socket.socket) -> AsyncIterator[str]:
     try:
         await web.SockSite(runner, bound, backlog=1024).start()
         host, port = bound.getsockname()[:2]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        async with _unwrapped_tasks() as watching:
+            watching.start_soon(app.watch)
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            watching.cancel_scope.cancel()
     finally:
         with anyio.move_on_after(10, shield=True):
             await runner.cleanup()

@@ -36,6 +36,9 @@ class ServeSettings(pydantic.BaseModel):
     max_rollouts: int = pydantic.Field(
         1024, ge=1, description="Rollouts in flight; more wait their turn."
     )
+    stall_after_s: float = pydantic.Field(
+        60.0, gt=0, description="When nothing has moved for so long, the log says who waits."
+    )
     max_body_mib: int = pydantic.Field(8, ge=1, description="A larger request is refused.")
 
     @pydantic.model_validator(mode="after")

@@ -38,6 +38,9 @@ THEIRS: Any = {
 class PlayedRouter(ScriptedEngine):
     num_waiting = 0
 
+    def waits(self) -> list[tuple[str, float, str]]:
+        return [("r", 1.5, "no server has room for it")]
+
     def view(self) -> list[ServerView]:
         return [ServerView("http://fake", ServerState.HEALTHY, self.num_open, 0, 0, 0, 100)]
 
@@ -289,3 +292,14 @@ def test_settings_given_in_python_are_named_where_they_are_wrong(
 ) -> None:
     with pytest.raises(SettingsError, match=said):
         Runtime(**values)
+
+
+async def test_who_waits_is_told() -> None:
+    async with service(says("It is 1776.")) as at:
+        async with at.http.get(f"{at.url}/v1/waits") as response:
+            told = await response.json()
+    assert told["waits"] == []
+    assert told["still_s"] == 0
+    why = "no server has room for it"
+    assert told["for_room"] == [{"rollout_id": "r", "why": why, "waited_s": 1.5}]
+    assert told["servers"][0]["state"] == "healthy"

@@ -1,0 +1,90 @@
+"""What a rollout waits for at each point of its life, and what a stall looks like."""
+
+from __future__ import annotations
+
+import logging
+
+import anyio
+import pytest
+
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    Event,
+    RolloutAbandoned,
+    RolloutStarted,
+    TokensSampled,
+    TurnFinished,
+    TurnMoved,
+    TurnPlaced,
+    TurnStarted,
+)
+from agentloop.observe.stalls import Stalls
+from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Turn
+from tests.support import eventually
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+CALL = CallStarted("r", 0, ToolCall("c", "python", {}, "", 0, 1))
+DONE = CallFinished("r", 0, ToolResult("c", "python", CallStatus.OK, "", 0, 0, 1))
+
+STORY: list[tuple[Event, list[str]]] = [
+    (RolloutStarted("r", 5), ["its first turn"]),
+    (TurnStarted("r", 0), ["room on a server"]),
+    (TurnPlaced("r", 0, "http://a", "why"), ["the first token from http://a"]),
+    (TokensSampled("r", 0, [1], "x"), ["more tokens from http://a"]),
+    (TurnMoved("r", "http://a", "gone"), ["room on a server"]),
+    (TurnPlaced("r", 0, "http://b", "why"), ["the first token from http://b"]),
+    (CALL, ["the tool python"]),
+    (TokensSampled("r", 0, [2], "y"), ["the tool python", "more tokens from http://b"]),
+    (DONE, ["more tokens from http://b"]),
+    (TurnFinished("r", 0, Turn()), ["its next turn"]),
+    (RolloutAbandoned("r"), []),
+]
+
+
+def test_what_is_waited_for_at_each_point() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    for event, expected in STORY:
+        clock.now_s += 1
+        stalls.seen(event)
+        assert [wait.what for wait in stalls.waits()] == expected, event
+        clock.now_s += 2
+        assert stalls.still_s == (2 if expected else 0)
+    assert stalls.waits() == []
+
+
+def test_the_longest_wait_comes_first_and_rollouts_that_were_not_seen_to_start_are_none() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    for name in "ab":
+        stalls.seen(RolloutStarted(name, 1))
+        clock.now_s += 10
+    stalls.seen(TurnStarted("stranger", 0))
+    assert [(w.rollout_id, w.waited_s) for w in stalls.waits()] == [("a", 20), ("b", 10)]
+    assert "a: its first turn, 20 s\n  b: its first turn, 10 s\nservers" in stalls.report("servers")
+
+
+@pytest.mark.anyio
+async def test_a_stall_is_one_record(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    stalls.seen(RolloutStarted("r", 1))
+    with caplog.at_level(logging.WARNING):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stalls.watch, 0.04)
+            clock.now_s += 1
+            await eventually(lambda: len(caplog.messages) == 1)
+            clock.now_s += 1
+            stalls.seen(TurnStarted("r", 0))
+            await eventually(lambda: len(caplog.messages) == 2)
+            tasks.cancel_scope.cancel()
+    assert "r: its first turn, 1 s" in caplog.messages[0]
+    assert caplog.messages[1] == "it moves again"
