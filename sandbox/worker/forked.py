@@ -79,6 +79,7 @@ class Call:
         self.job = pack_job(self.code, frame.get("stdin", ""), self.timeout_s, lasting)
         self.started = 0.0
         self.oom_kills = 0  # the kernel's, before it
+        self.alone = True  # no other ran beside it
         self.verdict: str | None = None  # why we killed it, if we did
 
 

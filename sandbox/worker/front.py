@@ -287,6 +287,10 @@ class Front:
                 self.watch(child.channel.fileno(), lambda _: self.on_cell_done(child))
         call.started = time.monotonic()
         call.oom_kills = self.oom_kills
+        call.alone = not self.calls
+        for other in self.calls.values():
+            if other.call is not None:
+                other.call.alone = False
         self.calls[call.id] = child
         deadline = call.started + call.timeout_s
         heapq.heappush(self.deadlines, (deadline, next(self.serial), call))
@@ -473,9 +477,10 @@ class Front:
         if signum == signal.SIGXCPU:
             return "timeout"
         if signum == signal.SIGKILL and self.oom_kills > call.oom_kills:
-            # The kernel takes the largest; one with less than half of what it may have was in
-            # the way of others.
-            return "oom" if 2 * max_rss >= self.spec.memory_bytes else "sandbox_error"
+            # The kernel takes the largest; one that was not alone, and had less than half of what
+            # it may have, was in the way of others.
+            large = call.alone or 2 * max_rss >= self.spec.memory_bytes
+            return "oom" if large else "sandbox_error"
         if signum is not None:
             return "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
