@@ -62,7 +62,7 @@ class Front:
         self.ready: list[deque[Forked]] = [deque() for _ in spec.levels]
         self.calls: dict[int, Forked] = {}
         self.sessions: dict[int, Forked] = {}
-        self.closed: set[int] = set()  # sessions that were, before or between their cells
+        self.closed: set[int] = set()  # sessions
         self.queue: deque[Call] = deque()
         self.deadlines: list[tuple[float, int, Call]] = []
         self.serial = itertools.count()
@@ -211,11 +211,10 @@ class Front:
             case "kill":
                 self.cancel(frame["id"])
             case "close":
+                self.closed.add(frame["session"])  # a cell of it may still be under way
                 session = self.sessions.pop(frame["session"], None)
                 if session is not None:
                     self.condemn(session, "cancelled")
-                else:
-                    self.closed.add(frame["session"])  # a cell of it may still be under way
 
     def take(self, frame: dict[str, Any]) -> None:
         """A call for the queue. One that makes no sense is answered; we live on."""
