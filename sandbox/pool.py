@@ -191,7 +191,7 @@ class Pool:
         self._quiet_until = -math.inf
         self._num_untold = 0
         self._open = False
-        self._backend: Backend
+        self._backends: list[Backend]
         self._group: TaskGroup
         self._stack = AsyncExitStack()
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -388,18 +387,6 @@ class KVLedger:
     def reported_s(self, place: Place) -> float:
         """When its last report that told anything new came."""
         return self.pools[place]._reported_s
-
-    # --- sums -----------------------------------------------------------------------------------
-
-    def usage(self, places: Collection[Place] | None = None) -> float:
-        """The part of these KV caches (all, if none are named) that live sequences, their growth
-        and parked trajectories that will come back take up."""
-        pools = self.pools.values() if places is None else [self.pools[one] for one in places]
-        capacity = sum(pool.capacity for pool in pools)
-        used = sum(
-            pool.num_live + pool.num_reserved + pool.num_others + pool.num_wanted for pool in pools
-        )
-        return used / capacity if capacity else 1.0
 
     # --- within ---------------------------------------------------------------------------------
 

@@ -214,7 +214,13 @@ class Router:
 
     @property
     def context_length(self) -> int:
-        """Prompt and response tokens that every server can hold."""
+        """Prompt and response tokens that every server can hold.
+
+        Raises:
+            ServerUnavailable: all have been retired.
+        """
+        if not self._seats:
+            raise ServerUnavailable("there is no server: all have been retired")
         infos = [seat.info for seat in self._seats.values()]
         return min(min(info.context_length, info.max_total_num_tokens - 1) for info in infos)
 

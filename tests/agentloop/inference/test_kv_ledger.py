@@ -132,7 +132,6 @@ class Ledger(RuleBasedStateMachine):
             assert not pool.num_parked or held + pool.num_parked <= pool.capacity
             prompts = {name for name, is_prompt in pool._lru if is_prompt}
             assert prompts | shared == set(pool.prompts)
-        assert self.ledger.usage() >= 0
 
 
 TestLedger = Ledger.TestCase

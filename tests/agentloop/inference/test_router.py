@@ -459,6 +459,10 @@ async def test_a_retired_server_ends_what_it_has_and_is_forgotten() -> None:
         await eventually(lambda: [view.url for view in router.view()] == [new.url])
         with pytest.raises(KeyError):
             router.retire(old.url)
+        router.retire(new.url)
+        await eventually(lambda: router.view() == [])
+        with pytest.raises(ServerUnavailable, match="all have been retired"):
+            await read(router, generation("c"))
 
 
 async def test_who_waits_is_told_with_the_reason() -> None:
