@@ -139,14 +139,14 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("question", nargs="?", help='such as "What is 37 times 48?"')
     commands.add_settings_arguments(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     question, settings = options.question, list(options.settings)
     if question is not None and _is_setting(question):
         question, settings = None, [question, *settings]
     if options.list_settings:
         print(commands.settings_text(Settings))
         return 0
-    return commands.run(lambda: _chat(question, settings))
+    return commands.run(lambda: _chat(question, settings), explain=options.explain)
 
 
 def _is_setting(text: str) -> bool:

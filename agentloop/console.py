@@ -40,6 +40,11 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list-settings", action="store_true", help="print every setting with its default, and end"
     )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="log for each turn which server it goes to, why, and what was known of the others",
+    )
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -111,8 +116,10 @@ async def started(settings: Settings) -> AsyncIterator[Runtime]:
             yield runtime
 
 
-def run(main: Callable[[], Awaitable[int]]) -> int:
+def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
     """Run a command on uvloop; SIGINT and SIGTERM cancel it, so that it cleans up.
+
+    `explain` logs the router's decisions.
 
     Returns:
         the exit status: 130 or 143 where a signal ended it, 2 for an error with a name.
@@ -120,6 +127,8 @@ def run(main: Callable[[], Awaitable[int]]) -> int:
     from sandbox import SandboxError
 
     _configure_logging()
+    if explain:
+        logging.getLogger("agentloop.explain").setLevel(logging.INFO)
     try:
         return anyio.run(
             partial(_until_signal, main), backend_options={"use_uvloop": _has_uvloop()}

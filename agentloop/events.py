@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 
@@ -18,6 +19,7 @@ __all__ = [
     "CallStarted",
     "Emit",
     "Event",
+    "Explained",
     "Feed",
     "RolloutAbandoned",
     "RolloutFinished",
@@ -43,14 +45,31 @@ class TurnStarted:
     turn: int
 
 
+class Explained(Protocol):
+    """A decision that can say more of itself: `agentloop.inference.placement.Decision`."""
+
+    @property
+    def why(self) -> str: ...
+
+    def explain(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TurnPlaced:
-    """The router has chosen a server for the turn, or for the rest of one that was broken."""
+    """The router has chosen a server for the turn, or for the rest of one that was broken.
+
+    `decision` has what it knew of each server at that moment, in words when asked for them.
+    """
 
     rollout_id: str
     turn: int
     server: str
-    reason: str
+    decision: Explained
+
+    @property
+    def reason(self) -> str:
+        """Why it goes there, in a few words."""
+        return self.decision.why
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,20 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -22,18 +33,25 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.abc
 import pydantic
+from aiohttp import ClientSession
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.agent.rollout import Budget, Rollout
+from agentloop.agent.rollout import Budget, Rollout, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
-from agentloop.agent.tools import CallerTool, Tool, ToolFunction, as_tool
+from agentloop.agent.tools import CallerTool, Tool, ToolFunction, Tools, as_tool
 from agentloop.api.guard import ServeSettings
 from agentloop.config import load_settings, with_values
-from agentloop.errors import AgentLoopError, RequestError, ServerError
+from agentloop.errors import AgentLoopError, RequestError
 from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
+from agentloop.groups.feed import FinishedGroup, finished_groups
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import Sampling, SGLangServer, http_session
-from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
+from agentloop.inference.supervise import (
+    ServerProcess,
+    ServerSettings,
+    keep_alive,
+    sglang_servers,
+)
 from agentloop.models import SMALL
 from agentloop.trajectory import Message, Trajectory
 from sandbox import Pool, PoolSettings
@@ -46,6 +64,9 @@ _BUILT_IN = {tool.name: tool for tool in (PythonCode, JupyterCode)}
 
 AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
 """A tool, a Python function, the name of a built-in one, or a JSON schema for the caller to run."""
+
+AnyTask = str | Sequence[Message]
+"""A question, or a conversation in OpenAI's terms."""
 
 Progress = Callable[[str], None]
 
@@ -123,6 +144,7 @@ class _Parts:
     pool: Pool
     model_name: str
     processes: Sequence[ServerProcess]
+    session: ClientSession
 
 
 class Runtime:
@@ -182,15 +204,112 @@ class Runtime:
         return await Rollout(
             engine=parts.router,
             chat=parts.chat,
-            messages=[{"role": "user", "content": messages}]
-            if isinstance(messages, str)
-            else messages,
+            messages=_conversation(messages),
             tools=self._tools(tools),
             sampling=sampling or self.settings.sampling,
             budget=budget or self.settings.budget,
             emit=on_event,
             with_text=on_event is not ignore,
         ).run()
+
+    async def run_group(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        size: int,
+        name: str | None = None,
+        tools: Sequence[AnyTool] | None = None,
+        sampling: Sampling | None = None,
+        budget: Budget | None = None,
+        on_event: Emit = ignore,
+    ) -> list[Trajectory]:
+        """Run `size` rollouts of one task side by side, once there is KV room for what they will
+        grow to. The trajectories' ids are `name.0`, `name.1`, ...
+
+        Raises:
+            RequestError: the request is at fault. What fails later is in the trajectories.
+        """
+        if size < 1:
+            raise RequestError(f"size: at least 1, not {size}")
+        parts = self._parts
+        messages = _conversation(messages)
+        group_tools = self._tools(tools)
+        longest = parts.router.context_length
+        schemas = Tools(group_tools).schemas
+        prompt_ids = await prompt_of(parts.chat, messages, schemas, longest)
+        trajectories: dict[str, Trajectory] = {}
+
+        async def run(key: str, group: str) -> None:
+            trajectories[key] = await Rollout(
+                engine=parts.router,
+                chat=parts.chat,
+                messages=messages,
+                tools=group_tools,
+                sampling=sampling or self.settings.sampling,
+                budget=budget or self.settings.budget,
+                emit=on_event,
+                with_text=on_event is not ignore,
+                id=key,
+                group=group,
+                prompt_ids=prompt_ids,
+            ).run()
+
+        name = name or uuid.uuid4().hex
+        async with parts.router.group(name, size, len(prompt_ids)) as group:
+            async with anyio.create_task_group() as tasks:
+                for key in group.keys:
+                    tasks.start_soon(run, key, group.name)
+        return [trajectories[key] for key in group.keys]
+
+    @asynccontextmanager
+    async def groups(
+        self,
+        source: Iterable[AnyTask] | AsyncIterable[AnyTask],
+        *,
+        size: int,
+        max_open: int = 1024,
+        **options: Any,
+    ) -> AsyncIterator[AsyncIterator[FinishedGroup[AnyTask]]]:
+        """Run a group of `size` rollouts for each task of `source`; groups come as they finish.
+
+            async with runtime.groups(questions, size=8) as groups:
+                async for group in groups: ...
+
+        The source is asked for its next task only when there is KV room for one more group, and
+        while fewer than `max_open` groups are in flight or unread. Leaving early cancels the rest.
+        Takes the options of `run_group`. A source that raises ends the iteration with its error.
+        """
+        if size < 1:
+            raise RequestError(f"size: at least 1, not {size}")
+        try:
+            async with finished_groups(
+                source,
+                partial(self.run_group, size=size, **options),
+                partial(self._parts.router.has_room, size),
+                max_open=max_open,
+            ) as groups:
+                yield groups
+        except BaseExceptionGroup as group:
+            raise _sole(group) from None
+
+    async def add_server(self, url: str) -> None:
+        """One more SGLang server, from now on.
+
+        Raises:
+            ValueError: it is there already.
+            ServerUnavailable, ServerRefused: it cannot be used.
+        """
+        parts = self._parts
+        stall_s = self.settings.router.stall_timeout_s
+        await parts.router.add(SGLangServer(url, parts.session, stall_timeout_s=stall_s))
+
+    def retire_server(self, url: str) -> None:
+        """It takes nothing new; what runs there ends, and then it is forgotten. It goes on running.
+
+        Raises:
+            KeyError: there is no such server.
+        """
+        self._parts.router.retire(url)
 
     @asynccontextmanager
     async def stream(
@@ -310,17 +429,33 @@ class Runtime:
                 urls = [process.url for process in processes]
             stall_s = self.settings.router.stall_timeout_s
             servers = [SGLangServer(url, session, stall_timeout_s=stall_s) for url in urls]
-            router = await stack.enter_async_context(Router.open(servers, self.settings.router))
+            router = await stack.enter_async_context(
+                Router.open(
+                    servers,
+                    self.settings.router,
+                    longest=self.settings.budget.max_response_tokens,
+                )
+            )
             model = self.settings.model or router.model_path
             chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
-                tasks.start_soon(_watch, processes)
+                tasks.start_soon(
+                    partial(
+                        keep_alive,
+                        processes,
+                        self.settings.server,
+                        on_exit=router.exited,
+                        on_restart=router.restarting,
+                        is_dead=router.is_dead,
+                    )
+                )
             task_status.started(
                 {
                     "chat": chat,
                     "router": router,
                     "processes": processes,
+                    "session": session,
                     "model_name": Path(model).name,
                 }
             )
@@ -331,6 +466,10 @@ class Runtime:
         if self.settings.log_dir is not None:
             return self.settings.log_dir
         return stack.enter_context(_folder_kept_on_error())
+
+
+def _conversation(messages: str | Sequence[Message]) -> Sequence[Message]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
 @contextmanager
@@ -352,26 +491,6 @@ def _all_said(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         return " ".join(map(_all_said, error.exceptions))
     return str(error)
-
-
-async def _watch(processes: Sequence[ServerProcess]) -> None:
-    """Say loudly which of our servers died; the rest go on with its turns while there is one.
-
-    Raises:
-        ServerError: the last one died; the message ends with its log's tail.
-    """
-    deaths: list[str] = []
-
-    async def wait(process: ServerProcess) -> None:
-        reason = await process.wait_dead()
-        deaths.append(reason)
-        if len(deaths) == len(processes):
-            raise ServerError(f"no server is left: {process.url}: {reason}")
-        log.error("%s died: %s", process.url, reason)
-
-    async with anyio.create_task_group() as tasks:
-        for process in processes:
-            tasks.start_soon(wait, process)
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -349,11 +349,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--ask", metavar="QUESTION", help="once ready, ask this and show the answer"
     )
     console.add_settings_arguments(parser)
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_intermixed_args(sys.argv[1:] if arguments is None else arguments)
     if options.list_settings:
         print(console.settings_text(Settings))
         return 0
-    return console.run(lambda: _serve(options.settings, options.ask))
+    return console.run(lambda: _serve(options.settings, options.ask), explain=options.explain)
 
 
 async def _serve(arguments: list[str], question: str | None) -> int:

@@ -64,10 +64,16 @@ class _Logged(SGLangServer):
     """Notes which requests the rollout of this task has made, in order."""
 
     async def generate(
-        self, ids: Sequence[int], params: dict[str, Any], *, rid: str, on_chunk: OnChunk
+        self,
+        ids: Sequence[int],
+        params: dict[str, Any],
+        *,
+        rid: str,
+        on_chunk: OnChunk,
+        rank: int | None = None,
     ) -> None:
         _rids.get().append(rid)
-        await super().generate(ids, params, rid=rid, on_chunk=on_chunk)
+        await super().generate(ids, params, rid=rid, on_chunk=on_chunk, rank=rank)
 
 
 async def _latency(options: argparse.Namespace) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentloop.agent.chat_format import ChatFormat, Render
+from agentloop.events import Explained
+from agentloop.inference.placement import Decision
 from agentloop.inference.router import Generation
 from agentloop.inference.sglang import Chunk
 from agentloop.trajectory import TurnEnd, VersionSpan
@@ -161,11 +163,11 @@ class ScriptedEngine:
         *,
         vocab_size: int,
         on_chunk: Callable[[Chunk], None],
-        on_placed: Callable[[str, str], None],
+        on_placed: Callable[[str, Explained], None],
         on_moved: Callable[[str, str], None],
     ) -> None:
         self.asked.append(replace(generation, ids=list(generation.ids)))
-        on_placed("http://fake", "")
+        on_placed("http://fake", Decision(None, "fake", "the only one", ()))
         self.num_open += 1
         try:
             for step in self._turns.popleft():
@@ -179,7 +181,7 @@ class ScriptedEngine:
         finally:
             self.num_open -= 1
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: str, *, whole: bool) -> None:
         self.forgotten.append(key)
 
 
@@ -216,7 +218,8 @@ class FakeSGLang:
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_streaming: int = 0
     url: str = ""
-    load: dict[str, int] | None = None  # what it says of itself; none: it can't
+    load: dict[str, int] | None = None  # what each rank says of itself; none: it can't
+    dp_size: int = 1
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeSGLang]:
@@ -318,8 +321,14 @@ class FakeSGLang:
 
     async def _server_info(self, request: web.Request) -> web.StreamResponse:
         """In pieces, as the real one's 37 KB may come."""
-        info = {"model_path": self.model_path, "version": "0.5.23", "weight_version": self.version}
-        body = json.dumps({**info, "max_total_num_tokens": self.max_total_num_tokens}).encode()
+        info = {
+            "model_path": self.model_path,
+            "version": "0.5.23",
+            "weight_version": "default",  # it does not follow updates
+            "dp_size": self.dp_size,
+            "max_total_num_tokens": self.max_total_num_tokens,
+        }
+        body = json.dumps(info).encode()
         response = web.StreamResponse()
         await response.prepare(request)
         for start in range(0, len(body), 40):
@@ -331,13 +340,17 @@ class FakeSGLang:
         return web.json_response({"data": [{"max_model_len": self.context_length}]})
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return web.json_response({}, status=200 if self.ready else 503)
+        status = 200 if self.ready else 503
+        return web.json_response({"weight_version": self.version}, status=status)
 
     async def _loads(self, request: web.Request) -> web.Response:
         if self.load is None:
             return web.Response(status=404)
         names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")
-        return web.json_response({"loads": [dict.fromkeys(names, 0) | self.load]})
+        loads = [
+            {"dp_rank": rank} | dict.fromkeys(names, 0) | self.load for rank in range(self.dp_size)
+        ]
+        return web.json_response({"loads": loads})
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())

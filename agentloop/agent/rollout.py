@@ -22,12 +22,13 @@ import pydantic
 
 from agentloop.agent.chat_format import ChatFormat, TextStream
 from agentloop.agent.tool_stream import ToolCallStream
-from agentloop.agent.tools import Tool, ToolFunction, ToolOutput, Tools
+from agentloop.agent.tools import Schema, Tool, ToolFunction, ToolOutput, Tools
 from agentloop.errors import PromptTooLong, ServerError
 from agentloop.events import (
     CallFinished,
     CallStarted,
     Emit,
+    Explained,
     RolloutAbandoned,
     RolloutFinished,
     RolloutStarted,
@@ -52,7 +53,7 @@ from agentloop.trajectory import (
     VersionSpan,
 )
 
-__all__ = ["Budget", "Engine", "Rollout"]
+__all__ = ["Budget", "Engine", "Rollout", "prompt_of"]
 
 
 class Budget(pydantic.BaseModel):
@@ -85,15 +86,45 @@ class Engine(Protocol):
         *,
         vocab_size: int,
         on_chunk: Callable[[Chunk], None],
-        on_placed: Callable[[str, str], None],
+        on_placed: Callable[[str, Explained], None],
         on_moved: Callable[[str, str], None],
     ) -> None: ...
 
-    def forget(self, key: str) -> None: ...
+    def forget(self, key: str, *, whole: bool) -> None: ...
+
+
+# What tells how long rollouts are. The others were cut short by something else than the rollout.
+_WHOLE = (
+    StopReason.ANSWERED,
+    StopReason.CALLER_TOOLS,
+    StopReason.TURN_BUDGET,
+    StopReason.TOKEN_BUDGET,
+)
 
 
 class _Broken(Exception):
     """A call or a turn was lost to the infrastructure, and so is the rollout."""
+
+
+async def prompt_of(
+    chat: ChatFormat, messages: Sequence[Message], schemas: Sequence[Schema], context_length: int
+) -> list[int]:
+    """The ids of messages and tools, less than `context_length`.
+
+    Raises:
+        RequestError: they are not possible, or more.
+    """
+    if (at_least := chat.at_least(messages)) >= context_length:
+        raise PromptTooLong(
+            f"messages: they make at least {at_least} tokens; the model's context is "
+            f"{context_length}"
+        )
+    prompt_ids = await chat.prompt_in_turn(messages, schemas)
+    if len(prompt_ids) >= context_length:
+        raise PromptTooLong(
+            f"messages: they make {len(prompt_ids)} tokens; the model's context is {context_length}"
+        )
+    return prompt_ids
 
 
 @dataclass(slots=True)
@@ -109,6 +140,8 @@ class Rollout:
     emit: Emit = ignore
     with_text: bool = True  # decode as tokens arrive; training does without
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    group: str = ""  # that of its siblings, which have the same prompt
+    prompt_ids: list[int] | None = None  # where somebody has made them already, from the same
     started_s: float = 0.0  # time.monotonic() when run() was called: 0 on its clock
     _tools: Tools = field(init=False)
     _trajectory: Trajectory = field(init=False)
@@ -121,25 +154,21 @@ class Rollout:
         """
         self.started_s = time.monotonic()
         self._tools = Tools(self.tools)
-        context = self.engine.context_length
-        if (at_least := self.chat.at_least(self.messages)) >= context:
-            raise PromptTooLong(
-                f"messages: they make at least {at_least} tokens; the model's context is {context}"
-            )
-        prompt_ids = await self.chat.prompt_in_turn(self.messages, self._tools.schemas)
-        if len(prompt_ids) >= context:
-            raise PromptTooLong(
-                f"messages: they make {len(prompt_ids)} tokens; the model's context is {context}"
-            )
-        self._trajectory = Trajectory(self.id, prompt_ids, created_unix_s=time.time())
+        prompt_ids = self.prompt_ids
+        if prompt_ids is None:
+            longest = self.engine.context_length
+            prompt_ids = await prompt_of(self.chat, self.messages, self._tools.schemas, longest)
+        self._trajectory = Trajectory(self.id, list(prompt_ids), created_unix_s=time.time())
         self.emit(RolloutStarted(self.id, len(prompt_ids)))
+        whole = False
         try:
             await self._within_time(self._trajectory)
+            whole = self._trajectory.stop_reason in _WHOLE
         except BaseException:
             self.emit(RolloutAbandoned(self.id))
             raise
         finally:
-            self.engine.forget(self.id)
+            self.engine.forget(self.id, whole=whole)
         self._trajectory.elapsed_s = self._now()
         self.emit(RolloutFinished(self.id, self._trajectory))
         return self._trajectory
@@ -228,11 +257,13 @@ class Rollout:
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
             stop_ids=(self.chat.end_id,),
+            group=self.group,
+            num_shared=len(self._trajectory.prompt_ids) if self.group else 0,
         )
 
-        def placed(server: str, reason: str) -> None:
+        def placed(server: str, decision: Explained) -> None:
             turn.servers.append(server)
-            self.emit(TurnPlaced(self.id, index, server, reason))
+            self.emit(TurnPlaced(self.id, index, server, decision))
 
         def moved(server: str, reason: str) -> None:
             self.emit(TurnMoved(self.id, server, reason))

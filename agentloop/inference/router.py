@@ -6,8 +6,9 @@
                        └── room: a turn ended, a server answers again, a report came
 
 The decisions are pure and elsewhere: what each KV cache holds (kv_ledger.py), which server takes a
-turn (placement.py), who is next (waiting_room.py), how well a server is (health.py). Here they meet
-the servers: each is asked once a second what it holds, which tells that it lives, too.
+turn (placement.py), who is next (waiting_room.py), how well a server is (health.py), how many
+groups are in flight (group_gate.py). Here they meet the servers: each is asked once a second which
+weights it has and what it holds, which tells that it lives, too.
 
 A stream that breaks goes on elsewhere from its exact ids, so that its reader sees one stream.
 """
@@ -18,7 +19,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ from agentloop.errors import (
     ServerRefused,
     ServerUnavailable,
 )
+from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.group_gate import Group, GroupGate
 from agentloop.inference.health import Health, HealthSettings, ServerState
 from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place
 from agentloop.inference.placement import Ask, Decision, Placement
@@ -45,6 +48,7 @@ from agentloop.trajectory import TurnEnd, VersionSpan
 __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]
 
 log = logging.getLogger(__name__)
+explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO; off by default
 
 _MAX_ORDERS = 100_000  # trajectories and groups whose place in line is remembered
 
@@ -83,6 +87,7 @@ class RouterSettings(pydantic.BaseModel):
         120.0, gt=0, description="A stream that is silent for this long is broken."
     )
     health: HealthSettings = pydantic.Field(default_factory=HealthSettings)
+    admission: AdmissionSettings = pydantic.Field(default_factory=AdmissionSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +132,13 @@ class _Seat:
     server: SGLangServer
     info: ServerInfo
     health: Health
-    num_retracted: int = 0
+    weight_version: str | None = None  # until it has said so
+    num_retracted: Counter[Place] = field(default_factory=Counter)
 
     @property
-    def place(self) -> Place:
-        return Place(self.server.url)
+    def places(self) -> list[Place]:
+        """One for each data-parallel rank: each has a KV cache of its own."""
+        return [Place(self.server.url, rank) for rank in range(self.info.dp_size)]
 
 
 @dataclass(slots=True)
@@ -145,19 +152,26 @@ class _Request:
     decision: Decision | None = None  # the last one
 
 
-OnTold = Callable[[str, str], None]
-"""Told of a server's url and why: why the turn went there, or why it left."""
+OnPlaced = Callable[[str, Decision], None]
+"""Told of the server's url, and of the decision that sends the turn there."""
+
+OnMoved = Callable[[str, str], None]
+"""Told of the server's url, and why the turn leaves it."""
 
 
 class Router:
     """Use `Router.open(...)`; see the module's docstring."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, *, longest: int) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
         self._placement = Placement(self._ledger, settings.policy, patience_s=settings.patience_s)
         self._room: WaitingRoom[_Request] = WaitingRoom(patience_s=settings.patience_s)
         self._seats: dict[str, _Seat] = {}
+        self._gate = GroupGate(
+            Admission(settings.admission, Forecast(longest=longest)), capacity=self._capacity
+        )
+        self._weights: str | None = None  # the version that servers must have; none: any
         self._orders: OrderedDict[str, int] = OrderedDict()
         self._num_orders = 0
         self._tasks: TaskGroup
@@ -165,19 +179,21 @@ class Router:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, servers: Sequence[SGLangServer], settings: RouterSettings
+        cls, servers: Sequence[SGLangServer], settings: RouterSettings, *, longest: int = 8192
     ) -> AsyncIterator[Router]:
         """Ask each server what it is and keep watch over them.
+
+        `longest` is what a rollout's response may have, in tokens; groups are admitted by it.
 
         Raises:
             ServerUnavailable, ServerRefused: one cannot be used.
         """
-        router = cls(settings)
-        infos = [(server, await server.info()) for server in servers]
+        router = cls(settings, longest=longest)
+        seats = [await router._seat(server) for server in servers]
         async with anyio.create_task_group() as tasks:
             router._tasks = tasks
-            for server, info in infos:
-                router._seat(server, info)
+            for seat in seats:
+                router._take_in(seat)
             tasks.start_soon(router._watch_streams)
             try:
                 yield router
@@ -193,9 +209,10 @@ class Router:
             ValueError: it is there already.
             ServerUnavailable, ServerRefused: it cannot be used.
         """
+        seat = await self._seat(server)
         if server.url in self._seats:
             raise ValueError(f"{server.url} is there already")
-        self._seat(server, await server.info())
+        self._take_in(seat)
         self._admit()
 
     def retire(self, url: str) -> None:
@@ -206,11 +223,49 @@ class Router:
         """
         self._seats[url].health.retire()
 
-    def _seat(self, server: SGLangServer, info: ServerInfo) -> None:
-        seat = _Seat(server, info, Health(self._settings.health))
-        self._seats[server.url] = seat
-        self._ledger.add(seat.place, info.max_total_num_tokens)
+    def exited(self, url: str, reason: str) -> None:
+        """The server's process ended, somebody saw: its turns go on elsewhere at once."""
+        if seat := self._seats.get(url):
+            self._note(seat, seat.health.exited, reason)
+
+    def restarting(self, url: str) -> None:
+        """Somebody starts it again; it is back when it answers."""
+        if seat := self._seats.get(url):
+            seat.health.restarting()
+
+    def is_dead(self, url: str) -> bool:
+        """Whether nothing at `url` answers, or what it answers is worth nothing."""
+        seat = self._seats.get(url)
+        return seat is not None and seat.health.state is ServerState.DEAD
+
+    def require_weights(self, version: str | None) -> None:
+        """From now on only servers with these weights take turns; the others are STALE until they
+        say that they have them. None: any weights will do."""
+        self._weights = version
+        for seat in self._seats.values():
+            if version not in (None, seat.weight_version):
+                seat.health.weights_missed()
+        self._admit()
+
+    async def _seat(self, server: SGLangServer) -> _Seat:
+        seat = _Seat(server, await server.info(), Health(self._settings.health))
+        if self._weights is not None:
+            seat.health.weights_missed()  # for all that is known
+        return seat
+
+    def _take_in(self, seat: _Seat) -> None:
+        self._seats[seat.server.url] = seat
+        for place in seat.places:
+            self._ledger.add(place, seat.info.max_total_num_tokens)
         self._tasks.start_soon(self._watch, seat)
+
+    def _capacity(self) -> int:
+        """Tokens of KV, of all servers that take requests."""
+        return sum(
+            seat.info.max_total_num_tokens * seat.info.dp_size
+            for seat in self._seats.values()
+            if seat.health.state.takes_new
+        )
 
     @property
     def context_length(self) -> int:
@@ -236,26 +291,26 @@ class Router:
     def view(self) -> list[ServerView]:
         views = []
         for url, seat in self._seats.items():
-            pool = self._ledger.pools[seat.place]
+            pools = [self._ledger.pools[place] for place in seat.places]
             views.append(
                 ServerView(
                     url,
                     seat.health.state,
-                    pool.num_sequences,
-                    pool.num_live,
-                    pool.num_reserved,
-                    pool.num_parked,
-                    pool.capacity,
-                    pool.num_others,
+                    sum(pool.num_sequences for pool in pools),
+                    sum(pool.num_live for pool in pools),
+                    sum(pool.num_reserved for pool in pools),
+                    sum(pool.num_parked for pool in pools),
+                    sum(pool.capacity for pool in pools),
+                    sum(pool.num_others for pool in pools),
                     seat.health.reason,
                 )
             )
         return views
 
     def waits(self) -> list[tuple[str, float, str]]:
-        """Who waits for room: the trajectory, for how long [s], and why; in order."""
+        """Who waits for room: the trajectory or the group, for how long [s], and why; in order."""
         now = time.monotonic()
-        return [
+        turns = [
             (
                 waiting.request.generation.key,
                 now - waiting.since_s,
@@ -263,6 +318,34 @@ class Router:
             )
             for waiting in self._room
         ]
+        return turns + self._gate.waits()
+
+    # --- groups ---------------------------------------------------------------------------------
+
+    async def has_room(self, size: int) -> None:
+        """Wait until one more group of `size` rollouts may start: then ask for the next task."""
+        if self._settings.policy == "kv":
+            await self._gate.has_room(size)
+
+    @asynccontextmanager
+    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[Group]:
+        """A group of rollouts is in flight within this context; entering waits for its turn.
+
+        Args:
+            num_prompt: tokens of the prompt that all of them share.
+
+        Raises:
+            ValueError: a group of that name is in flight.
+        """
+        try:
+            if self._settings.policy == "kv":
+                async with self._gate.group(name, size, num_prompt) as group:
+                    yield group
+            else:  # as gateways do: it starts whatever is asked
+                yield Group(name, tuple(f"{name}.{index}" for index in range(size)))
+        finally:
+            self._placement.forget(name)
+            self._orders.pop(name, None)
 
     # --- turns ----------------------------------------------------------------------------------
 
@@ -272,8 +355,8 @@ class Router:
         *,
         vocab_size: int,
         on_chunk: OnChunk,
-        on_placed: OnTold,
-        on_moved: OnTold,
+        on_placed: OnPlaced,
+        on_moved: OnMoved,
     ) -> None:
         """Stream one turn, over as many servers as it takes; ends with a chunk that has `end` set.
 
@@ -295,6 +378,7 @@ class Router:
             )
         received: list[int] = []
         moves = 0
+        num_own = len(generation.ids) - generation.num_shared
         while True:
             if ending := _ended_unseen(generation, received):
                 on_chunk(ending)
@@ -307,8 +391,10 @@ class Router:
                 ids=generation.ids + received,
                 max_new_tokens=generation.max_new_tokens - len(received),
             )
-            seat, why = await self._place(rest, first=moves > 0)
-            on_placed(seat.server.url, why)
+            seat, decision = await self._place(rest, first=moves > 0)
+            place = decision.place
+            assert place is not None
+            on_placed(place.server, decision)
             offset = len(received)
             params = rest.sampling.to_sglang(
                 max_new_tokens=rest.max_new_tokens, stop_ids=rest.stop_ids
@@ -322,10 +408,13 @@ class Router:
                 offset: int = offset,
                 aborted: list[Chunk] = aborted,
                 seat: _Seat = seat,
+                place: Place = place,
             ) -> None:
                 self._ledger.grow(rid, len(chunk.ids))
-                seat.num_retracted += chunk.num_retractions
                 received.extend(chunk.ids)
+                self._gate.reached(generation.key, num_own + len(received))
+                if chunk.num_retractions:
+                    seat.num_retracted[place] += chunk.num_retractions
                 if chunk.end is None:
                     on_chunk(chunk)
                 elif chunk.end is not TurnEnd.ABORT:
@@ -335,7 +424,13 @@ class Router:
                     on_chunk(replace(chunk, end=None, versions=()))
 
             try:
-                await seat.server.generate(rest.ids, params, rid=rest.rid, on_chunk=take)
+                await seat.server.generate(
+                    rest.ids,
+                    params,
+                    rid=rest.rid,
+                    on_chunk=take,
+                    rank=place.rank if seat.info.dp_size > 1 else None,
+                )
                 if not aborted:
                     whole = True
                     seat.health.request_succeeded()
@@ -357,13 +452,15 @@ class Router:
                     self._ledger.release(rest.rid, time.monotonic())
                 self._admit()
 
-    def forget(self, key: str) -> None:
-        """A trajectory ended: what it has in a server's cache is of no more use."""
+    def forget(self, key: str, *, whole: bool = False) -> None:
+        """A trajectory ended: what it has in a server's cache is of no more use. `whole` says that
+        it ended by itself, so that others may be expected to end alike."""
         self._ledger.forget(key)
+        self._gate.ended(key, whole=whole)
         self._placement.forget(key)
         self._orders.pop(key, None)
 
-    async def _place(self, generation: Generation, *, first: bool) -> tuple[_Seat, str]:
+    async def _place(self, generation: Generation, *, first: bool) -> tuple[_Seat, Decision]:
         """Wait for room; `first` goes before those who wait already: it has begun."""
         if len(self._room) >= self._settings.max_waiting:
             raise ServerUnavailable(f"{len(self._room)} requests wait already")
@@ -397,7 +494,7 @@ class Router:
             raise
         assert request.seat is not None
         assert request.decision is not None
-        return request.seat, request.decision.why
+        return request.seat, request.decision
 
     def _order(self, generation: Generation) -> int:
         """The group's number, or that of a trajectory without one, in the order of their start."""
@@ -412,20 +509,25 @@ class Router:
 
     def _admit(self) -> None:
         """Place those who wait and fit, in order."""
+        if not len(self._room):
+            return
         now = time.monotonic()
-        if len(self._room):
-            self._room.place(now, lambda waiting: self._try(waiting, now))
+        places = [
+            place
+            for seat in self._seats.values()
+            if seat.health.state.takes_new
+            for place in seat.places
+        ]
+        self._room.place(now, lambda waiting: self._try(waiting, places, now))
 
-    def _try(self, waiting: Waiting[_Request], now: float) -> bool:
+    def _try(self, waiting: Waiting[_Request], places: list[Place], now: float) -> bool:
         request = waiting.request
         generation, ask = request.generation, request.ask
         home = self._ledger.home(generation.key)
-        places = [
-            seat.place
-            for seat in self._seats.values()
-            if seat.health.state.takes_new
-            or (home is not None and home.place == seat.place and seat.health.state.takes_own)
-        ]
+        if home is not None and home.place not in places:  # it may come back to a suspect one
+            seat = self._seats.get(home.place.server)
+            if seat is not None and seat.health.state.takes_own:
+                places = [*places, home.place]
         decision = self._placement.choose(ask, places, now=now, waited_s=now - waiting.since_s)
         request.decision = decision
         if decision.place is None:
@@ -441,7 +543,15 @@ class Router:
         )
         request.seat = self._seats[decision.place.server]
         request.placed.set()
-        log.debug("%s", decision)
+        if explain_log.isEnabledFor(logging.INFO):
+            waited_s = now - waiting.since_s
+            explain_log.info(
+                "%s (%d tokens, waited %.2f s) %s",
+                generation.key,
+                ask.num_tokens,
+                waited_s,
+                decision.explain(),
+            )
         return True
 
     # --- watching -------------------------------------------------------------------------------
@@ -459,25 +569,56 @@ class Router:
         """Ask a server how it is and what it holds, until it is retired and empty."""
         while True:
             await anyio.sleep(self._settings.probe_interval_s)
-            health, pool = seat.health, self._ledger.pools[seat.place]
-            if health.state is ServerState.RETIRED:
-                if not pool.num_sequences:
+            if seat.health.state is ServerState.RETIRED:
+                if not any(self._ledger.pools[place].num_sequences for place in seat.places):
                     del self._seats[seat.server.url]
-                    self._ledger.remove(seat.place)
+                    for place in seat.places:
+                        self._ledger.remove(place)
                     return
                 continue
-            if not await seat.server.is_ready():
-                self._note(seat, health.probe_failed, "it does not answer")
+            try:
+                await self._probe(seat)
+            except ServerError:
+                self._note(seat, seat.health.probe_failed, "it does not answer")
                 continue
-            before = health.state
-            if health.probe_succeeded(has_weights=True) is not before:
-                log.info("%s is %s", seat.server.url, health.state)
-            now = time.monotonic()
             with contextlib.suppress(ServerError):  # the ledger does without for a while
-                report = replace(await seat.server.load(), num_retracted=seat.num_retracted)
-                self._ledger.report(seat.place, report, now)
-            self._ledger.age(now)
+                await self._take_reports(seat)
             self._admit()
+
+    async def _probe(self, seat: _Seat) -> None:
+        """Raises ServerError: it would not take a request."""
+        before = seat.health.state
+        version = await seat.server.weight_version()
+        if not before.keeps_running:
+            info = await seat.server.info()
+            if seat.health.state is not before:
+                return  # it ended in the meantime
+            # Back from the dead: a new process, for all that is known, with an empty cache.
+            for place in seat.places:
+                self._ledger.remove(place)
+            seat.info = info
+            for place in seat.places:
+                self._ledger.add(place, info.max_total_num_tokens)
+        elif seat.weight_version not in (None, version):  # new ones empty the cache
+            for place in seat.places:
+                self._ledger.flush(place)
+        seat.weight_version = version
+        has_weights = self._weights in (None, version)
+        if seat.health.probe_succeeded(has_weights=has_weights) is not before:
+            log.warning("%s is %s", seat.server.url, seat.health.state)
+
+    async def _take_reports(self, seat: _Seat) -> None:
+        """Raises ServerError: it did not say."""
+        reports = await seat.server.loads()
+        now = time.monotonic()
+        places = seat.places
+        num_retracted = 0
+        for place, report in zip(places, reports, strict=False):
+            report = replace(report, num_retracted=seat.num_retracted[place])
+            num_retracted += self._ledger.report(place, report, now)
+        self._ledger.age(now)
+        reported_s = max(self._ledger.reported_s(place) for place in places)
+        self._gate.observe(now, num_retracted, reported_s)
 
     async def _watch_streams(self) -> None:
         """Break the streams that are silent for too long; their turns go on elsewhere."""

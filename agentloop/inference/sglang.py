@@ -1,7 +1,7 @@
-"""One SGLang server, over its own protocol (0.5.23): stream, abort, information, load.
+"""One SGLang server, over its own protocol (0.5.23): stream, abort, information, loads.
 
-Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/server_info` and
-`/v1/loads`. Token ids go in and come out; the server's text is not used.
+Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/server_info`,
+`/model_info` and `/v1/loads`. Token ids go in and come out; the server's text is not used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import aiohttp
 import orjson
 import pydantic
 
-from agentloop.errors import ServerError, ServerRefused, ServerUnavailable
+from agentloop.errors import ServerRefused, ServerUnavailable
 from agentloop.inference.kv_ledger import Report
 from agentloop.inference.stream import PostStream, StreamBroken
 from agentloop.trajectory import TurnEnd, VersionSpan
@@ -77,13 +77,18 @@ OnChunk = Callable[[Chunk], None]
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server is. `context_length` counts prompt and response."""
+    """What a server is. `context_length` counts prompt and response.
+
+    It has `dp_size` data-parallel ranks, each with a KV cache of `max_total_num_tokens` and room
+    for `max_running_requests` sequences in its batch.
+    """
 
     model_path: str
     context_length: int
     max_total_num_tokens: int
     version: str
-    weight_version: str
+    dp_size: int = 1
+    max_running_requests: int | None = None
 
 
 class FrameDecoder:
@@ -169,7 +174,13 @@ class SGLangServer:
         self._streams: set[PostStream] = set()
 
     async def generate(
-        self, ids: Sequence[int], params: dict[str, Any], *, rid: str, on_chunk: OnChunk
+        self,
+        ids: Sequence[int],
+        params: dict[str, Any],
+        *,
+        rid: str,
+        on_chunk: OnChunk,
+        rank: int | None = None,
     ) -> None:
         """Stream the continuation of `ids`; returns after the chunk that has `end` set.
 
@@ -177,6 +188,7 @@ class SGLangServer:
 
         Args:
             on_chunk: called as tokens arrive, in the event loop's callback: must not block.
+            rank: the data-parallel rank that serves it; none: the server chooses.
 
         Raises:
             ServerRefused: the server answered with an error.
@@ -189,6 +201,8 @@ class SGLangServer:
             "return_logprob": True,
             "rid": rid,
         }
+        if rank is not None:
+            body["routed_dp_rank"] = rank
         frames = _Frames(on_chunk)
         stream = PostStream(self.url + "/generate", orjson.dumps(body), frames.feed)
         self._streams.add(stream)
@@ -222,20 +236,22 @@ class SGLangServer:
         for stream in self._streams:
             stream.break_off(why)
 
-    async def load(self) -> Report:
-        """What it holds and does now, as it says itself (SGLang: GET /v1/loads).
+    async def loads(self) -> list[Report]:
+        """What each rank holds and does now, as it says itself (SGLang: GET /v1/loads).
 
         Raises:
             ServerUnavailable, ServerRefused: it did not say.
         """
         answer = await self._control("GET", "/v1/loads")
         try:
-            ranks = answer["loads"]
-            return Report(
-                num_used=sum(int(rank["num_used_tokens"]) for rank in ranks),
-                num_running=sum(int(rank["num_running_reqs"]) for rank in ranks),
-                num_waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
-            )
+            return [
+                Report(
+                    num_used=int(rank["num_used_tokens"]),
+                    num_running=int(rank["num_running_reqs"]),
+                    num_waiting=int(rank["num_waiting_reqs"]),
+                )
+                for rank in sorted(answer["loads"], key=lambda rank: int(rank["dp_rank"]))
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise ServerRefused(
                 f"{self.url}/v1/loads: not what was expected", status=200
@@ -245,27 +261,35 @@ class SGLangServer:
         """Tell the server to drop a request; best effort, bounded to ten seconds."""
         await self._control("POST", "/abort_request", {"rid": rid})
 
-    async def is_ready(self) -> bool:
-        """Whether it would take a request. Does not generate, as /health would."""
+    async def weight_version(self) -> str:
+        """The version of the weights that it has; also a probe, which does not generate.
+
+        Raises:
+            ServerUnavailable, ServerRefused: it would not take a request.
+        """
+        # Not /server_info, which goes on saying what the server was started with.
+        answer = await self._control("GET", "/model_info")
         try:
-            await self._control("GET", "/model_info")
-        except ServerError:
-            return False
-        return True
+            return str(answer.get("weight_version") or "default")
+        except AttributeError as error:
+            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
     async def info(self) -> ServerInfo:
         """Raises ServerUnavailable, or ServerRefused where this is no SGLang server."""
         info = await self._control("GET", "/server_info")
         models = await self._control("GET", "/v1/models")
         try:
+            (rank, *_) = info.get("internal_states") or [{}]
+            most = rank.get("effective_max_running_requests_per_dp")
             return ServerInfo(
                 model_path=info["model_path"],
                 context_length=int(models["data"][0]["max_model_len"]),
                 max_total_num_tokens=int(info["max_total_num_tokens"]),
                 version=info["version"],
-                weight_version=info.get("weight_version") or "default",
+                dp_size=int(info.get("dp_size") or 1),
+                max_running_requests=None if most is None else int(most),
             )
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
     async def _control(self, method: str, path: str, body: Any = None) -> Any:

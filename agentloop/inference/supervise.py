@@ -4,19 +4,22 @@
          │  polls /ready, watches the guardian         (guardian.py says who kills what)
          └─ on the way out: closes each guardian's stdin, waits, kills
 
-A server that dies while it starts fails the start, with its log's tail; one that dies later is
-reported by `ServerProcess.wait_dead`. Not covered: restarting it.
+A server that dies while it starts for the first time fails the start, with its log's tail. One that
+dies later is started again by `keep_alive`, a few times.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +31,22 @@ import orjson
 from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
-from agentloop.errors import ModelError, ServerStartError
+from agentloop.errors import ModelError, ServerError, ServerStartError
 from agentloop.inference.cpu import OVERLAY, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
 
-__all__ = ["Launch", "ServerProcess", "ServerSettings", "plan", "running", "sglang_servers"]
+__all__ = [
+    "Launch",
+    "Restarts",
+    "ServerProcess",
+    "ServerSettings",
+    "keep_alive",
+    "plan",
+    "running",
+    "sglang_servers",
+]
+
+log = logging.getLogger(__name__)
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_S = 0.1
@@ -42,7 +56,10 @@ _GUARDIAN_GRACE_S = 15.0
 _PORTS = range(20_000, 30_000)
 _CPU_KV_TOKENS = 65_536
 _CPU_KV_BYTES = 2 * 1024**3
-_OURS = ("--model-path", "--host", "--port", "--nccl-port", "--tp-size", "--base-gpu-id")
+_OURS = (
+    *("--model-path", "--host", "--port", "--nccl-port"),
+    *("--tp-size", "--dp-size", "--base-gpu-id"),
+)
 
 
 class ServerSettings(BaseModel, extra="forbid", frozen=True):
@@ -62,7 +79,12 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
     max_total_tokens: PositiveInt | None = Field(
         None, description="Size of the KV cache; none: what fits."
     )
-    tp_size: PositiveInt = Field(1, description="GPUs a server.")
+    tp_size: PositiveInt = Field(1, description="GPUs a rank of a server.")
+    dp_size: PositiveInt = Field(
+        1,
+        description="Data-parallel ranks of a server, each with the model and a KV cache of its "
+        "own.",
+    )
     threads: PositiveInt = Field(
         1, description="OpenMP threads a server, on a CPU. More pays only on idle cores."
     )
@@ -77,6 +99,18 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
         ge=0,
         description="Between asking a server to end and killing it; none: 0 on a CPU, where there "
         "is nothing to release, and 15 on a GPU.",
+    )
+
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="How often a server that dies is started again in ten minutes, before it is "
+        "given up.",
+    )
+    unresponsive_s: PositiveFloat = Field(
+        60.0,
+        description="A server that counts as dead for so long while its process lives is killed, "
+        "to be started again.",
     )
 
     @field_validator("extra_args")
@@ -160,6 +194,21 @@ class ServerProcess:
             ) from error
         took_s = anyio.current_time() - started
         on_progress(f"{self.launch.name}: ready at {self.url} after {took_s:.1f} s")
+
+    async def restart(self, on_progress: Callable[[str], None]) -> None:
+        """Start it again after it died; it is ready when this returns. The log of its last life
+        is kept beside the new one, as `.previous`.
+
+        Raises:
+            ServerStartError: as `ready`.
+        """
+        with anyio.CancelScope(shield=True):  # or the new process would be lost
+            await self._guardian.aclose()
+            path = self.launch.log_path
+            path.replace(path.with_name(path.name + ".previous"))
+            self._pid = None
+            self._guardian = await _spawn(self.launch)
+        await self.ready(on_progress)
 
     async def stop(self) -> None:
         """End the server and all its processes. Cancellation does not interrupt it."""
@@ -248,6 +297,90 @@ async def running(
         await _stop_all(servers)
 
 
+class Restarts:
+    """Pure: whether a server that died is started again, and how long to wait before."""
+
+    def __init__(self, max_restarts: int, *, window_s: float = 600.0) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._when: deque[float] = deque()
+
+    def died(self, now: float) -> float | None:
+        """Seconds to wait until the next start: 0, 1, 2, 4, ... 30; None: give it up."""
+        while self._when and now - self._when[0] >= self._window_s:
+            self._when.popleft()
+        if len(self._when) >= self._max_restarts:
+            return None
+        delay_s = 0.0 if not self._when else min(30.0, 2.0 ** (len(self._when) - 1))
+        self._when.append(now)
+        return delay_s
+
+
+async def keep_alive(
+    servers: Sequence[ServerProcess],
+    settings: ServerSettings,
+    *,
+    on_exit: Callable[[str, str], None],
+    on_restart: Callable[[str], None],
+    is_dead: Callable[[str], bool],
+) -> None:
+    """Until cancelled: start servers that die again, and kill those that only seem to live.
+
+    Args:
+        on_exit: told of the url, and how it ended, as soon as a process is gone.
+        on_restart: told of the url, when its next process is started.
+        is_dead: whether the server at a url answers nothing, for all that others can see.
+
+    Raises:
+        ServerError: the last one was given up; the message ends with its log's tail.
+    """
+    num_left = len(servers)
+
+    async def kill_if_unresponsive(server: ServerProcess) -> None:
+        dead_since_s: float | None = None
+        while True:
+            await anyio.sleep(min(1.0, settings.unresponsive_s / 4))
+            now = time.monotonic()
+            if not server.alive or not is_dead(server.url):
+                dead_since_s = None
+            elif dead_since_s is None:
+                dead_since_s = now
+            elif now - dead_since_s >= settings.unresponsive_s:
+                log.error("%s answers nothing: its process is killed", server.url)
+                await server.stop()
+                dead_since_s = None
+
+    async def keep(server: ServerProcess) -> None:
+        nonlocal num_left
+        restarts = Restarts(settings.max_restarts)
+        while True:
+            how = await server.wait_dead()
+            while True:
+                on_exit(server.url, how.splitlines()[0])
+                delay_s = restarts.died(time.monotonic())
+                if delay_s is None:
+                    num_left -= 1
+                    if not num_left:
+                        raise ServerError(f"no server is left: {server.url}: {how}")
+                    log.error("%s is given up: %s", server.url, how)
+                    return
+                log.error("%s died and is started again: %s", server.url, how)
+                await anyio.sleep(delay_s)
+                on_restart(server.url)
+                try:
+                    await server.restart(log.info)
+                    break
+                except ServerStartError as error:
+                    how = str(error)
+                    await server.stop()
+            log.warning("%s runs again", server.url)
+
+    async with anyio.create_task_group() as tasks:
+        for server in servers:
+            tasks.start_soon(keep, server)
+            tasks.start_soon(kill_if_unresponsive, server)
+
+
 async def _spawn(launch: Launch) -> Process:
     launch.log_path.parent.mkdir(parents=True, exist_ok=True)
     guardian = (sys.executable, "-I", str(_GUARDIAN))
@@ -308,7 +441,8 @@ def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> 
     for index, (port, side_port) in enumerate(_ports(settings)):
         arguments = [
             *("--model-path", str(folder or model_path)),
-            *("--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(side_port)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *_rank_arguments(settings, side_port),
             *("--enable-metrics", "--incremental-streaming-output"),
             *("--log-level-http", "warning"),
             *(_cpu_arguments(folder, settings) if on_cpu else _gpu_arguments(index, settings)),
@@ -341,6 +475,13 @@ def _model_folder(model_path: Path | str) -> Path | None:
     return folder.resolve()
 
 
+def _rank_arguments(settings: ServerSettings, side_port: int) -> list[str]:
+    if settings.dp_size == 1:
+        return ["--nccl-port", str(side_port)]
+    # Each rank needs a port of its own, and SGLang would give them all this one.
+    return ["--dp-size", str(settings.dp_size)]
+
+
 def _cpu_arguments(folder: Path | None, settings: ServerSettings) -> list[str]:
     tokens = settings.max_total_tokens or _cpu_kv_tokens(folder)
     return [
@@ -354,7 +495,7 @@ def _cpu_arguments(folder: Path | None, settings: ServerSettings) -> list[str]:
 
 def _gpu_arguments(index: int, settings: ServerSettings) -> list[str]:
     arguments = ["--tp-size", str(settings.tp_size)]
-    arguments += ["--base-gpu-id", str(index * settings.tp_size)]
+    arguments += ["--base-gpu-id", str(index * settings.tp_size * settings.dp_size)]
     if settings.dtype is not None:
         arguments += ["--dtype", settings.dtype]
     if settings.max_total_tokens is not None:
@@ -390,6 +531,10 @@ def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> di
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         environment["OMP_NUM_THREADS"] = str(settings.threads)
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        if settings.dp_size > 1:  # SGLang takes one entry for each rank, else for NUMA nodes
+            cores = sorted(os.sched_getaffinity(0))
+            bind = [str(cores[rank % len(cores)]) for rank in range(settings.dp_size)]
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bind))
     return environment
 
 

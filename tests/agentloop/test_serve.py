@@ -51,7 +51,9 @@ class PlayedRuntime(Runtime):
     def __init__(self, settings: Settings, router: PlayedRouter) -> None:
         super().__init__(settings)
         parts = (CHAT, cast(Router, router), cast(Pool, None), "fake")
-        self._parts_or_none = _Parts(*parts, processes=[])
+        self._parts_or_none = _Parts(
+            *parts, processes=[], session=cast(aiohttp.ClientSession, None)
+        )
 
 
 @dataclass

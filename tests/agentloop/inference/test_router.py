@@ -392,7 +392,7 @@ async def test_every_policy_serves_and_says_why(policy: str) -> None:
                 generation(f"t{n}"),
                 vocab_size=200,
                 on_chunk=lambda chunk: None,
-                on_placed=lambda url, reason: why.append(reason),
+                on_placed=lambda url, decision: why.append(decision.why),
                 on_moved=lambda url, reason: None,
             )
         assert idle(router)
@@ -503,3 +503,157 @@ async def test_siblings_share_a_server_and_the_room_of_their_prompt() -> None:
         held = sorted(view.num_held_tokens for view in router.view())
         assert held == [0, 400]
         gate.set()
+
+
+async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
+    """A turn goes to a rank by number, and comes back to it; reports are told apart."""
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, dp_size=2, gate=gate, load={}, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    reads: dict[str, Read] = {}
+    async with routed(fake, reserve_tokens=20) as router:
+        assert router.view()[0].capacity_tokens == 80
+        async with crowd(router, ["a", "b", "c"], reads=reads):
+            assert router.num_waiting == 1
+            assert sorted(asked["routed_dp_rank"] for asked in fake.requests) == [0, 1]
+            first = {len(fake.requests): 0}
+            gate.set()
+        assert len(fake.requests) == first.popitem()[0] + 1
+        again = fake.requests[-1]["routed_dp_rank"]
+        await read(router, generation("c"))
+        assert fake.requests[-1]["routed_dp_rank"] == again
+        assert idle(router)
+
+
+async def test_a_server_of_one_rank_is_not_told_of_ranks() -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        await read(router, generation())
+    assert "routed_dp_rank" not in fake.requests[0]
+
+
+async def test_only_servers_with_the_required_weights_serve() -> None:
+    old, new = FakeSGLang(ANSWER, version="7"), FakeSGLang(ANSWER, version="8")
+    async with routed(old, new) as router:
+        router.require_weights("8")
+        await eventually(lambda: [v.state for v in router.view()] == ["stale", "healthy"])
+        for n in range(4):
+            assert (await read(router, generation(f"t{n}"))).placed == [new.url]
+        old.version = "8"
+        await eventually(lambda: router.view()[0].healthy)
+        new.version = "7"  # somebody else's doing
+        await eventually(lambda: router.view()[1].state is ServerState.STALE)
+        assert (await read(router, generation("t9"))).placed == [old.url]
+        router.require_weights(None)
+        await eventually(lambda: all(view.healthy for view in router.view()))
+
+
+async def test_new_weights_empty_what_is_believed_of_a_cache() -> None:
+    fake = FakeSGLang(ANSWER, version="7")
+    async with routed(fake) as router:
+        await eventually(lambda: router._seats[fake.url].weight_version == "7")
+        await read(router, generation())
+        assert router.view()[0].num_parked_tokens == len(PROMPT) + len(ANSWER)
+        fake.version = "8"
+        await eventually(lambda: router.view()[0].num_parked_tokens == 0)
+
+
+async def test_a_server_that_comes_back_is_another_one() -> None:
+    """Its process ended: turns move at once. What answers later may have another size."""
+    fake, other = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
+    async with routed(fake, other) as router:
+        await read(router, generation("a"))
+        fake.ready = other.ready = False
+        for view in router.view():
+            router.exited(view.url, "was killed by SIGKILL")
+        assert [(v.state, v.reason) for v in router.view()] == [
+            ("dead", "was killed by SIGKILL")
+        ] * 2
+        assert router.is_dead(fake.url)
+        router.restarting(fake.url)
+        assert router.view()[0].state is ServerState.RESTARTING
+        fake.max_total_num_tokens, fake.dp_size = 500, 3
+        fake.ready = True
+        await eventually(lambda: router.view()[0].healthy)
+        view = router.view()[0]
+        assert (view.capacity_tokens, view.num_parked_tokens) == (1500, 0)
+        whole(await read(router, generation("a")))
+        assert not router.is_dead(fake.url)
+        router.exited("http://nobody", "it is no server of this router")
+
+
+async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
+    """Also where its streams stay open, as those of a machine that has vanished do."""
+    silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
+    other = FakeSGLang(ANSWER, ready=False)
+    async with routed(silent, other) as router:
+        await eventually(lambda: not router.view()[1].healthy)
+        seen = Read()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, router, generation(), seen)
+            await eventually(lambda: len(seen.ids) == 4)
+            other.ready = True
+            router.exited(silent.url, "ended with exit status 1")
+        assert seen.moved == [
+            (silent.url, f"{silent.url}: ended with exit status 1, after 4 tokens")
+        ]
+    whole(seen)
+
+
+async def test_groups_wait_for_the_room_that_they_will_need() -> None:
+    fake = FakeSGLang(ANSWER, load={}, max_total_num_tokens=200, context_length=100)
+    inside: list[str] = []
+    ends = {name: anyio.Event() for name in "ab"}
+
+    async def hold(name: str) -> None:
+        async with router.group(name, 4, 10) as group:
+            inside.append(group.name)
+            await ends[name].wait()
+            for key in group.keys:
+                router.forget(key, whole=True)
+
+    async with routed(fake) as router, anyio.create_task_group() as tasks:
+        for name in "ab":
+            tasks.start_soon(hold, name)
+            await anyio.wait_all_tasks_blocked()
+        assert inside == ["a"]
+        ((name, _, why),) = router.waits()
+        assert (name, why) == ("b", "1 groups in flight will need the KV that there is")
+        ends["a"].set()
+        await eventually(lambda: inside == ["a", "b"])
+        ends["b"].set()
+
+
+async def test_other_policies_let_every_group_start() -> None:
+    fake = FakeSGLang(ANSWER, max_total_num_tokens=200, context_length=100)
+    async with routed(fake, policy="least_requests") as router:
+        async with router.group("a", 8, 50) as a, router.group("b", 8, 50) as b:
+            assert (a.keys[0], b.keys[-1]) == ("a.0", "b.7")
+            await router.has_room(1000)
+
+
+async def test_a_decision_says_what_it_knew() -> None:
+    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    said: list[str] = []
+    async with routed(*fakes) as router:
+        await router.generate(
+            generation(),
+            vocab_size=200,
+            on_chunk=lambda chunk: None,
+            on_placed=lambda url, decision: said.append(decision.explain()),
+            on_moved=lambda url, reason: None,
+        )
+    (text,) = said
+    assert all(fake.url in text for fake in fakes)
+    assert "-> http://" in text
+
+
+async def test_explain_logs_each_decision(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "agentloop.explain")
+    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes) as router:
+        (seen,) = [await read(router, generation("t7"))]
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("t7 (3 tokens, waited 0.00 s) kv: it costs the least there")
+    assert f"-> {seen.placed[0]}#0 " in text
+    assert all(fake.url in text for fake in fakes)

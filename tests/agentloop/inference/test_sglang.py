@@ -244,7 +244,8 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
         server = SGLangServer("http://127.0.0.1:1", session)
         with pytest.raises(ServerUnavailable, match=r"http://127\.0\.0\.1:1"):
             await stream(server)
-        assert not await server.is_ready()
+        with pytest.raises(ServerUnavailable):
+            await server.weight_version()
         with pytest.raises(ServerUnavailable):
             await server.info()
 
@@ -281,9 +282,10 @@ async def test_information_and_readiness() -> None:
             500,
             700,
         )
-        assert await server.is_ready()
+        assert await server.weight_version() == fake.version
         fake.ready = False
-        assert not await server.is_ready()
+        with pytest.raises(ServerRefused, match="503"):
+            await server.weight_version()
 
 
 async def test_a_server_of_another_kind_is_refused() -> None:

@@ -9,16 +9,28 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from anyio.abc import Process
+from hypothesis import given
+from hypothesis import strategies as st
 
-from agentloop.errors import ModelError, ServerStartError
+from agentloop.errors import ModelError, ServerError, ServerStartError
 from agentloop.inference import supervise
 from agentloop.inference.cpu import OVERLAY
-from agentloop.inference.supervise import Launch, ServerProcess, ServerSettings, plan, running
+from agentloop.inference.supervise import (
+    Launch,
+    Restarts,
+    ServerProcess,
+    ServerSettings,
+    keep_alive,
+    plan,
+    running,
+)
 
 pytestmark = [
     pytest.mark.anyio,
@@ -415,3 +427,116 @@ def test_a_process_says_who_it_is(stub: Stub) -> None:
     server = ServerProcess(stub.launch, guardian=None)  # type: ignore[arg-type]
     assert (server.url, server.model_path) == (stub.launch.url, "none")
     assert (server.log_path, server.pid) == (stub.launch.log_path, None)
+
+
+class Seen:
+    """What `keep_alive` told the router."""
+
+    def __init__(self) -> None:
+        self.exits: list[tuple[str, str]] = []
+        self.restarts: list[str] = []
+        self.dead: set[str] = set()
+
+    async def keep(self, servers: list[ServerProcess], **options: Any) -> None:
+        await keep_alive(
+            servers,
+            ServerSettings(**options),
+            on_exit=lambda url, how: self.exits.append((url, how)),
+            on_restart=self.restarts.append,
+            is_dead=lambda url: url in self.dead,
+        )
+
+
+async def test_a_server_that_dies_is_started_again(stub: Stub) -> None:
+    seen = Seen()
+    async with (
+        running([stub.launch], on_progress=quiet) as [server],
+        anyio.create_task_group() as t,
+    ):
+        t.start_soon(seen.keep, [server])
+        first = stub.pids
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: server.alive and stub.pids != first and server.pid == stub.pids[0])
+        assert seen.exits == [(server.url, "stub was killed by SIGKILL.")]
+        assert seen.restarts == [server.url]
+        assert not any(map(_runs, first))
+        assert server.log_path.with_name(server.log_path.name + ".previous").exists()
+        await until(lambda: _listens(server.url))
+        t.cancel_scope.cancel()
+    assert stub.left == []
+
+
+async def test_a_server_that_only_seems_to_live_is_killed_and_started_again(stub: Stub) -> None:
+    seen = Seen()
+    async with (
+        running([stub.launch], on_progress=quiet) as [server],
+        anyio.create_task_group() as t,
+    ):
+        first = stub.pids
+        os.kill(first[0], signal.SIGSTOP)
+        seen.dead.add(server.url)
+        t.start_soon(partial(seen.keep, [server], unresponsive_s=0.1))
+        await until(lambda: seen.restarts)
+        seen.dead.clear()
+        await until(lambda: _listens(server.url))
+        assert not any(map(_runs, first))
+        t.cancel_scope.cancel()
+    assert stub.left == []
+
+
+async def test_one_of_two_is_given_up_loudly_and_the_last_one_ends_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stubs = [Stub(tmp_path / name) for name in "ab"]
+    seen = Seen()
+    async with running([stub.launch for stub in stubs], on_progress=quiet) as servers:
+        with pytest.RaisesGroup(
+            pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="no server is left"))
+        ):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(seen.keep, servers, max_restarts=0))
+                for server in servers:
+                    assert server.pid is not None
+                    os.kill(server.pid, signal.SIGKILL)
+                    await until(lambda: f"{server.url} is given up" in caplog.text)  # noqa: B023
+                    await until(lambda: not server.alive)  # noqa: B023
+                    if server is servers[-1]:
+                        await anyio.sleep_forever()
+    assert seen.restarts == []
+
+
+async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
+    """It starts once; from then on it ends at once."""
+    once = "import os, sys\nif os.path.exists(sys.argv[2]): sys.exit(3)\n" + STUB
+    stub = Stub(tmp_path / "stub", once)
+    seen = Seen()
+    with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="exit status 3")):
+        async with running([stub.launch], on_progress=quiet) as [server]:
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+            await seen.keep([server], max_restarts=1)
+    assert [how for _, how in seen.exits] == [
+        "stub was killed by SIGKILL.",
+        "stub ended with exit status 3.",
+    ]
+
+
+def _listens(url: str) -> bool:
+    port = int(url.rpartition(":")[2])
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@given(st.lists(st.floats(0, 400), max_size=30), st.integers(0, 5))
+def test_restarts_are_bounded_in_every_window(gaps: list[float], most: int) -> None:
+    restarts, now, starts = Restarts(most, window_s=600.0), 0.0, list[float]()
+    for gap in gaps:
+        now += gap
+        delay_s = restarts.died(now)
+        recent = [start for start in starts if now - start < 600.0]
+        assert (delay_s is None) == (len(recent) >= most)
+        if delay_s is not None:
+            assert 0 <= delay_s <= 30
+            assert (delay_s == 0) == (not recent)
+            starts.append(now)

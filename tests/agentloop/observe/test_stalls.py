@@ -19,6 +19,7 @@ from agentloop.events import (
     TurnPlaced,
     TurnStarted,
 )
+from agentloop.inference.placement import Decision
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Turn
 from tests.support import eventually
@@ -34,13 +35,15 @@ class Clock:
 CALL = CallStarted("r", 0, ToolCall("c", "python", {}, "", 0, 1))
 DONE = CallFinished("r", 0, ToolResult("c", "python", CallStatus.OK, "", 0, 0, 1))
 
+WHY = Decision(None, "kv", "why", ())
+
 STORY: list[tuple[Event, list[str]]] = [
     (RolloutStarted("r", 5), ["its first turn"]),
     (TurnStarted("r", 0), ["room on a server"]),
-    (TurnPlaced("r", 0, "http://a", "why"), ["the first token from http://a"]),
+    (TurnPlaced("r", 0, "http://a", WHY), ["the first token from http://a"]),
     (TokensSampled("r", 0, [1], "x"), ["more tokens from http://a"]),
     (TurnMoved("r", "http://a", "gone"), ["room on a server"]),
-    (TurnPlaced("r", 0, "http://b", "why"), ["the first token from http://b"]),
+    (TurnPlaced("r", 0, "http://b", WHY), ["the first token from http://b"]),
     (CALL, ["the tool python"]),
     (TokensSampled("r", 0, [2], "y"), ["the tool python", "more tokens from http://b"]),
     (DONE, ["more tokens from http://b"]),
