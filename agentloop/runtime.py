@@ -188,6 +188,7 @@ class Runtime:
         tools: Sequence[AnyTool] | None = None,
         sampling: Sampling | None = None,
         budget: Budget | None = None,
+        group: str = "",
         on_event: Emit = ignore,
     ) -> Trajectory:
         """Run one rollout to its end.
@@ -195,6 +196,7 @@ class Runtime:
         Args:
             messages: a question, or a conversation in OpenAI's terms.
             tools: what the model may call; none: the built-in tools of the settings.
+            group: a name for all that have the same messages and tools: they share KV cache.
             on_event: called with each event as it happens; must not block.
 
         Raises:
@@ -210,6 +212,7 @@ class Runtime:
             budget=budget or self.settings.budget,
             emit=on_event,
             with_text=on_event is not ignore,
+            group=group,
         ).run()
 
     async def run_group(
@@ -224,7 +227,7 @@ class Runtime:
         on_event: Emit = ignore,
     ) -> list[Trajectory]:
         """Run `size` rollouts of one task side by side, once there is KV room for what they will
-        grow to. The trajectories' ids are `name.0`, `name.1`, ...
+        grow to. The trajectories' ids are `name.0`, `name.1`, ...; with a seed, each has its own.
 
         Raises:
             RequestError: the request is at fault. What fails later is in the trajectories.
@@ -239,13 +242,13 @@ class Runtime:
         prompt_ids = await prompt_of(parts.chat, messages, schemas, longest)
         trajectories: dict[str, Trajectory] = {}
 
-        async def run(key: str, group: str) -> None:
+        async def run(key: str, group: str, index: int) -> None:
             trajectories[key] = await Rollout(
                 engine=parts.router,
                 chat=parts.chat,
                 messages=messages,
                 tools=group_tools,
-                sampling=sampling or self.settings.sampling,
+                sampling=(sampling or self.settings.sampling).of_sibling(index),
                 budget=budget or self.settings.budget,
                 emit=on_event,
                 with_text=on_event is not ignore,
@@ -257,8 +260,8 @@ class Runtime:
         name = name or uuid.uuid4().hex
         async with parts.router.group(name, size, len(prompt_ids)) as group:
             async with anyio.create_task_group() as tasks:
-                for key in group.keys:
-                    tasks.start_soon(run, key, group.name)
+                for index, key in enumerate(group.keys):
+                    tasks.start_soon(run, key, group.name, index)
         return [trajectories[key] for key in group.keys]
 
     @asynccontextmanager
@@ -351,6 +354,11 @@ class Runtime:
     @property
     def router(self) -> Router:
         return self._parts.router
+
+    @property
+    def processes(self) -> Sequence[ServerProcess]:
+        """The servers that this runtime has started itself."""
+        return self._parts.processes
 
     @property
     def pool(self) -> Pool:

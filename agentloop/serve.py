@@ -183,6 +183,7 @@ class App:
         await response.prepare(request)
         lines_in, lines = anyio.create_memory_object_stream[dict[str, Any]](0)
         jobs = product(range(len(asked.prompts)), range(asked.n))
+        name = uuid.uuid4().hex
 
         async def work(out: MemoryObjectSendStream[dict[str, Any]]) -> None:
             async with out:
@@ -191,16 +192,14 @@ class App:
 
         async def one(index: int, sample: int) -> dict[str, Any]:
             line: dict[str, Any] = {"index": index, "sample": sample}
-            seeded = sampling
-            if sampling.seed is not None:
-                seeded = sampling.model_copy(update={"seed": sampling.seed + sample})
             try:
                 async with self._places:
                     trajectory = await self._runtime.rollout(
                         asked.prompts[index],
                         tools=asked.tools,
-                        sampling=seeded,
+                        sampling=sampling.of_sibling(sample),
                         budget=budget,
+                        group=f"{name}.{index}" if asked.n > 1 else "",
                         on_event=self.seen,
                     )
                 line["trajectory"] = trajectory.to_dict()
@@ -208,14 +207,18 @@ class App:
                 line["error"] = str(error)
             return line
 
-        async with _unwrapped_tasks() as tasks:
-            async with lines_in:
-                num_jobs = len(asked.prompts) * asked.n
-                for _ in range(min(num_jobs, self._settings.serve.max_rollouts)):
-                    tasks.start_soon(work, lines_in.clone())
-            async with lines:
-                async for line in lines:
-                    await response.write(_dumps(line) + b"\n")
+        try:
+            async with _unwrapped_tasks() as tasks:
+                async with lines_in:
+                    num_jobs = len(asked.prompts) * asked.n
+                    for _ in range(min(num_jobs, self._settings.serve.max_rollouts)):
+                        tasks.start_soon(work, lines_in.clone())
+                async with lines:
+                    async for line in lines:
+                        await response.write(_dumps(line) + b"\n")
+        finally:
+            for index in range(len(asked.prompts)):
+                self._runtime.router.forget_group(f"{name}.{index}")
         return response
 
     async def models(self, request: web.Request) -> web.Response:

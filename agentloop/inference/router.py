@@ -344,8 +344,12 @@ class Router:
             else:  # as gateways do: it starts whatever is asked
                 yield Group(name, tuple(f"{name}.{index}" for index in range(size)))
         finally:
-            self._placement.forget(name)
-            self._orders.pop(name, None)
+            self.forget_group(name)
+
+    def forget_group(self, name: str) -> None:
+        """All of a group have ended: its place in line and its home are free."""
+        self._placement.forget(name)
+        self._orders.pop(name, None)
 
     # --- turns ----------------------------------------------------------------------------------
 

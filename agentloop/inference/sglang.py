@@ -43,6 +43,12 @@ class Sampling(pydantic.BaseModel):
         None, ge=0, lt=1 << 63, description="Where the server supports it."
     )
 
+    def of_sibling(self, index: int) -> Sampling:
+        """The same for the `index`-th of a group: with a seed of its own, or all would be alike."""
+        if self.seed is None or not index:
+            return self
+        return self.model_copy(update={"seed": (self.seed + index) % (1 << 63)})
+
     def to_sglang(self, *, max_new_tokens: int, stop_ids: Sequence[int]) -> dict[str, Any]:
         params: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,

@@ -38,6 +38,13 @@ THEIRS: Any = {
 class PlayedRouter(ScriptedEngine):
     num_waiting = 0
 
+    def __init__(self, *turns: Sequence[Step]) -> None:
+        super().__init__(*turns)
+        self.forgotten_groups: list[str] = []
+
+    def forget_group(self, name: str) -> None:
+        self.forgotten_groups.append(name)
+
     def waits(self) -> list[tuple[str, float, str]]:
         return [("r", 1.5, "no server has room for it")]
 
@@ -224,6 +231,18 @@ async def test_rollouts_come_as_lines_each_as_it_ends() -> None:
     for index in (0, 2):
         trajectory = by_index[index]["trajectory"]
         assert len(trajectory["ids"]) == len(trajectory["mask"]) == len(trajectory["logprobs"])
+
+
+async def test_the_samples_of_a_prompt_are_siblings_with_seeds_of_their_own() -> None:
+    async with service(*[says("done")] * 4) as at:
+        body = {"prompts": ["one", "two"], "n": 2, "sampling": {"seed": 5}}
+        async with at.post("/v1/rollouts", body) as response:
+            await response.read()
+        groups = {asked.group: asked.num_shared for asked in at.router.asked}
+        assert len(groups) == 2
+        assert all(num_shared == len(at.router.asked[0].ids) for num_shared in groups.values())
+        assert sorted(str(asked.sampling.seed) for asked in at.router.asked) == list("5566")
+        assert sorted(at.router.forgotten_groups) == sorted(groups)
 
 
 async def test_a_large_integer_in_a_call_does_not_break_the_lines() -> None:

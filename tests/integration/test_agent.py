@@ -16,6 +16,7 @@ from agentloop import Budget, CallStatus, Runtime, Sampling, Settings, StopReaso
 from agentloop.events import CallStarted, Event, TokensSampled, TurnFinished, TurnPlaced
 from agentloop.inference.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
+from agentloop.trajectory import Trajectory
 from sandbox import PoolSettings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
@@ -138,6 +139,35 @@ async def test_many_rollouts_at_once(runtime: Runtime) -> None:
             tasks.start_soon(one, number)
     right = sum(f"\\boxed{{{number * 48}}}" in text for number, text in answers.items())
     assert right >= 29, answers
+
+
+async def test_groups_of_a_source_come_as_they_finish(runtime: Runtime) -> None:
+    numbers = range(20, 26)
+    questions = [f"What is {number} times 48?" for number in numbers]
+    found: dict[int, list[Trajectory]] = {}
+    events: list[Event] = []
+    async with runtime.groups(
+        [*questions, "1 + " * 20_000], size=3, sampling=GREEDY, on_event=events.append
+    ) as groups:
+        async for group in groups:
+            found[group.index] = list(group.trajectories)
+            assert (group.error is None) == (group.index < len(numbers))
+    for index in range(len(numbers)):
+        trajectories = found[index]
+        assert [one.id.rpartition(".")[2] for one in trajectories] == ["0", "1", "2"]
+        assert len({one.id.rpartition(".")[0] for one in trajectories}) == 1
+        assert all(one.stop_reason is StopReason.ANSWERED for one in trajectories)
+        assert len({tuple(one.prompt_ids) for one in trajectories}) == 1
+    right = sum(
+        f"\\boxed{{{number * 48}}}" in one.text
+        for index, number in enumerate(numbers)
+        for one in found[index]
+    )
+    assert right >= 15, found
+    firsts = [event for event in events if isinstance(event, TurnFinished) and event.turn == 0]
+    assert sum(event.record.cached_tokens > 0 for event in firsts) >= 6, "siblings share a prompt"
+    assert runtime.router.waits() == []
+    assert all(view.num_held_tokens == 0 for view in runtime.router.view())
 
 
 async def test_a_server_killed_in_mid_stream_loses_nothing(

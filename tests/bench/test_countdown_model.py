@@ -1,0 +1,61 @@
+"""What the weights say, without a server: the head sees the last token alone, and counts down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from bench.countdown_model import EOS, FILLER, LONGEST, VOCAB_SIZE, config, countdown, save, weights
+
+
+def test_each_token_is_followed_by_the_one_below() -> None:
+    tensors = weights(num_layers=1)
+    hidden = tensors["model.embed_tokens.weight"][1 : LONGEST + 1]
+    hidden = hidden / np.sqrt((hidden**2).mean(axis=1, keepdims=True))  # the last norm
+    logits = hidden @ tensors["lm_head.weight"].T
+    assert (logits.argmax(axis=1) == np.arange(LONGEST)).all()
+    first, second = np.sort(logits, axis=1)[:, ::-1][:, :2].T
+    assert (first - second).min() > 4  # no rounding turns that over
+
+
+def test_layers_leave_the_residual_stream_alone() -> None:
+    tensors = weights(num_layers=3)
+    adding = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    assert len(adding) == 6
+    assert not any(tensors[name].any() for name in adding)
+    # And yet there is something to compute and to cache.
+    assert all(tensors[f"model.layers.2.self_attn.{kind}_proj.weight"].any() for kind in "qkv")
+
+
+def test_a_countdown_ends_with_the_end() -> None:
+    assert countdown(3) == [2, 1, EOS]
+    assert countdown(1) == [EOS]
+    assert len(countdown(LONGEST)) == LONGEST
+
+
+@pytest.mark.parametrize("length", [0, LONGEST + 1])
+def test_no_other_length_is_there(length: int) -> None:
+    with pytest.raises(ValueError, match=str(length)):
+        countdown(length)
+
+
+def test_filler_starts_no_countdown_and_is_in_the_vocabulary() -> None:
+    assert LONGEST not in FILLER
+    assert max(FILLER) == VOCAB_SIZE - 1
+    head = weights(num_layers=1)["lm_head.weight"]
+    assert not head[LONGEST:].any()  # so nothing is followed by it
+
+
+def test_a_folder_holds_what_its_config_says(tmp_path: Path) -> None:
+    folder = save(tmp_path / "new" / "model", num_layers=2, context_length=512)
+    said = json.loads((folder / "config.json").read_text())
+    assert said == config(num_layers=2, context_length=512)
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["model.embed_tokens.weight"].shape == (said["vocab_size"], said["hidden_size"])
+    assert tensors["lm_head.weight"].shape == (said["vocab_size"], said["hidden_size"])
+    heads = said["num_attention_heads"] * said["head_dim"]
+    assert tensors["model.layers.1.self_attn.o_proj.weight"].shape == (said["hidden_size"], heads)
