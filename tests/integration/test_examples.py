@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     [
         ("own_tool.py", "\\boxed{1776}"),
         ("watch.py", "answered"),
-        ("group.py", "ids sampled"),
+        ("groups.py", "ids sampled"),
     ],
 )
 def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -> None:
@@ -41,4 +41,4 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_tool.py", "watch.py", "group.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_tool.py", "watch.py", "groups.py"}

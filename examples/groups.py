@@ -1,0 +1,33 @@
+"""Groups of rollouts, a group a task, as training wants them: ids, mask and log-probabilities.
+
+The source is asked for its next task only when there is room in the servers' KV caches.
+"""
+
+import anyio
+
+import agentloop
+
+NUMBERS = range(37, 43)
+
+
+async def main() -> None:
+    questions = (f"What is {number} times 48?" for number in NUMBERS)  # lazily, as from a file
+    async with agentloop.Runtime(progress=print) as runtime:
+        async with runtime.groups(questions, size=8) as groups:
+            async for group in groups:
+                report(group.task, f"\\boxed{{{NUMBERS[group.index] * 48}}}", group.trajectories)
+
+
+def report(question: str, answer: str, trajectories: list[agentloop.Trajectory]) -> None:
+    rewards = [
+        float(answer in trajectory.text)
+        for trajectory in trajectories
+        if not trajectory.stop_reason.infrastructure  # says nothing about the model: no reward
+    ]
+    sampled = sum(sum(trajectory.mask) for trajectory in trajectories)
+    total = sum(len(trajectory.ids) for trajectory in trajectories)
+    print(f"{question} rewards {rewards}, {sampled} of {total} ids sampled")
+
+
+if __name__ == "__main__":
+    anyio.run(main)
