@@ -27,7 +27,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -65,7 +65,7 @@ _BUILT_IN = {tool.name: tool for tool in (PythonCode, JupyterCode)}
 AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
 """A tool, a Python function, the name of a built-in one, or a JSON schema for the caller to run."""
 
-AnyTask = str | Sequence[Message]
+Task = TypeVar("Task", bound=str | Sequence[Message])
 """A question, or a conversation in OpenAI's terms."""
 
 Progress = Callable[[str], None]
@@ -267,12 +267,12 @@ class Runtime:
     @asynccontextmanager
     async def groups(
         self,
-        source: Iterable[AnyTask] | AsyncIterable[AnyTask],
+        source: Iterable[Task] | AsyncIterable[Task],
         *,
         size: int,
         max_open: int = 1024,
         **options: Any,
-    ) -> AsyncIterator[AsyncIterator[FinishedGroup[AnyTask]]]:
+    ) -> AsyncIterator[AsyncIterator[FinishedGroup[Task]]]:
         """Run a group of `size` rollouts for each task of `source`; groups come as they finish.
 
             async with runtime.groups(questions, size=8) as groups:

@@ -3,6 +3,8 @@
 The source is asked for its next task only when there is room in the servers' KV caches.
 """
 
+from collections.abc import Sequence
+
 import anyio
 
 import agentloop
@@ -18,7 +20,7 @@ async def main() -> None:
                 report(group.task, f"\\boxed{{{NUMBERS[group.index] * 48}}}", group.trajectories)
 
 
-def report(question: str, answer: str, trajectories: list[agentloop.Trajectory]) -> None:
+def report(question: str, answer: str, trajectories: Sequence[agentloop.Trajectory]) -> None:
     rewards = [
         float(answer in trajectory.text)
         for trajectory in trajectories
