@@ -5,6 +5,8 @@
      ├─ ModelError             a model folder, its tokenizer or its chat template
      ├─ RequestError           what a caller asked for: a message, a field, a tool
      │   └─ PromptTooLong
+     ├─ DataError              a task's data: a file, a line of it, a field
+     ├─ RewardError            a reward function of the user's: it raised, or took too long
      └─ ServerError            an inference server (infrastructure: retried, never a reward)
          ├─ ServerStartError
          ├─ ServerUnavailable  no connection, or it broke
@@ -17,9 +19,11 @@ from __future__ import annotations
 
 __all__ = [
     "AgentLoopError",
+    "DataError",
     "ModelError",
     "PromptTooLong",
     "RequestError",
+    "RewardError",
     "ServerError",
     "ServerRefused",
     "ServerStartError",
@@ -46,6 +50,14 @@ class RequestError(AgentLoopError):
 
 class PromptTooLong(RequestError):
     """The prompt leaves no room for a single token of response."""
+
+
+class DataError(AgentLoopError):
+    """Tasks cannot be read; the message names the file, the line or row, and the field."""
+
+
+class RewardError(AgentLoopError):
+    """A reward function raised, took too long or gave something that is no reward. Never a 0."""
 
 
 class ServerError(AgentLoopError):

@@ -247,6 +247,21 @@ class Router:
                 seat.health.weights_missed()
         self._admit()
 
+    def weights_loaded(self, url: str, version: str) -> None:
+        """Somebody has seen to it that the server has them now; its cache is empty."""
+        seat = self._seats[url]
+        seat.weight_version = version
+        for place in seat.places:
+            self._ledger.flush(place)
+        if version == self._weights:
+            seat.health.weights_loaded()
+        self._admit()
+
+    @property
+    def servers(self) -> list[SGLangServer]:
+        """Those that can be given weights."""
+        return [seat.server for seat in self._seats.values() if seat.health.state.takes_weights]
+
     async def _seat(self, server: SGLangServer) -> _Seat:
         seat = _Seat(server, await server.info(), Health(self._settings.health))
         if self._weights is not None:

@@ -14,6 +14,7 @@ from http.client import responses
 from typing import Any
 
 import aiohttp
+import anyio
 import orjson
 import pydantic
 
@@ -298,10 +299,42 @@ class SGLangServer:
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
-    async def _control(self, method: str, path: str, body: Any = None) -> Any:
+    async def update_weights(self, folder: str, version: str, *, timeout_s: float) -> str:
+        """Load the weights in `folder`, which the server can read too; its cache is emptied, and
+        what runs starts anew from its ids.
+
+        Returns:
+            A checksum of what it has now; equal weights have equal ones (SGLang's own).
+
+        Raises:
+            ServerUnavailable, ServerRefused: it did not, or not in time: what it has is unknown.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        await self._control("POST", "/pause_generation", {"mode": "retract"}, timeout)
+        try:
+            body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+            await self._control("POST", "/update_weights_from_disk", body, timeout)
+            body = {"action": "checksum"}
+            answer = await self._control("POST", "/weights_checker", body, timeout)
+        finally:
+            with anyio.move_on_after(timeout_s, shield=True):
+                await self._control("POST", "/continue_generation", {}, timeout)
+        try:
+            ranks = answer["ranks"]
+            return " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
+        except (KeyError, TypeError) as error:
+            raise ServerRefused(f"{self.url}/weights_checker: {answer}", status=200) from error
+
+    async def _control(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: aiohttp.ClientTimeout = _CONTROL_TIMEOUT,
+    ) -> Any:
         try:
             async with self._session.request(
-                method, self.url + path, json=body, timeout=_CONTROL_TIMEOUT
+                method, self.url + path, json=body, timeout=timeout
             ) as response:
                 content = b""
                 async for piece in response.content.iter_any():

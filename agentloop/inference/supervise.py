@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -382,15 +382,28 @@ async def keep_alive(
 
 
 async def _spawn(launch: Launch) -> Process:
-    launch.log_path.parent.mkdir(parents=True, exist_ok=True)
+    return await guarded(
+        launch.command, launch.environment, launch.log_path, stop_timeout_s=launch.stop_timeout_s
+    )
+
+
+async def guarded(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log_path: Path,
+    *,
+    stop_timeout_s: float,
+) -> Process:
+    """Run `command` under a guardian (guardian.py): it ends with us, and all its children too."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
     guardian = (sys.executable, "-I", str(_GUARDIAN))
-    with launch.log_path.open("wb") as log:
+    with log_path.open("wb") as log:
         return await anyio.open_process(
-            [*guardian, "--stop-timeout-s", str(launch.stop_timeout_s), "--", *launch.command],
+            [*guardian, "--stop-timeout-s", str(stop_timeout_s), "--", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=launch.environment,
+            env=dict(environment),
             start_new_session=True,  # Ctrl-C in a terminal is ours to handle
         )
 

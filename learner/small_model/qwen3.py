@@ -1,22 +1,10 @@
-"""Qwen3 of transformers, importable beside a torchvision that is built for another device.
-
-SGLang's CPU recipe installs torchvision's CUDA build, which dies at import for want of two
-operators; transformers imports it for pictures that nobody here looks at.
-"""
+"""Qwen3 of transformers, importable in SGLang's environment too."""
 
 from __future__ import annotations
 
-import torch
+import learner.torchvision_stub  # noqa: F401
 
-try:
-    import torchvision  # noqa: F401
-except ImportError:
-    pass
-except RuntimeError:
-    _SCHEMAS = torch.library.Library("torchvision", "DEF")
-    _SCHEMAS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _SCHEMAS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
+# isort: split
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]

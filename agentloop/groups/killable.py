@@ -1,0 +1,162 @@
+"""Functions called in processes that can be killed: for what may hang, crash or eat memory.
+
+    parent ──function's name and arguments, pickled──> child (killable_child.py) ──JSON──> parent
+
+A child serves one call at a time, and the next one after it. One that exceeds its deadline, dies,
+or whose caller is cancelled, is killed with its descendants; the next call starts another. It is
+no sandbox: what it calls is the user's code, with the user's rights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+import anyio
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+__all__ = ["CallDied", "CallFailed", "CallRaised", "CallTimedOut", "KillableProcesses"]
+
+_MAX_REPLY_BYTES = 1 << 20
+
+
+class CallFailed(Exception):
+    """A call came to nothing; the message says why."""
+
+
+class CallRaised(CallFailed):
+    """The function raised, or could not be imported."""
+
+
+class CallTimedOut(CallFailed):
+    """It was not done in time, and was killed."""
+
+
+class CallDied(CallFailed):
+    """Its process ended: out of memory, or by a crash."""
+
+
+class KillableProcesses:
+    """Up to `count` of them, started as they are needed. Use as `async with`.
+
+    Args:
+        preload: functions, as `module:name`, to import before a process counts as started.
+        memory_mib: what a call may allocate; 0: as much as there is.
+        start_timeout_s: for a process to start and to import.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        preload: Sequence[str] = (),
+        memory_mib: int = 2048,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        self._preload = preload
+        self._memory_mib = memory_mib
+        self._start_timeout_s = start_timeout_s
+        self._places = anyio.Semaphore(count)
+        self._idle: list[_Child] = []
+        self._alive: set[_Child] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for child in list(self._alive):
+            await self._kill(child)
+
+    async def call(self, function: str, *arguments: object, timeout_s: float) -> Any:
+        """What `function` (`module:name`, sync or async) returns, as JSON gives it back.
+
+        Raises:
+            CallFailed: as its subclasses say. The start of a process is not part of `timeout_s`.
+        """
+        request = pickle.dumps((function, arguments))
+        async with self._places:  # no deadline: each call has one
+            child = self._idle.pop() if self._idle else await self._start()
+            try:
+                with anyio.fail_after(timeout_s):
+                    reply = await child.ask(request)
+            except TimeoutError:
+                await self._kill(child)
+                raise CallTimedOut(f"not done after {timeout_s:g} s") from None
+            except BaseException:
+                await self._kill(child)
+                raise
+            self._idle.append(child)
+        if "error" in reply:
+            raise CallRaised(reply["error"])
+        return reply["value"]
+
+    async def _start(self) -> _Child:
+        limits = [str(self._memory_mib), *self._preload]
+        process = await anyio.open_process(
+            # Not from a file's name: beside it lie modules that would hide the library's.
+            [sys.executable, "-P", "-m", "agentloop.groups.killable_child", *limits],
+            stderr=None,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            start_new_session=True,
+        )
+        child = _Child(process)
+        self._alive.add(child)
+        try:
+            with anyio.fail_after(self._start_timeout_s):
+                ready = await child.read()
+        except TimeoutError:
+            await self._kill(child)
+            raise CallTimedOut(f"not started after {self._start_timeout_s:g} s") from None
+        except BaseException:
+            await self._kill(child)
+            raise
+        if "error" in ready:
+            await self._kill(child)
+            raise CallRaised(ready["error"])
+        return child
+
+    async def _kill(self, child: _Child) -> None:
+        await child.kill()
+        self._alive.discard(child)
+
+
+class _Child:
+    def __init__(self, process: Process) -> None:
+        assert process.stdout is not None
+        self._process = process
+        self._replies = BufferedByteReceiveStream(process.stdout)
+
+    async def ask(self, request: bytes) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # reading tells why
+            await self._process.stdin.send(len(request).to_bytes(8, "big") + request)
+        return await self.read()
+
+    async def read(self) -> dict[str, Any]:
+        try:
+            line = await self._replies.receive_until(b"\n", _MAX_REPLY_BYTES)
+        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
+            raise CallDied(f"its process ended {await self._ending()}") from None
+        except anyio.DelimiterNotFound:
+            raise CallRaised(f"it returned more than {_MAX_REPLY_BYTES} bytes") from None
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    async def _ending(self) -> str:
+        with anyio.move_on_after(5):
+            status = await self._process.wait()
+            return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        return "its output"  # closed by the function
+
+    async def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with anyio.move_on_after(5, shield=True):
+            await self._process.aclose()

@@ -1,0 +1,90 @@
+"""The child of `killable.py`: calls what it is asked to, until its parent is gone.
+
+Replies are JSON, so that the parent never unpickles what a function may have had a hand in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_OUT_OF_MEMORY = 71
+_MAX_ERROR_CHARS = 4000
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    memory_mib, *preload = sys.argv[1:]
+    # What a function prints must not mix with the replies; what it reads is nothing.
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with requests, replies:
+        _reply(replies, _attempt(lambda: [_find(function) for function in preload] and None))
+        if int(memory_mib):
+            _limit_memory(int(memory_mib) << 20)
+        while size := requests.read(8):
+            request = requests.read(int.from_bytes(size, "big"))
+            _reply(replies, _attempt(lambda data=request: _call(*pickle.loads(data))))
+
+
+def _limit_memory(more: int) -> None:
+    """To what is mapped by now, and `more` bytes."""
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = mapped + more if hard == resource.RLIM_INFINITY else min(hard, mapped + more)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _attempt(function: Any) -> dict[str, Any]:
+    try:
+        return {"value": function()}
+    except MemoryError:  # little can be relied on from here
+        os._exit(_OUT_OF_MEMORY)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _call(name: str, arguments: tuple[object, ...]) -> Any:
+    value = _find(name)(*arguments)
+    if inspect.isawaitable(value):
+        value = asyncio.run(_wait(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    json.dumps(value)  # here an error of the function's
+    return value
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply).encode() + b"\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

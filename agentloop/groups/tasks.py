@@ -1,0 +1,461 @@
+"""Where tasks come from: files, data sets, generators. An endless source that can be resumed.
+
+Problems that are held out are told by a hash of their text: never by their place in a file. So
+they stay out of training when the file is sorted anew, is added to, or holds them twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import unicodedata
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, Self
+
+import orjson
+import pydantic
+
+from agentloop.errors import DataError, SettingsError
+from agentloop.groups.problems import GENERATORS
+from agentloop.trajectory import Message
+
+__all__ = ["Task", "TaskSource", "TasksSettings", "read_tasks"]
+
+_PROMPTS = ("messages", "prompt", "problem", "question")
+_ANSWERS = ("answer", "ground_truth")
+_OTHERS = ("reward_model", "data_source", "source", "level", "extra_info")
+_MAX_HELD_OUT = 256  # of a generator, whose problems have no end
+_GENERATED_SHARE = 1 / 8
+_PATIENCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt and its answer.
+
+    Attributes:
+        id: the same for the same problem, run after run.
+        prompt: a question, or a conversation in OpenAI's terms.
+        source: the data set that it is from.
+        level: how hard, where the source says so; else 0.
+        extra: what else the source says.
+    """
+
+    id: str
+    prompt: str | Sequence[Message]
+    answer: str
+    source: str = ""
+    level: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TasksSettings(pydantic.BaseModel):
+    """Where tasks come from."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    kind: Literal["arithmetic", "symbolic", "jsonl", "parquet", "huggingface", "reasoning_gym"] = (
+        pydantic.Field(
+            "arithmetic",
+            description="A generator (arithmetic, symbolic), files (jsonl, parquet in verl's "
+            "columns), a Hugging Face data set, or families of reasoning-gym.",
+        )
+    )
+    paths: list[Path] = pydantic.Field(
+        default_factory=list, description="Files of the kinds jsonl and parquet."
+    )
+    name: str = pydantic.Field("", description="A Hugging Face data set: a hub name or a folder.")
+    config: str = pydantic.Field("", description="Which of a data set's configurations.")
+    split: str = pydantic.Field("train", description="Which of a data set's splits.")
+    families: list[str] = pydantic.Field(
+        default_factory=list, description="Families of reasoning-gym, such as chain_sum."
+    )
+    size: int = pydantic.Field(500, ge=1, description="Tasks of each family of reasoning-gym.")
+    levels: list[int] = pydantic.Field(
+        default_factory=lambda: [1], min_length=1, description="Levels of a generator, in turns."
+    )
+    seed: int = pydantic.Field(0, description="Of the shuffling, and of what is generated.")
+    shuffle: bool = pydantic.Field(
+        True, description="Anew in each epoch; else in the file's order."
+    )
+    held_out: float = pydantic.Field(
+        0.0,
+        ge=0,
+        description="Kept for evaluation: a share (below 1) or a number of problems. A generator "
+        "holds out a share, or an eighth, and gives up to that number, or up to 256.",
+    )
+    template: str = pydantic.Field(
+        "{problem}", description="The prompt around a problem that is plain text."
+    )
+    system: str = pydantic.Field(
+        "", description="A system message before a problem that is plain text."
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        needed = {
+            "jsonl": "paths",
+            "parquet": "paths",
+            "huggingface": "name",
+            "reasoning_gym": "families",
+        }.get(self.kind)
+        if needed and not getattr(self, needed):
+            raise ValueError(f"{needed}: the kind {self.kind!r} needs it")
+        if min(self.levels) < 1:
+            raise ValueError(f"levels: from 1 on, not {min(self.levels)}")
+        if self.held_out >= 1 and not self.held_out.is_integer():
+            raise ValueError(f"held_out: a share below 1 or a whole number, not {self.held_out}")
+        if "{problem}" not in self.template:
+            raise ValueError("template: {problem} must stand in it")
+        return self
+
+
+class TaskSource(ABC):
+    """An endless iterator over the tasks to train on, and the list of those held out.
+
+    `cursor()` says how far it is; `open` with it goes on there, with the same tasks in the same
+    order.
+    """
+
+    @staticmethod
+    def open(
+        settings: TasksSettings | None = None, cursor: Mapping[str, Any] | None = None
+    ) -> TaskSource:
+        """Read or prepare the tasks.
+
+        Raises:
+            DataError: names the file, the line or row, and the field; or the tasks are not those
+                that the cursor was taken of.
+            SettingsError: a package is missing.
+        """
+        settings = settings or TasksSettings()
+        source: TaskSource = (
+            _Generated(settings) if settings.kind in GENERATORS else _Listed(settings)
+        )
+        if cursor is not None:
+            source._resume(cursor)
+        return source
+
+    def __init__(self, settings: TasksSettings) -> None:
+        self._settings = settings
+        self._epoch = 0
+        self._position = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Task: ...
+
+    @abstractmethod
+    def held_out(self) -> list[Task]:
+        """The tasks that are never trained on, in an order of their own."""
+
+    @abstractmethod
+    def find(self, id: str) -> Task:
+        """The task of that id, held out or not. Raises KeyError."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """The same for the same tasks in the same order."""
+
+    def cursor(self) -> dict[str, Any]:
+        """Where it stands, for JSON: how much of which epoch was given out."""
+        return {
+            "epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint
+        }  # fmt: skip
+
+    def _resume(self, cursor: Mapping[str, Any]) -> None:
+        if cursor.get("fingerprint") != self.fingerprint:
+            raise DataError(
+                "the tasks are not those of the cursor: other files, another seed or another split"
+            )
+        self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
+
+
+class _Generated(TaskSource):
+    """Problem after problem; the position is the number of the next, epochs there are none."""
+
+    @property
+    def fingerprint(self) -> str:
+        said = self._settings
+        return _digest(f"{said.kind} {said.levels} {said.seed} {self._share}")
+
+    @property
+    def _share(self) -> float:
+        held_out = self._settings.held_out
+        return held_out if held_out < 1 else _GENERATED_SHARE
+
+    def __next__(self) -> Task:
+        for index in range(self._position, self._position + 10_000):
+            task, digest = self._make(index)
+            if not _is_below(digest, self._share):
+                self._position = index + 1
+                return task
+        raise DataError(f"held_out: {self._share} leaves nothing to train on")
+
+    def held_out(self) -> list[Task]:
+        wanted = self._settings.held_out
+        most = int(wanted) if wanted >= 1 else _MAX_HELD_OUT
+        tasks: dict[str, Task] = {}
+        index = last_new = 0
+        # Small levels have few problems: the search ends where all that comes is known.
+        while len(tasks) < most and wanted and index - last_new < _PATIENCE / self._share:
+            task, digest = self._make(index)
+            if _is_below(digest, self._share) and digest not in tasks:
+                tasks[digest] = task
+                last_new = index
+            index += 1
+        return list(tasks.values())
+
+    def find(self, id: str) -> Task:
+        kind, _, index = id.rpartition("-")
+        if kind != self._settings.kind or not index.isdecimal():
+            raise KeyError(id)
+        return self._make(int(index))[0]
+
+    def _make(self, index: int) -> tuple[Task, str]:
+        said = self._settings
+        level = said.levels[index % len(said.levels)]
+        problem = GENERATORS[said.kind](level, Random(f"{said.seed} {level} {index}"))
+        prompt = _prompt(problem.text, said)
+        answer = str(problem.answer)
+        task = Task(f"{said.kind}-{index}", prompt, answer, source=said.kind, level=level)
+        return task, _digest(problem.text)
+
+
+class _Listed(TaskSource):
+    """Epoch after epoch through what was read; of equal problems the first one counts."""
+
+    def __init__(self, settings: TasksSettings) -> None:
+        super().__init__(settings)
+        tasks: dict[str, Task] = {}
+        for task in read_tasks(settings):
+            tasks.setdefault(task.id, task)
+        self._tasks = tasks
+        ids = sorted(tasks)
+        held_out = settings.held_out
+        if held_out < 1:
+            self._held_out = [id for id in ids if _is_below(id, held_out)]
+        else:
+            self._held_out = ids[: int(held_out)]
+        held = set(self._held_out)
+        self._training = [id for id in (ids if settings.shuffle else tasks) if id not in held]
+        if not self._training:
+            raise DataError(f"no tasks to train on: {len(tasks)} were read, {len(held)} held out")
+        self._order: tuple[int, list[str]] = (-1, [])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        said = self._settings
+        return _digest(f"{said.seed} {said.shuffle} {' '.join(self._training)}")
+
+    def __next__(self) -> Task:
+        if self._position == len(self._training):
+            self._epoch, self._position = self._epoch + 1, 0
+        if self._order[0] != self._epoch:
+            self._order = self._epoch, self._training[:]
+            if self._settings.shuffle:
+                Random(f"{self._settings.seed} {self._epoch}").shuffle(self._order[1])
+        self._position += 1
+        return self._tasks[self._order[1][self._position - 1]]
+
+    def held_out(self) -> list[Task]:
+        return [self._tasks[id] for id in self._held_out]
+
+    def find(self, id: str) -> Task:
+        return self._tasks[id]
+
+
+def read_tasks(settings: TasksSettings) -> Iterator[Task]:
+    """Every task of a file, a data set or reasoning-gym, copies included.
+
+    Raises:
+        DataError, SettingsError: as `TaskSource.open`.
+    """
+    if settings.kind == "reasoning_gym":
+        yield from _read_reasoning_gym(settings)
+    elif settings.kind == "huggingface":
+        for number, row in enumerate(_read_huggingface(settings), 1):
+            yield _task(row, f"{settings.name}: row {number}", settings.name, settings)
+    else:
+        read, unit = (_read_jsonl, "line") if settings.kind == "jsonl" else (_read_parquet, "row")
+        for path in settings.paths:
+            for number, row in read(path):
+                yield _task(row, f"{path}: {unit} {number}", path.stem, settings)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield number, orjson.loads(line.removeprefix(b"\xef\xbb\xbf"))
+                    except orjson.JSONDecodeError as error:
+                        raise DataError(f"{path}: line {number}: not JSON: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    arrow = _package("pyarrow", extra="data")
+    parquet = import_module("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            there = set(file.schema_arrow.names)
+            columns = [name for name in (*_PROMPTS, *_ANSWERS, *_OTHERS) if name in there]
+            batches = file.iter_batches(batch_size=1024, columns=columns)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from enumerate(rows, 1)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except arrow.ArrowException as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _read_huggingface(settings: TasksSettings) -> Iterable[Any]:
+    datasets = _package("datasets", extra="data")
+    name = settings.name
+    try:
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(name)
+            rows: Iterable[Any] = found[settings.split] if isinstance(found, dict) else found
+        else:
+            rows = datasets.load_dataset(name, settings.config or None, split=settings.split)
+    except Exception as error:  # of any kind: the hub, the files, the format, the split
+        raise DataError(f"{name}: {type(error).__name__}: {error}") from error
+    return rows
+
+
+def _read_reasoning_gym(settings: TasksSettings) -> Iterator[Task]:
+    gym = _package("reasoning_gym", extra="reasoning-gym")
+    for family in settings.families:
+        made = {"family": family, "size": settings.size, "seed": settings.seed}
+        try:
+            dataset = gym.create_dataset(family, size=settings.size, seed=settings.seed)
+        except ValueError as error:
+            raise SettingsError(f"families: {family!r}: {error}") from error
+        for index in range(settings.size):
+            entry = dataset[index]
+            text = entry["question"]
+            yield Task(
+                id=_digest(text),
+                prompt=_prompt(text, settings),
+                answer="" if entry["answer"] is None else str(entry["answer"]),
+                source=f"reasoning_gym/{family}",
+                extra={"reasoning_gym": {**made, "index": index}},
+            )
+
+
+def _package(name: str, *, extra: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise SettingsError(
+            f"tasks: {name} cannot be imported ({error}): pip install 'agentloop[{extra}]'"
+        ) from error
+
+
+def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: an object is expected, not {_shown(row)}")
+    named, prompt = _first(row, _PROMPTS, where)
+    if isinstance(prompt, str):
+        text, prompt = prompt, _prompt(prompt, settings)
+    else:
+        text = _last_question(prompt, f"{where}: field {named!r}")
+    if not text.strip():
+        raise DataError(f"{where}: field {named!r}: it is empty")
+    extra = row.get("extra_info")
+    if not isinstance(extra, Mapping | None):
+        raise DataError(f"{where}: field 'extra_info': an object is expected, not {_shown(extra)}")
+    return Task(
+        id=_digest(text),
+        prompt=prompt,
+        answer=_answer(row, where),
+        source=str(row.get("data_source") or row.get("source") or source),
+        level=_level(row.get("level"), where),
+        extra=extra or {},
+    )
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, Any]:
+    for name in names:
+        if row.get(name) is not None:
+            return name, row[name]
+    raise DataError(f"{where}: one of the fields {', '.join(map(repr, names))} is needed")
+
+
+def _last_question(messages: Any, where: str) -> str:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: text or messages are expected, not {_shown(messages)}")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise DataError(f"{where}: message {number}: 'role' and 'content' must be text")
+    last: Mapping[str, str] = messages[-1]
+    if last["role"] != "user":
+        raise DataError(f"{where}: the last message is of the {last['role']}, not of the user")
+    return last["content"]
+
+
+def _answer(row: Mapping[str, Any], where: str) -> str:
+    nested = row.get("reward_model")
+    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
+        name, answer = "reward_model.ground_truth", nested["ground_truth"]
+    else:
+        name, answer = _first(row, _ANSWERS, where)
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)  # a column of integers with gaps
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise DataError(
+            f"{where}: field {name!r}: text or a number is expected, not {_shown(answer)}"
+        )
+    if not str(answer).strip():
+        raise DataError(f"{where}: field {name!r}: it is empty")
+    return str(answer).strip()
+
+
+def _level(level: Any, where: str) -> int:
+    """A number, or text such as "Level 5"; 0 where there is none."""
+    if level is None or level == "":
+        return 0
+    try:
+        return int(str(level).lower().removeprefix("level"))
+    except ValueError:
+        if level == "Level ?":  # so in MATH
+            return 0
+        raise DataError(
+            f"{where}: field 'level': a number is expected, not {_shown(level)}"
+        ) from None
+
+
+def _prompt(text: str, settings: TasksSettings) -> str | Sequence[Message]:
+    text = settings.template.replace("{problem}", text)
+    if not settings.system:
+        return text
+    return [{"role": "system", "content": settings.system}, {"role": "user", "content": text}]
+
+
+def _digest(text: str) -> str:
+    """32 hexadecimal digits, the same however the text is spaced."""
+    plain = " ".join(unicodedata.normalize("NFC", text).split())
+    return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _is_below(digest: str, share: float) -> bool:
+    """Whether it is among the first `share` of all digests there may be."""
+    return int(digest[:12], 16) < share * 16**12
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else type(value).__name__

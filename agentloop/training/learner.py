@@ -1,0 +1,219 @@
+"""The learner, as the runtime sees it: processes that are started, asked and stopped.
+
+    Learner.start ──> a guardian a rank ──> python -m learner (DeepSpeed)
+         │  one request at a time, JSON lines over a unix socket to rank 0, which tells the others;
+         │  batches and weights go by files
+         └─ a rank that dies, or an answer that is late, is a LearnerError; on the way out, all end
+
+Torch is nowhere here: the learner has it to itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import orjson
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from agentloop.errors import AgentLoopError
+from agentloop.inference.supervise import guarded
+
+__all__ = ["Learner", "LearnerError", "LearnerProcesses"]
+
+_MAX_ANSWER_BYTES = 1 << 20
+
+
+class LearnerError(AgentLoopError):
+    """The learner failed; the message says at what, and ends with its log's tail where it died."""
+
+
+class Learner:
+    """Rank 0 of a learner that runs, over its connection."""
+
+    def __init__(self, stream: anyio.abc.ByteStream, processes: LearnerProcesses) -> None:
+        self._stream = stream
+        self._lines = BufferedByteReceiveStream(stream)
+        self._processes = processes
+        self._asking = anyio.Lock()
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """One request and its answer.
+
+        Raises:
+            LearnerError: it said no, it is late, or a rank died.
+        """
+        async with self._asking:
+            return await self._answer(op, {"op": op, **arguments}, timeout_s)
+
+    async def ready(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until it says by itself that all ranks are there. Raises LearnerError."""
+        return await self._answer("start", None, timeout_s)
+
+    async def _answer(
+        self, op: str, request: Mapping[str, Any] | None, timeout_s: float
+    ) -> dict[str, Any]:
+        try:
+            with anyio.fail_after(timeout_s):
+                if request is not None:
+                    await self._stream.send(orjson.dumps(request) + b"\n")
+                answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
+        except TimeoutError as error:
+            raise LearnerError(f"{op}: no answer within {timeout_s:g} s") from error
+        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.IncompleteRead) as error:
+            raise LearnerError(f"{op}: {await self._processes.how_it_ended()}") from error
+        result: dict[str, Any] = orjson.loads(answer)
+        if not result.pop("ok"):
+            raise LearnerError(f"{op}: {result.get('error')}")
+        return result
+
+
+class LearnerProcesses:
+    """Its ranks, on this machine."""
+
+    def __init__(self, processes: Sequence[anyio.abc.Process], log_paths: Sequence[Path]) -> None:
+        self._processes = processes
+        self._log_paths = log_paths
+
+    async def wait_dead(self) -> str:
+        """Wait until a rank has ended; says which, and how."""
+        said: list[str] = []
+
+        async with anyio.create_task_group() as tasks:
+
+            async def wait(rank: int) -> None:
+                await self._processes[rank].wait()
+                said.append(self._epitaph(rank))
+                tasks.cancel_scope.cancel()
+
+            for rank in range(len(self._processes)):
+                tasks.start_soon(wait, rank)
+        return said[0]
+
+    async def how_it_ended(self) -> str:
+        """As `wait_dead`, for when a connection broke: bounded to ten seconds."""
+        with anyio.move_on_after(10):
+            return await self.wait_dead()
+        return "the connection broke, and its processes live"
+
+    async def stop(self) -> None:
+        """Close each guardian's stdin, which ends its rank. Cancellation does not interrupt it."""
+        with anyio.move_on_after(20, shield=True):
+            for process in self._processes:
+                if process.stdin is not None:
+                    await process.stdin.aclose()
+            for process in self._processes:
+                await process.wait()
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+            with anyio.move_on_after(5, shield=True):
+                await process.aclose()
+
+    def _epitaph(self, rank: int) -> str:
+        status = self._processes[rank].returncode
+        try:
+            tail = self._log_paths[rank].read_text("utf-8", "replace").splitlines()[-20:]
+        except OSError as error:
+            tail = [f"(its log cannot be read: {error})"]
+        lines = "\n".join(f"  {line[:300]}" for line in tail)
+        return (
+            f"rank {rank} ended with exit status {status}.\n"
+            f"The end of its log, {self._log_paths[rank]}:\n{lines}"
+        )
+
+
+@asynccontextmanager
+async def started(
+    settings: Mapping[str, Any],
+    *,
+    num_ranks: int,
+    threads: int,
+    log_dir: Path,
+    start_timeout_s: float,
+    on_progress: Callable[[str], None],
+) -> AsyncIterator[tuple[Learner, LearnerProcesses]]:
+    """Start a learner on this machine; yields once rank 0 has said that it is ready.
+
+    Args:
+        settings: those of `agentloop.training.learner_settings.LearnerSettings`, as plain data.
+        threads: OpenMP threads a rank.
+
+    Raises:
+        LearnerError: a rank died, or it was not ready in time.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentloop-learner-"))
+        path = Path(folder) / "socket"
+        listener = await anyio.create_unix_listener(path)
+        stack.push_async_callback(listener.aclose)
+        log_paths = [log_dir / f"learner-{rank}.log" for rank in range(num_ranks)]
+        settings_path = log_dir / "learner.json"
+        settings_path.write_bytes(orjson.dumps(dict(settings)))
+        port = _free_port()
+        processes: list[anyio.abc.Process] = []
+        ranks = LearnerProcesses(processes, log_paths)
+        stack.push_async_callback(ranks.stop)
+        for rank, log_path in enumerate(log_paths):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": str(threads),
+                "PYTHONUNBUFFERED": "1",
+                "AGENTLOOP_LEARNER_SOCKET": str(path),
+            }
+            with anyio.CancelScope(shield=True):  # or a process that was started would be lost
+                command = (sys.executable, "-m", "learner", str(settings_path))
+                processes.append(await guarded(command, environment, log_path, stop_timeout_s=0))
+        on_progress(f"Starting the learner, {num_ranks} rank(s); logs in {log_dir}")
+        stream = await _first_connection(listener, ranks, start_timeout_s)
+        stack.push_async_callback(stream.aclose)
+        learner = Learner(stream, ranks)
+        await learner.ready(start_timeout_s)
+        on_progress("The learner is ready")
+        yield learner, ranks
+
+
+async def _first_connection(
+    listener: anyio.abc.SocketListener, ranks: LearnerProcesses, timeout_s: float
+) -> anyio.abc.SocketStream:
+    """Rank 0's, unless a rank dies before."""
+    found: list[anyio.abc.SocketStream] = []
+    died: list[str] = []
+    with anyio.move_on_after(timeout_s):
+        async with anyio.create_task_group() as tasks:
+
+            async def die() -> None:
+                died.append(await ranks.wait_dead())
+                tasks.cancel_scope.cancel()
+
+            async def accept() -> None:
+                found.append(await listener.accept())
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(die)
+            tasks.start_soon(accept)
+    if found:
+        return found[0]
+    raise LearnerError(died[0] if died else f"the learner was not ready after {timeout_s:g} s")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

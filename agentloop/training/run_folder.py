@@ -1,0 +1,50 @@
+"""A run's folder: what it was told, what came of it, what it can go on from.
+
+    config.toml  metrics.jsonl  trajectories/step-00001.jsonl  checkpoints/  weights/  logs/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentloop.errors import SettingsError
+from agentloop.trajectory import Trajectory
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """Makes the folder and appends to its files."""
+
+    def __init__(self, path: Path, config: str) -> None:
+        """
+        Raises:
+            SettingsError: there is a run of that name, or the folder cannot be made.
+        """
+        self.path = path
+        try:
+            path.mkdir(parents=True)
+            for name in ("trajectories", "checkpoints", "weights", "logs", "batches"):
+                (path / name).mkdir()
+            (path / "config.toml").write_text(config, "utf-8")
+        except FileExistsError:
+            raise SettingsError(f"run.name: there is a run at {path} already") from None
+        except OSError as error:
+            raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+
+    def add_metrics(self, metrics: Mapping[str, Any]) -> None:
+        with (self.path / "metrics.jsonl").open("ab") as file:
+            file.write(orjson.dumps(dict(metrics)) + b"\n")
+
+    def add_trajectories(
+        self, step: int, rows: Iterable[tuple[Mapping[str, Any], Trajectory]]
+    ) -> None:
+        """Each with what was made of it: its task, reward, advantage."""
+        with (self.path / "trajectories" / f"step-{step:05}.jsonl").open("ab") as file:
+            for about, trajectory in rows:
+                row = {**about, "trajectory": trajectory.to_dict()}
+                file.write(orjson.dumps(row, default=str) + b"\n")

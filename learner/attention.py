@@ -1,0 +1,70 @@
+"""Attention over packed samples that costs what the samples cost.
+
+transformers' own "sdpa" masks one sample from another, so its time grows with the square of the
+micro-batch: sixteen samples in one are sixteen times the attention. Here each sample is a call of
+torch's kernel by itself. Where flash-attn is installed, its kernel does all of them in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+__all__ = ["PACKED", "packed_attention", "register"]
+
+PACKED = "packed"
+
+
+def packed_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    segments: Sequence[int],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    **_: Any,
+) -> tuple[Any, None]:
+    """Causal attention within each of `segments`, lengths that sum up to L.
+
+    query is [1, heads, L, D]; key and value [1, heads or fewer, L, D]. Returns [1, L, heads, D],
+    in the form that transformers calls an attention function and reads its result.
+
+    Raises:
+        NotImplementedError: the model wants more than causal attention.
+    """
+    if attention_mask is not None or softcap or s_aux is not None:
+        raise NotImplementedError("packed attention is causal, without mask, softcap and sinks")
+    if sliding_window and max(segments) > sliding_window:
+        raise NotImplementedError(f"packed attention has no sliding window of {sliding_window}")
+    pieces = zip(
+        query.split(segments, 2), key.split(segments, 2), value.split(segments, 2), strict=True
+    )
+    outputs = [
+        functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            scale=scaling,
+            dropout_p=dropout,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for q, k, v in pieces
+    ]
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Make it known to transformers, under the name `packed`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, packed_attention)

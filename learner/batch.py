@@ -1,0 +1,289 @@
+"""A batch: its file, and how it is dealt out to ranks as micro-batches.
+
+    file ──> Batch ──plan──> per rank: lists of samples ──> MicroBatch, MicroBatch, ... (padding)
+
+Samples are packed end to end; a position that starts again at 0 is what tells transformers'
+attention where the next one begins. numpy alone: whoever has no torch can write batches, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from learner.errors import BatchError
+from agentloop.training.learner_settings import Aggregate
+
+__all__ = ["Batch", "MicroBatch", "make_micro_batch", "parts", "plan", "token_weights"]
+
+Array = np.ndarray[Any, Any]
+_TYPES = {
+    "ids": np.int32,
+    "mask": np.uint8,
+    "logprobs": np.float32,
+    "lengths": np.int32,
+    "advantages": np.float32,
+    "groups": np.int32,
+    "old_logprobs": np.float32,
+    "ref_logprobs": np.float32,
+}
+_OPTIONAL = ("old_logprobs", "ref_logprobs")
+_PER_SAMPLE = ("lengths", "advantages", "groups")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """N samples, T tokens, flat. A sample's tokens stand together, prompt first.
+
+    Attributes:
+        ids: int32 [T].
+        mask: uint8 [T], 1 where the model sampled the token: what is trained.
+        logprobs: float32 [T], the engine's; read where `mask` is 1.
+        lengths: int32 [N], sum(lengths) = T.
+        advantages: float32 [N].
+        groups: int32 [N], samples of one task share a number.
+        old_logprobs: float32 [T] or None: what the ratio is taken to.
+        ref_logprobs: float32 [T] or None: of the policy that a KL is taken to.
+    """
+
+    ids: Array
+    mask: Array
+    logprobs: Array
+    lengths: Array
+    advantages: Array
+    groups: Array
+    old_logprobs: Array | None = None
+    ref_logprobs: Array | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def starts(self) -> Array:
+        """int64 [N]: where each sample begins."""
+        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    def save(self, path: Path) -> None:
+        arrays = {f.name: getattr(self, f.name) for f in fields(self)}
+        path.write_bytes(
+            save({k: np.ascontiguousarray(a) for k, a in arrays.items() if a is not None})
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Batch:
+        """Read a file of these tensors.
+
+        Raises:
+            BatchError: it names the file.
+        """
+        try:
+            tensors = load(path.read_bytes())
+        except OSError as error:
+            raise BatchError(f"{path}: {error.strerror or error}") from error
+        except SafetensorError as error:
+            raise BatchError(f"{path}: no safetensors file: {error}") from error
+        if missing := set(_TYPES) - set(_OPTIONAL) - set(tensors):
+            raise BatchError(f"{path}: without {', '.join(sorted(missing))}")
+        if unknown := set(tensors) - set(_TYPES):
+            raise BatchError(f"{path}: unknown tensor {', '.join(sorted(unknown))}")
+        try:
+            return cls(**tensors)
+        except BatchError as error:
+            raise BatchError(f"{path}: {error}") from error
+
+
+def _check(batch: Batch) -> None:
+    sizes = {"token": len(batch.ids), "sample": len(batch.lengths)}
+    for name, dtype in _TYPES.items():
+        array = getattr(batch, name)
+        if array is None and name in _OPTIONAL:
+            continue
+        of = "sample" if name in _PER_SAMPLE else "token"
+        if array.dtype != dtype or array.shape != (sizes[of],):
+            wanted = f"{np.dtype(dtype)} [{sizes[of]}], one for each {of}"
+            raise BatchError(f"{name}: {wanted} expected, not {array.dtype} {list(array.shape)}")
+    if not sizes["sample"]:
+        raise BatchError("lengths: no sample")
+    if batch.lengths.min() < 2 or batch.lengths.sum(dtype=np.int64) != sizes["token"]:
+        raise BatchError(f"lengths: of 2 at least, summing up to {sizes['token']}, expected")
+    if batch.ids.min() < 0 or batch.mask.max() > 1:
+        raise BatchError("ids, mask: ids are never negative, a mask is 0 or 1")
+    if batch.mask[batch.starts].any():
+        first = int(np.flatnonzero(batch.mask[batch.starts])[0])
+        raise BatchError(f"mask: sample {first} begins with a sampled token: nothing predicts it")
+    num_sampled = np.add.reduceat(batch.mask, batch.starts, dtype=np.int64)
+    if not num_sampled.all():
+        raise BatchError(f"mask: sample {int(num_sampled.argmin())} has no sampled token")
+    sampled = batch.mask == 1
+    if not np.isfinite(batch.advantages).all():
+        raise BatchError(f"advantages: sample {_first_bad(batch.advantages)}: not finite")
+    for name in ("logprobs", *_OPTIONAL):
+        array = getattr(batch, name)
+        if array is not None and not np.isfinite(array[sampled]).all():
+            at = _first_bad(np.where(sampled, array, 0))
+            raise BatchError(f"{name}: token {at} (of all): not finite")
+
+
+def _first_bad(array: Array) -> int:
+    return int(np.flatnonzero(~np.isfinite(array))[0])
+
+
+def token_weights(batch: Batch, samples: Sequence[int], how: Aggregate) -> Array:
+    """float32 [T]: what each token of `samples` counts; 0 where not sampled; summing up to 1.
+
+    group: the mean over the groups of the mean over a group's tokens (rStar2, arXiv 2508.20722,
+    eq. 6); batch: the mean over all tokens (DAPO); sequence: over the samples, of the mean over a
+    sample's tokens (GRPO as first published).
+    """
+    key_N = {
+        "group": batch.groups,
+        "batch": np.zeros_like(batch.groups),
+        "sequence": np.arange(len(batch.groups)),
+    }[how]
+    chosen_N = np.zeros(len(batch.lengths), bool)
+    chosen_N[list(samples)] = True
+    sampled = (batch.mask == 1) & np.repeat(chosen_N, batch.lengths)
+    key_T = np.repeat(np.unique(key_N, return_inverse=True)[1], batch.lengths)
+    counts = np.bincount(key_T[sampled], minlength=int(key_T.max()) + 1)
+    weights = np.zeros(len(batch.ids), np.float64)
+    weights[sampled] = 1 / (counts[key_T[sampled]] * np.count_nonzero(counts))
+    return weights.astype(np.float32)
+
+
+def parts(groups: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Indices of samples, dealt out to at most `num_parts` parts, whole groups at a time."""
+    order = list(dict.fromkeys(groups))
+    dealt = [set(order[i::num_parts]) for i in range(min(num_parts, len(order)))]
+    return [[i for i, group in enumerate(groups) if group in part] for part in dealt]
+
+
+def plan(lengths: Sequence[int], budget: int, world_size: int) -> list[list[list[int]]]:
+    """Deal samples out: per rank, the same number of micro-batches, each a list of indices.
+
+    No micro-batch holds more than `budget` tokens (first fit, the longest first); where their
+    number does not come out even, the fullest are halved; an empty one is padding, for every
+    rank has to do as many backward passes as the others.
+
+    Raises:
+        BatchError: a sample is longer than the budget.
+    """
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > budget:
+            raise BatchError(
+                f"sample {index} has {length} tokens: raise micro_batch_tokens, now {budget}"
+            )
+        at = next((i for i, room in enumerate(free) if room >= length), len(bins))
+        if at == len(bins):
+            bins.append([])
+            free.append(budget)
+        bins[at].append(index)
+        free[at] -= length
+    _halve_until_even(bins, lengths, world_size)
+    bins.sort(key=lambda one: -_load(one, lengths))
+    ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
+    for first in range(0, len(bins), world_size):
+        # Each rank takes one; who has least so far takes the fullest.
+        turn = sorted(ranks, key=lambda rank: sum(_load(one, lengths) for one in rank))
+        for rank, one in zip(turn, bins[first : first + world_size], strict=False):
+            rank.append(one)
+    most = max(map(len, ranks))
+    return [rank + [[]] * (most - len(rank)) for rank in ranks]
+
+
+def _halve_until_even(bins: list[list[int]], lengths: Sequence[int], world_size: int) -> None:
+    while len(bins) % world_size:
+        several = [one for one in bins if len(one) > 1]
+        if not several:
+            return
+        fullest = max(several, key=lambda one: _load(one, lengths))
+        halves: tuple[list[int], list[int]] = ([], [])
+        for index in fullest:  # longest first
+            min(halves, key=lambda half: _load(half, lengths)).append(index)
+        bins.remove(fullest)
+        bins.extend(halves)
+
+
+def _load(one: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in one)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """L tokens of one forward pass, and the M of them that were sampled.
+
+    Attributes:
+        ids, positions: int64 [L]; positions start again at 0 with each sample.
+        segments: how long each sample is, summing up to L.
+        predictors: int64 [M]: the place in L whose output predicts a sampled token.
+        targets: int64 [M]: the sampled tokens.
+        source: int64 [M]: their places in the batch; -1 in padding.
+        sample: int64 [M]: the number of their sample in this micro-batch.
+        weights, advantages, engine: float32 [M].
+        old, reference: float32 [M] or None.
+    """
+
+    ids: Array
+    positions: Array
+    segments: tuple[int, ...]
+    predictors: Array
+    targets: Array
+    source: Array
+    sample: Array
+    weights: Array
+    advantages: Array
+    engine: Array
+    old: Array | None
+    reference: Array | None
+
+
+def make_micro_batch(batch: Batch, samples: Sequence[int], weights_T: Array) -> MicroBatch:
+    """Pack `samples`. Without any: two tokens that count for nothing."""
+    if not samples:
+        return _padding(batch)
+    starts = batch.starts
+    spans = [np.arange(starts[i], starts[i] + batch.lengths[i]) for i in samples]
+    at_L = np.concatenate(spans)
+    predicted = np.flatnonzero(batch.mask[at_L] == 1)
+    source = at_L[predicted]
+    sample = np.repeat(np.arange(len(samples)), [len(span) for span in spans])[predicted]
+    return MicroBatch(
+        ids=batch.ids[at_L].astype(np.int64),
+        positions=np.concatenate([span - span[0] for span in spans]),
+        segments=tuple(map(len, spans)),
+        predictors=predicted - 1,
+        targets=batch.ids[source].astype(np.int64),
+        source=source,
+        sample=sample,
+        weights=weights_T[source],
+        advantages=batch.advantages[np.asarray(samples)][sample],
+        engine=batch.logprobs[source],
+        old=None if batch.old_logprobs is None else batch.old_logprobs[source],
+        reference=None if batch.ref_logprobs is None else batch.ref_logprobs[source],
+    )
+
+
+def _padding(batch: Batch) -> MicroBatch:
+    zero, none = np.zeros(1, np.int64), np.zeros(1, np.float32)
+    return MicroBatch(
+        ids=np.zeros(2, np.int64),
+        positions=np.arange(2),
+        segments=(2,),
+        predictors=zero,
+        targets=zero,
+        source=zero - 1,
+        sample=zero,
+        weights=none,
+        advantages=none,
+        engine=none,
+        old=None if batch.old_logprobs is None else none,
+        reference=None if batch.ref_logprobs is None else none,
+    )

@@ -1,0 +1,80 @@
+"""Checkpoints to go on from: weights, optimizer, counters, and the caller's own state.
+
+    folder/state.json    {"state": the caller's, "num_updates": 12, ...}: readable without torch
+    folder/zero/         DeepSpeed's files, one or more per rank
+
+A checkpoint is for as many ranks and the same ZeRO stage as it was saved by.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from learner.errors import LearnerError
+from learner.files import appear, fresh_partial
+from learner.policy import Policy
+
+__all__ = ["load_checkpoint", "read_state", "save_checkpoint"]
+
+_STATE = "state.json"
+_TAG = "zero"
+
+
+def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
+    """Every rank comes here. The folder is seen when the last rank has written its part."""
+    first = policy.world.first
+    partial = folder.with_name(f".{folder.name}.partial")
+    if first:
+        fresh_partial(folder)
+    policy.world.wait()
+    policy.engine.save_checkpoint(str(partial), tag=_TAG, save_latest=False)
+    policy.world.wait()
+    if first:
+        kept = {"state": state, **policy.counters(), **_shape(policy)}
+        (partial / _STATE).write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
+        appear(partial, folder, durable=True)
+        _remove_older(folder, policy.settings.keep_checkpoints)
+    policy.world.wait()
+
+
+def read_state(policy: Policy, folder: Path) -> dict[str, Any]:
+    """What `state.json` holds.
+
+    Raises:
+        LearnerError: no checkpoint is there, or it is of another number of ranks or ZeRO stage.
+    """
+    try:
+        kept: dict[str, Any] = json.loads((folder / _STATE).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise LearnerError(f"{folder}: no checkpoint: {error}") from error
+    for name, now in _shape(policy).items():
+        if kept.get(name) != now:
+            raise LearnerError(f"{folder}: saved with {name} {kept.get(name)}, this is {now}")
+    return kept
+
+
+def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
+    """Every rank comes here, with what `read_state` gave."""
+    loaded, _ = policy.engine.load_checkpoint(str(folder), tag=_TAG)
+    if loaded is None:
+        raise LearnerError(f"{folder}: DeepSpeed found nothing to load")
+    policy.set_counters(kept)
+
+
+def _shape(policy: Policy) -> dict[str, Any]:
+    s = policy.settings
+    return {"num_ranks": policy.world.size, "zero_stage": s.zero_stage, "dtype": s.dtype}
+
+
+def _remove_older(folder: Path, keep: int) -> None:
+    """Of the checkpoints beside `folder`, the latest `keep` stay; nothing else is touched."""
+    if keep == 0:
+        return
+    others = [file.parent for file in folder.parent.glob(f"*/{_STATE}") if file.parent != folder]
+    whole = [one for one in others if (one / _TAG).is_dir()]
+    whole.sort(key=lambda one: (one / _STATE).stat().st_mtime_ns)
+    for one in whole[: max(0, len(whole) - keep + 1)]:
+        shutil.rmtree(one)

@@ -1,0 +1,148 @@
+"""Policy losses: pure functions of log-probabilities.
+
+All tensors are float32 [M], one entry per sampled token, if nothing else is said:
+
+    new       the policy's log-probabilities, with gradient
+    old       those that the ratio is taken to
+    engine    those that the inference engine gave when it sampled
+    advantage of the token's sample
+    weight    what the token's loss counts; the weights of a whole batch sum to 1
+    sample    int64 [M], the number of the token's sample, from 0
+
+The `*_objective` functions give, per token, what is to be maximised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from agentloop.training.learner_settings import LossSettings
+
+__all__ = [
+    "LossInput",
+    "cispo_objective",
+    "clipped_objective",
+    "gspo_ratio",
+    "importance_weight",
+    "k3",
+    "policy_loss",
+    "ratio_of",
+]
+
+Tensor = Any
+# exp(20) is 5e8: no clip lets it through, and nothing overflows into 0 * inf.
+_MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """A micro-batch, as the names at the top say; `entropy` and `reference` where used."""
+
+    new: Tensor
+    old: Tensor
+    engine: Tensor
+    advantage: Tensor
+    weight: Tensor
+    sample: Tensor
+    entropy: Tensor
+    reference: Tensor | None = None
+
+
+def ratio_of(new: Tensor, old: Tensor) -> Tensor:
+    """exp(new - old), the exponent bounded by 20 to either side."""
+    return torch.exp((new - old).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
+
+def clipped_objective(
+    ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None
+) -> Tensor:
+    """min(r A, clip(r, 1 - low, 1 + high) A); PPO (arXiv 1707.06347), asymmetric as in DAPO
+    (arXiv 2503.14476). With `dual` = c and A < 0 it is at least c A (arXiv 1912.09729)."""
+    objective = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    if dual is None:
+        return objective
+    return torch.where(advantage < 0, torch.maximum(objective, dual * advantage), objective)
+
+
+def gspo_ratio(new: Tensor, old: Tensor, sample: Tensor) -> Tensor:
+    """exp(mean over the sample's tokens of (new - old)), at each of its tokens; GSPO (arXiv
+    2507.18071). All tokens of a sample must be in the same micro-batch."""
+    num_samples = int(sample.max()) + 1 if sample.numel() else 0
+    zeros = torch.zeros(num_samples, dtype=new.dtype, device=new.device)
+    sums = zeros.index_add(0, sample, new - old)
+    counts = zeros.index_add(0, sample, torch.ones_like(new)).clamp(min=1)
+    mean = (sums / counts).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return torch.exp(mean)[sample]
+
+
+def cispo_objective(
+    new: Tensor, ratio: Tensor, advantage: Tensor, low: float, high: float
+) -> Tensor:
+    """sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, and no token's gradient is
+    lost; CISPO (arXiv 2506.13585), which leaves the lower end open (low = 1)."""
+    return ratio.clamp(1 - low, 1 + high).detach() * advantage * new
+
+
+def importance_weight(old: Tensor, engine: Tensor, cap: float | None) -> Tensor:
+    """min(exp(old - engine), cap), without gradient: truncated importance sampling for an engine
+    whose numbers are not quite the learner's. Without a cap: 1."""
+    if cap is None:
+        return torch.ones_like(old)
+    return ratio_of(old, engine).clamp(max=cap).detach()
+
+
+def k3(new: Tensor, other: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = other - new: unbiased for KL(new || other) on samples of new, never
+    negative (Schulman, "Approximating KL Divergence", k3)."""
+    d = (other - new).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return torch.exp(d) - d - 1
+
+
+def policy_loss(batch: LossInput, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
+    """sum(weight * (-tis * objective + kl_coef * k3 - entropy_coef * entropy)), and sums over the
+    tokens (not weighed, without gradient) for metrics:
+
+        ratio, clipped (the clip takes the gradient away, or bounds the weight), tis,
+        tis_capped, entropy, kl, mismatch_kl (of the engine, when it sampled, to the policy now)
+    """
+    s = settings
+    if s.kind == "gspo":
+        ratio = gspo_ratio(batch.new, batch.old, batch.sample)
+    else:
+        ratio = ratio_of(batch.new, batch.old)
+    if s.kind == "cispo":
+        objective = cispo_objective(batch.new, ratio, batch.advantage, s.clip_low, s.clip_high)
+    else:
+        objective = clipped_objective(ratio, batch.advantage, s.clip_low, s.clip_high, s.dual_clip)
+    tis = importance_weight(batch.old, batch.engine, s.tis_cap)
+    per_token = -tis * objective
+    kl = torch.zeros_like(batch.new)
+    if batch.reference is not None:
+        kl = k3(batch.new, batch.reference)
+        per_token = per_token + s.kl_coef * kl
+    if s.entropy_coef:
+        per_token = per_token - s.entropy_coef * batch.entropy
+    with torch.no_grad():
+        sums = {
+            "ratio": ratio.sum(),
+            "clipped": _clipped(ratio, batch.advantage, s).sum(),
+            "tis": tis.sum(),
+            "tis_capped": (tis >= s.tis_cap).sum() if s.tis_cap else tis.sum() * 0,
+            "entropy": batch.entropy.sum(),
+            "mismatch_kl": k3(batch.engine, batch.new).sum(),
+            "kl": kl.sum(),
+        }
+    return (batch.weight * per_token).sum(), sums
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, s: LossSettings) -> Tensor:
+    above, below = ratio > 1 + s.clip_high, ratio < 1 - s.clip_low
+    if s.kind == "cispo":
+        return above | below
+    clipped = ((advantage > 0) & above) | ((advantage < 0) & below)
+    if s.dual_clip is not None:
+        clipped |= (advantage < 0) & (ratio > s.dual_clip)
+    return clipped

@@ -1,0 +1,325 @@
+"""The policy in training: a causal language model, sharded over the ranks by DeepSpeed ZeRO.
+
+    Batch ──parts──> updates ──plan──> micro-batches of this rank
+                                         │ forward: log-probabilities of the sampled tokens
+                                         │ policy_loss, times the number of ranks (ZeRO averages)
+                                         ▼ backward; gradients are reduced
+                                       one AdamW step, or none if a gradient is not finite
+
+What is the same on every rank stays so: all do as many forward and backward passes as the others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from agentloop.errors import ModelError
+from learner import torchvision_stub  # noqa: F401
+from learner.attention import PACKED, register
+from learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
+from learner.errors import BatchError, TrainingBroken
+from learner.loss import LossInput, policy_loss
+from agentloop.training.learner_settings import LearnerSettings
+from learner.world import World
+
+__all__ = ["Policy", "Scorer", "load_model"]
+
+# What a model may do to its logits, and the head here would not.
+_UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
+
+
+def load_model(settings: LearnerSettings) -> Any:
+    """The model in `settings.model`, on the CPU.
+
+    Raises:
+        ModelError: it cannot be loaded, or its head is of a kind that is not supported.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    register()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model,
+            dtype=getattr(torch, settings.dtype),
+            attn_implementation=settings.attention,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"{settings.model}: {error}") from error
+    for name in _UNSUPPORTED:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ModelError(f"{settings.model}: models with {name} cannot be trained yet")
+    if settings.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """The output layer, in chunks: never more than `chunk` rows of logits exist, in the backward
+    pass too, where they are computed again. One module call, so that ZeRO 3 gathers the weight
+    once, and on all ranks as often."""
+
+    def __init__(self, output: Any, settings: LearnerSettings) -> None:
+        super().__init__()
+        self.weight, self.bias = output.weight, output.bias
+        self._chunk = settings.head_chunk_tokens
+        self._temperature = settings.temperature
+        self._entropy_grad = settings.loss.entropy_coef > 0
+
+    def forward(self, hidden_MH: Any, targets_M: Any) -> tuple[Any, Any]:
+        chunks = zip(hidden_MH.split(self._chunk), targets_M.split(self._chunk), strict=True)
+        scored = [checkpoint(self._score, h, t, use_reentrant=False) for h, t in chunks]
+        logprobs, entropies = zip(*scored, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _score(self, hidden: Any, targets: Any) -> tuple[Any, Any]:
+        logits = functional.linear(hidden, self.weight, self.bias).float() / self._temperature
+        total = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
+        with torch.set_grad_enabled(self._entropy_grad and torch.is_grad_enabled()):
+            entropy = total - (logits.softmax(-1) * logits).sum(-1)
+        return logprobs, entropy
+
+
+class Scorer(torch.nn.Module):  # type: ignore[misc]
+    """A causal language model as what training asks for."""
+
+    def __init__(self, model: Any, settings: LearnerSettings) -> None:
+        super().__init__()
+        self.model = model
+        self.head = _Head(model.get_output_embeddings(), settings)
+        self._packed = settings.attention == PACKED
+
+    def forward(
+        self,
+        ids_L: Any,
+        positions_L: Any,
+        predictors_M: Any,
+        targets_M: Any,
+        segments: tuple[int, ...],
+    ) -> Any:
+        """(log-probabilities, entropies), each float32 [M], of packed samples, `segments` long."""
+        output = self.model.base_model(
+            input_ids=ids_L[None],
+            position_ids=positions_L[None],
+            attention_mask=None,  # so that the attention is cut where positions start again
+            use_cache=False,
+            **({"segments": segments} if self._packed else {}),
+        )
+        return self.head(output.last_hidden_state[0, predictors_M], targets_M)
+
+
+class Policy:
+    """What is trained, on this rank.
+
+    Attributes:
+        num_updates: optimizer steps that were applied, over all lives.
+        num_skipped: steps that were not, for want of finite gradients.
+        engine: DeepSpeed's; `model` is the model in it.
+    """
+
+    def __init__(self, settings: LearnerSettings, world: World) -> None:
+        """Load, shard, and wait for the others. Each rank loads the whole model into its memory
+        before it gives away what is not its own.
+
+        Raises:
+            ModelError: as `load_model`.
+        """
+        import deepspeed
+
+        self.settings, self.world = settings, world
+        self.num_updates = self.num_skipped = self._skipped_in_row = 0
+        torch.manual_seed(settings.seed + world.rank)
+        self.model = load_model(settings)
+        scorer = Scorer(self.model, settings)
+        self.engine, *_ = deepspeed.initialize(
+            model=scorer,
+            optimizer=_adamw(scorer, settings),
+            config=_deepspeed_config(settings),
+            dist_init_required=False,
+        )
+        self.engine.train()
+
+    def check(self, batch: Batch) -> None:
+        """Whether this batch can be trained on; `step` and `logprobs` rely on it.
+
+        Raises:
+            BatchError: why not.
+        """
+        vocab = self.model.config.vocab_size
+        if batch.ids.max() >= vocab:
+            raise BatchError(f"ids: {int(batch.ids.max())} is none of the model's {vocab}")
+        plan(batch.lengths.tolist(), self.settings.micro_batch_tokens, self.world.size)
+        if self.settings.loss.kl_coef and batch.ref_logprobs is None:
+            raise BatchError("ref_logprobs: needed where kl_coef is set")
+
+    def step(self, batch: Batch, lr: float | None = None) -> dict[str, Any]:
+        """Train on a batch, in `updates_per_batch` steps; the metrics are of all of them.
+
+        Raises:
+            TrainingBroken: too many steps in a row had no finite gradient.
+        """
+        begun = time.perf_counter()
+        loss = self.settings.loss
+        updates = parts(batch.groups.tolist(), self.settings.updates_per_batch)
+        if batch.old_logprobs is None and loss.ratio_to == "engine":
+            batch = replace(batch, old_logprobs=batch.logprobs)
+        elif batch.old_logprobs is None and len(updates) > 1:
+            batch = replace(batch, old_logprobs=self.logprobs(batch))
+        done = [self._update(batch, samples, lr) for samples in updates]
+        num_tokens = int(batch.mask.sum())
+        names = [name for name in done[0] if name not in ("loss", "grad_norm", "lr", "skipped")]
+        norms = [one["grad_norm"] for one in done if one["grad_norm"] is not None]
+        metrics = {
+            "loss": sum(one["loss"] for one in done) / len(done),
+            **{name: sum(one[name] for one in done) / num_tokens for name in names},
+            "grad_norm": sum(norms) / len(norms) if norms else None,
+            "lr": done[-1]["lr"],
+            "num_samples": len(batch.lengths),
+            "num_tokens": num_tokens,
+            "tokens_per_s": len(batch.ids) / (time.perf_counter() - begun),
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "skipped": sum(one["skipped"] for one in done),
+        }
+        # JSON has no infinity, and neither would help anybody.
+        return {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
+
+    def _update(self, batch: Batch, samples: Sequence[int], lr: float | None) -> dict[str, Any]:
+        weights_T = token_weights(batch, samples, self.settings.loss.weighing)
+        sums: dict[str, float] = defaultdict(float)
+        for micro in self._micro_batches(batch, samples, weights_T):
+            loss, found = self._forward_loss(micro)
+            real = micro.source[0] >= 0
+            sums["loss"] += loss.item()
+            for name, value in found.items():
+                sums[name] += value.item() if real else 0.0
+            self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
+        rate = self._rate() if lr is None else lr
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.step()
+        skipped = bool(self.engine.optimizer.overflow)
+        norm = None if skipped else float(self.engine.get_global_grad_norm())
+        self._count(skipped)
+        return {**self.world.sums(sums), "grad_norm": norm, "lr": rate, "skipped": skipped}
+
+    def _forward_loss(self, micro: MicroBatch) -> tuple[Any, dict[str, Any]]:
+        new, entropy = self._score(micro)
+        on = self._on_device
+        batch = LossInput(
+            new=new,
+            old=new.detach() if micro.old is None else on(micro.old),
+            engine=on(micro.engine),
+            advantage=on(micro.advantages),
+            weight=on(micro.weights),
+            sample=on(micro.sample),
+            entropy=entropy,
+            reference=None if micro.reference is None else on(micro.reference),
+        )
+        loss, sums = policy_loss(batch, self.settings.loss)
+        if not torch.isfinite(loss):
+            # The norm of the gradients is how every rank hears of it.
+            loss = new.sum() * math.nan
+        return loss, sums
+
+    def _count(self, skipped: bool) -> None:
+        if not skipped:
+            self.num_updates += 1
+            self._skipped_in_row = 0
+            return
+        self.num_skipped += 1
+        self._skipped_in_row += 1
+        if self._skipped_in_row >= self.settings.max_skipped_steps:
+            raise TrainingBroken(
+                f"{self._skipped_in_row} steps in a row had no finite gradient: the weights are "
+                f"those of {self.num_updates} updates"
+            )
+
+    def _rate(self) -> float:
+        o = self.settings.optimizer
+        return o.lr * min(1.0, (self.num_updates + 1) / max(1, o.warmup_steps))
+
+    def logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
+        """float32 [T]: of the sampled tokens; 0 elsewhere. On every rank."""
+        found_T = torch.zeros(len(batch.ids))
+        samples = range(len(batch.lengths))
+        self.engine.eval()
+        with torch.no_grad():
+            for micro in self._micro_batches(batch, samples, np.zeros_like(batch.logprobs)):
+                scored, _ = self._score(micro)
+                if micro.source[0] >= 0:
+                    found_T[torch.from_numpy(micro.source)] = scored.cpu()
+        self.engine.train()
+        found: np.ndarray[Any, Any] = self.world.sum(found_T).numpy()
+        return found
+
+    def _micro_batches(
+        self, batch: Batch, samples: Sequence[int], weights_T: Any
+    ) -> Iterator[MicroBatch]:
+        lengths = batch.lengths[list(samples)].tolist()
+        ranks = plan(lengths, self.settings.micro_batch_tokens, self.world.size)
+        for indices in ranks[self.world.rank]:
+            yield make_micro_batch(batch, [samples[i] for i in indices], weights_T)
+
+    def _score(self, micro: MicroBatch) -> Any:
+        where = (micro.ids, micro.positions, micro.predictors, micro.targets)
+        return self.engine(*map(self._on_device, where), micro.segments)
+
+    def _on_device(self, array: np.ndarray[Any, Any]) -> Any:
+        return torch.from_numpy(array).to(self.world.device, non_blocking=True)
+
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint keeps beside weights and optimizer."""
+        return {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
+
+    def set_counters(self, counters: dict[str, int]) -> None:
+        self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
+        self._skipped_in_row = 0
+
+
+def _adamw(scorer: Any, settings: LearnerSettings) -> Any:
+    o = settings.optimizer
+    matrices = [p for p in scorer.parameters() if p.ndim > 1]
+    others = [p for p in scorer.parameters() if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": o.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+
+
+def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        # Any number of backward passes, then one step.
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": settings.optimizer.max_grad_norm,
+        "zero_optimization": {"stage": settings.zero_stage},
+        "zero_force_ds_cpu_optimizer": False,  # it would be compiled
+    }
+    if settings.dtype == "bfloat16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        if settings.zero_stage > 1:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merged(config, settings.deepspeed)
+
+
+def _merged(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in more.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged

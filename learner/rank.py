@@ -1,0 +1,205 @@
+"""One rank: takes requests, answers them, and ends when nobody asks any more.
+
+    supervisor ──JSON lines──> rank 0 ──broadcast──> every rank: check, agree, work
+        ▲                        │
+        └───────answer───────────┘
+
+Between requests rank 0 lets the others know every few seconds that it is there: so a rank that
+died or hangs is noticed also while nothing is trained. What
+all ranks can find wrong before the work begins is answered, and the learner goes on; whatever
+breaks the work of one rank ends them all, for the others would wait for it in vain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save
+
+from learner.batch import Batch
+from learner.checkpoint import load_checkpoint, read_state, save_checkpoint
+from learner.errors import LearnerError
+from learner.files import fresh_partial
+from learner.policy import Policy
+from learner.weights import publish
+
+__all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "Link", "serve"]
+
+FD_VARIABLE = "AGENTLOOP_LEARNER_FD"
+SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
+_BEATS_PER_TIMEOUT = 4
+_MAX_BEAT_S = 5.0
+_MAX_LINE = 1 << 20
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
+
+
+class Link:
+    """Rank 0's end of the line: JSON lines over a socket."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._socket = stream
+        self._buffer = bytearray()
+        self._ended = False
+
+    @classmethod
+    def open(cls) -> Link:
+        """The socket whose number stands in AGENTLOOP_LEARNER_FD, or the one whose path in
+        AGENTLOOP_LEARNER_SOCKET: torchrun hands no descriptor on.
+
+        Raises:
+            LearnerError: neither is there.
+        """
+        number, path = os.environ.get(FD_VARIABLE), os.environ.get(SOCKET_VARIABLE)
+        try:
+            if number:
+                return cls(socket.socket(fileno=int(number)))
+            if path:
+                stream = socket.socket(socket.AF_UNIX)
+                stream.connect(path)
+                return cls(stream)
+        except (OSError, ValueError) as error:
+            raise LearnerError(f"nobody to talk to at {number or path}: {error}") from error
+        raise LearnerError(f"set {FD_VARIABLE} or {SOCKET_VARIABLE}: where requests come from")
+
+    def next(self, timeout_s: float) -> Request | None:
+        """The next request; None if none came in time. The end of the stream asks to close."""
+        while b"\n" not in self._buffer:
+            if not select.select([self._socket], [], [], timeout_s)[0]:
+                return None
+            data = self._socket.recv(1 << 16)
+            if not data:
+                self._ended = True
+                return {"op": "close"}
+            self._buffer += data
+            if len(self._buffer) > _MAX_LINE:
+                raise LearnerError(f"a request of more than {_MAX_LINE} bytes")
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer[:] = rest
+        try:
+            request = json.loads(line)
+        except ValueError:
+            request = None
+        return request if isinstance(request, dict) else {"op": f"{line[:80]!r}, no JSON object"}
+
+    def send(self, answer: Answer) -> None:
+        """Nothing is sent to a supervisor that has hung up."""
+        if self._ended:
+            return
+        self._socket.sendall(json.dumps(answer, allow_nan=False).encode() + b"\n")
+
+
+def serve(policy: Policy, link: Link | None) -> None:
+    """Work until asked to close. `link` is there on rank 0.
+
+    Raises:
+        TrainingBroken, and whatever else must end the learner.
+    """
+    world = policy.world
+    beat_s = min(_MAX_BEAT_S, policy.settings.collective_timeout_s / _BEATS_PER_TIMEOUT)
+    while True:
+        request: Request | None = world.share(link.next(beat_s) if link else None)
+        if request is None:
+            continue
+        closing = request.get("op") == "close"
+        try:
+            answer = {"ok": True} if closing else {"ok": True, **_handle(policy, request)}
+        except _Refused as error:
+            answer = {"ok": False, "error": str(error), "fatal": False}
+        if link:
+            link.send(answer)
+        if closing:
+            return
+
+
+class _Refused(Exception):
+    """All ranks know that the request cannot be carried out; nothing was done."""
+
+
+def _handle(policy: Policy, request: Request) -> Answer:
+    problem, work = None, None
+    try:
+        work = _prepare(policy, request)
+    except LearnerError as error:
+        problem = error
+    try:
+        policy.world.agree(problem)
+    except LearnerError as error:
+        raise _Refused(str(error)) from error
+    assert work is not None
+    return work()
+
+
+def _prepare(policy: Policy, request: Request) -> Callable[[], Answer]:
+    """Check the request on this rank alone; what is returned is done by all ranks together."""
+    match request:
+        case {"op": "step", "batch": str(path), **rest}:
+            batch, lr = _batch(policy, path), _lr(rest)
+            return lambda: policy.step(batch, lr)
+        case {"op": "logprobs", "batch": str(path), "out": str(out)}:
+            scored = _batch(policy, path)
+            return lambda: _logprobs(policy, scored, Path(out))
+        case {"op": "publish", "folder": str(folder), "version": str(version)}:
+            _check_target(policy, Path(folder))
+            return lambda: publish(policy, Path(folder), version)
+        case {"op": "save", "folder": str(folder), **rest}:
+            state = rest.get("state", {})
+            if not isinstance(state, dict):
+                raise LearnerError("state: an object expected")
+            _check_target(policy, Path(folder))
+            return lambda: _save(policy, Path(folder), state)
+        case {"op": "load", "folder": str(folder)}:
+            kept = read_state(policy, Path(folder))
+            return lambda: _load(policy, Path(folder), kept)
+        case _:
+            raise LearnerError(f"unknown request: {json.dumps(request)[:200]}")
+
+
+def _check_target(policy: Policy, folder: Path) -> None:
+    """Rank 0 begins to write there."""
+    if policy.world.first:
+        try:
+            fresh_partial(folder)
+        except OSError as error:
+            raise LearnerError(f"{folder}: {error.strerror or error}") from error
+
+
+def _batch(policy: Policy, path: str) -> Batch:
+    batch = Batch.load(Path(path))
+    policy.check(batch)
+    return batch
+
+
+def _lr(request: Request) -> float | None:
+    lr = request.get("lr")
+    if lr is None:
+        return None
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < 1:
+        raise LearnerError(f"lr: from 0 to 1 expected, not {lr!r}")
+    return float(lr)
+
+
+def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
+    found = policy.logprobs(batch)
+    if policy.world.first:
+        partial = out.with_name(f".{out.name}.partial")
+        partial.write_bytes(save({"logprobs": found}))
+        os.replace(partial, out)
+    return {"num_tokens": int(batch.mask.sum())}
+
+
+def _save(policy: Policy, folder: Path, state: dict[str, Any]) -> Answer:
+    save_checkpoint(policy, folder, state)
+    return {"folder": str(folder), **policy.counters()}
+
+
+def _load(policy: Policy, folder: Path, kept: dict[str, Any]) -> Answer:
+    load_checkpoint(policy, folder, kept)
+    return {"state": kept["state"], **policy.counters()}

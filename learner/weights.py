@@ -1,0 +1,143 @@
+"""Weights that others can load: gathered, cast, and visible all at once.
+
+    parameters ──gathered, some at a time──> rank 0 ──cast──> shards ──sha256──> folder
+
+A published folder is a model folder of transformers' (safetensors, configuration, tokenizer),
+and `published.json`: {"version": "7", "sha256": {"model.safetensors": "..."}}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from learner.errors import LearnerError
+from learner.files import appear, fresh_partial
+from learner.policy import Policy
+
+__all__ = ["MANIFEST", "publish", "verify"]
+
+MANIFEST = "published.json"
+# What a loader needs beside the weights; anything else in the folder stays there.
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+
+
+def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
+    """Write the weights into `folder`. Every rank comes here; rank 0 writes.
+
+    Tied weights are written once. Returns on rank 0: version, sha256 by file, num_bytes, seconds.
+    """
+    begun = time.perf_counter()
+    first = policy.world.first
+    dtype = getattr(torch, policy.settings.publish_dtype)
+    partial = fresh_partial(folder) if first else folder
+    shards = _shards(policy.model, dtype, policy.settings.max_shard_mib << 20)
+    names = _file_names(len(shards))
+    sha256 = {}
+    for file, shard in zip(names, shards, strict=True):
+        tensors = dict(_gathered(shard, dtype, keep=first))
+        if first:
+            save_file(tensors, partial / file, metadata={"format": "pt"})
+            (partial / file).chmod(0o644)  # safetensors writes 0600
+            sha256[file] = _sha256(partial / file)
+    if not first:
+        return {}
+    if len(shards) > 1:
+        _write_index(partial, names, shards)
+    _copy_others(policy.settings.model, partial, policy.settings.publish_dtype)
+    manifest = {"version": version, "sha256": sha256}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+    num_bytes = sum((partial / file).stat().st_size for file in names)
+    appear(partial, folder, durable=False)  # after a crash they are published anew
+    return {**manifest, "num_bytes": num_bytes, "seconds": time.perf_counter() - begun}
+
+
+def verify(folder: Path) -> str:
+    """The version in `folder`, after its files were compared with their checksums.
+
+    Raises:
+        LearnerError: it names the file that differs.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+        for file, expected in manifest["sha256"].items():
+            if _sha256(folder / file) != expected:
+                raise LearnerError(f"{folder / file}: not what was published: sha256 differs")
+    except (OSError, ValueError) as error:
+        raise LearnerError(f"{folder}: {error}") from error
+    version: str = manifest["version"]
+    return version
+
+
+Shard = list[tuple[str, Any]]
+
+
+def _shards(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
+    """Named parameters and buffers, tied ones once, in files of at most `max_bytes` if one
+    tensor does not take more."""
+    width = torch.empty(0, dtype=dtype).element_size()
+    shards: list[Shard] = [[]]
+    free = max_bytes
+    for name, tensor in _tensors(model):
+        size = getattr(tensor, "ds_numel", tensor.numel()) * width
+        if size > free and shards[-1]:
+            shards.append([])
+            free = max_bytes
+        shards[-1].append((name, tensor))
+        free -= size
+    return shards
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    yield from model.named_parameters()  # a tied one under its first name
+    kept = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _gathered(shard: Shard, dtype: Any, *, keep: bool) -> Iterator[tuple[str, Any]]:
+    """One tensor at a time is whole on the device."""
+    import deepspeed
+
+    for name, tensor in shard:
+        with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
+            if keep:
+                kind = dtype if tensor.is_floating_point() else tensor.dtype
+                yield name, tensor.detach().to("cpu", kind, copy=True).contiguous()
+
+
+def _file_names(num_shards: int) -> list[str]:
+    if num_shards == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
+
+
+def _write_index(partial: Path, names: list[str], shards: list[Shard]) -> None:
+    where = {name: file for file, shard in zip(names, shards, strict=True) for name, _ in shard}
+    total = sum((partial / file).stat().st_size for file in names)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    text = json.dumps(index, indent=2) + "\n"
+    (partial / "model.safetensors.index.json").write_text(text, "utf-8")
+
+
+def _copy_others(source: Path, target: Path, dtype: str) -> None:
+    for file in source.iterdir():
+        known = file.suffix in _COPIED and not file.name.endswith(".index.json")
+        if file.is_file() and known and file.name != MANIFEST:
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text("utf-8"))
+    config.pop("torch_dtype", None)  # its name of old
+    config["dtype"] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,107 @@
+"""The ranks: this one's place among them, and what they tell each other beside the training.
+
+Requests, errors and metrics go over a gloo group of their own, on the host, so that a rank that
+waits for work needs no accelerator for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from learner.errors import LearnerError
+
+__all__ = ["World"]
+
+
+class World:
+    """This process among its peers.
+
+    Attributes:
+        rank, size: as in the environment (RANK, WORLD_SIZE).
+        device: this rank's accelerator, or the CPU.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Join the others at MASTER_ADDR:MASTER_PORT.
+
+        `timeout_s` is how long a collective waits for a peer that does not come.
+
+        Raises:
+            LearnerError: the environment lacks something.
+        """
+        self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
+        local_rank = _number("LOCAL_RANK")
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(local_rank)
+        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        _join("nccl" if cuda else "gloo", timedelta(seconds=timeout_s))
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, item: Any) -> Any:
+        """Rank 0's `item`, on every rank."""
+        box = [item]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def agree(self, error: LearnerError | None) -> None:
+        """Every rank comes here, with what went wrong on it, if anything.
+
+        Raises:
+            LearnerError: what went wrong on the first rank that has something, on all of them.
+        """
+        errors: list[LearnerError | None] = [None] * self.size
+        dist.all_gather_object(errors, error, group=self._control)
+        for found in errors:
+            if found is not None:
+                raise found
+
+    def wait(self) -> None:
+        """For all ranks."""
+        dist.barrier(group=self._control)
+
+    def sum(self, values: Any) -> Any:
+        """The sum over the ranks of a float tensor, on the host."""
+        total = values.detach().to("cpu", copy=True)
+        dist.all_reduce(total, group=self._control)
+        return total
+
+    def sums(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The sums over the ranks, which all bring the same names."""
+        total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64))
+        return dict(zip(values, total.tolist(), strict=True))
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+
+def _number(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdigit():
+        raise LearnerError(f"{name}: a number expected in the environment, not {value!r}")
+    return int(value)
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    # ZeRO clones the process group and forgets its timeout, but not this default.
+    dist.distributed_c10d.default_pg_timeout = timeout
+    if backend == "gloo":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    import deepspeed
+
+    if backend == "gloo":
+        # DeepSpeed would compile a transport through shared memory, which training never uses.
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)

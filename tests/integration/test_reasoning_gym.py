@@ -1,0 +1,57 @@
+"""The real reasoning-gym: its tasks, and its scorers in a sandbox of local processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import pytest
+
+from agentloop.errors import SettingsError
+from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.tasks import TaskSource, TasksSettings
+from agentloop.trajectory import StopReason, Trajectory, Turn
+from sandbox import Pool, PoolSettings
+
+pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(autouse=True)
+def is_installed() -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.fail("reasoning-gym is missing: pip install reasoning-gym", pytrace=False)
+
+
+def settings(*families: str) -> TasksSettings:
+    return TasksSettings(kind="reasoning_gym", families=list(families), size=5, shuffle=False)
+
+
+def answered(text: str) -> Trajectory:
+    return Trajectory("t", [1], [Turn(text=f"<answer>{text}</answer>")], StopReason.ANSWERED)
+
+
+async def test_families_are_tasks() -> None:
+    tasks = list(itertools.islice(TaskSource.open(settings("chain_sum", "countdown")), 10))
+    assert {task.source for task in tasks} == {
+        "reasoning_gym/chain_sum", "reasoning_gym/countdown"
+    }  # fmt: skip
+    assert all(task.answer for task in tasks)
+    with pytest.raises(SettingsError, match="'no_such_family'"):
+        TaskSource.open(settings("no_such_family"))
+
+
+async def test_another_right_answer_is_right_and_junk_is_not() -> None:
+    """countdown evaluates its answers, and gives junk a little."""
+    task = next(TaskSource.open(settings("countdown")))
+    pool_settings = PoolSettings(backend="process", workers=1)
+    async with Pool(pool_settings) as pool:
+        async with Scorer(RewardSettings(function="exact", timeout_s=60), pool=pool) as scorer:
+            for text, value in [
+                (task.answer, 1.0),
+                (f"0 + {task.answer}", 0.0),  # 0 is none of the numbers
+                (f"({task.answer})", 1.0),
+                ("junk", 0.0),
+                ("__import__('os')._exit(0)", 0.0),
+            ]:
+                found = await scorer.score(answered(text), task)
+                assert found.value == value, (text, found)

@@ -1,0 +1,67 @@
+"""The same training in plain PyTorch: one process, one sample at a time, all logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from learner.batch import Batch
+from agentloop.training.learner_settings import LearnerSettings
+from learner.small_model.qwen3 import Qwen3ForCausalLM
+
+
+def load(settings: LearnerSettings) -> Any:
+    return Qwen3ForCausalLM.from_pretrained(settings.model, dtype=torch.float32).train()
+
+
+def scores(model: Any, batch: Batch, index: int) -> tuple[Any, Any, slice]:
+    """Log-probabilities and entropies [L - 1] of a sample's tokens after the first; its place."""
+    start = int(batch.starts[index])
+    place = slice(start + 1, start + int(batch.lengths[index]))
+    ids = torch.from_numpy(batch.ids[start : place.stop]).long()
+    table = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    return table.gather(-1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1), place
+
+
+class Plain:
+    """GRPO with AdamW, written down as the paper has it."""
+
+    def __init__(self, settings: LearnerSettings) -> None:
+        o = settings.optimizer
+        self.model = load(settings)
+        self.max_grad_norm = o.max_grad_norm
+        self.adamw = torch.optim.AdamW(
+            self.model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0
+        )
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        groups = batch.groups.tolist()
+        mask_T = torch.from_numpy(batch.mask).bool()
+        old_T = torch.from_numpy(batch.old_logprobs)
+        tis_T = torch.exp(old_T - torch.from_numpy(batch.logprobs)).clamp(max=2.0)
+        loss: Any = 0.0
+        clipped = 0
+        for group in set(groups):
+            members = [i for i, one in enumerate(groups) if one == group]
+            total: Any = 0.0
+            for index in members:
+                new, _, place = scores(self.model, batch, index)
+                mask, a = mask_T[place], float(batch.advantages[index])
+                ratio = torch.exp(new - old_T[place])[mask]
+                bounded = ratio.clamp(0.8, 1.28)
+                total = total + (tis_T[place][mask] * torch.minimum(ratio * a, bounded * a)).sum()
+                clipped += int((ratio * a > bounded * a).sum())
+            num_tokens = sum(int(mask_T[scores_place(batch, i)].sum()) for i in members)
+            loss = loss - total / num_tokens / len(set(groups))
+        self.adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        self.adamw.step()
+        share = clipped / int(mask_T.sum())
+        return {"loss": loss.item(), "grad_norm": norm.item(), "clipped": share}
+
+
+def scores_place(batch: Batch, index: int) -> slice:
+    start = int(batch.starts[index])
+    return slice(start, start + int(batch.lengths[index]))

@@ -1,0 +1,180 @@
+"""Batches: the file, the weights of tokens, and how samples are dealt out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from learner.batch import Batch, make_micro_batch, parts, plan, token_weights
+from learner.errors import BatchError
+from tests.learner.ranks import make_batch
+
+LENGTHS = st.lists(st.integers(2, 100), min_size=1, max_size=40)
+WORLD_SIZES = st.integers(1, 8)
+
+
+def test_a_batch_comes_back_from_its_file(tmp_path: Path) -> None:
+    batch = make_batch(ref_logprobs=np.zeros(150, np.float32))
+    batch.save(tmp_path / "batch.safetensors")
+    back = Batch.load(tmp_path / "batch.safetensors")
+    assert back.old_logprobs is None
+    for name in ("ids", "mask", "logprobs", "lengths", "advantages", "groups", "ref_logprobs"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(batch, name))
+
+
+def changed(name: str, at: int, value: float) -> Any:
+    array = getattr(make_batch(), name).copy()
+    array[at] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"ids": np.zeros(150, np.int64)}, "ids: int32 [150]"),
+        ({"mask": np.zeros(149, np.uint8)}, "mask: uint8 [150], one for each token"),
+        ({"advantages": np.zeros(3, np.float32)}, "advantages: float32 [4], one for each sample"),
+        ({"lengths": np.asarray([40, 25, 33, 51], np.int32)}, "summing up to 150"),
+        ({"lengths": np.asarray([149, 1, 0, 0], np.int32)}, "of 2 at least"),
+        ({"ids": changed("ids", 7, -1)}, "never negative"),
+        ({"mask": changed("mask", 7, 2)}, "a mask is 0 or 1"),
+        ({"mask": changed("mask", 40, 1)}, "sample 1 begins with a sampled token"),
+        ({"mask": np.zeros(150, np.uint8)}, "sample 0 has no sampled token"),
+        ({"advantages": changed("advantages", 2, np.nan)}, "advantages: sample 2"),
+        ({"logprobs": changed("logprobs", 41, -np.inf)}, "logprobs: token 41"),
+        ({"old_logprobs": changed("logprobs", 1, np.nan)}, "old_logprobs: token 1"),
+    ],
+)
+def test_what_is_wrong_with_a_batch_is_named(arrays: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=re.escape(message)):
+        make_batch(**arrays)
+
+
+def test_numbers_where_nothing_was_sampled_do_not_matter() -> None:
+    make_batch(logprobs=changed("logprobs", 40, np.nan))
+
+
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "batch.safetensors"
+    with pytest.raises(BatchError, match=r"batch.safetensors: No such file"):
+        Batch.load(file)
+    file.write_bytes(b"hello, this is no tensor")
+    with pytest.raises(BatchError, match=r"batch.safetensors: no safetensors file"):
+        Batch.load(file)
+    make_batch().save(file)
+    arrays = load(file.read_bytes())
+    file.write_bytes(save({**arrays, "reward": arrays["advantages"]}))
+    with pytest.raises(BatchError, match="unknown tensor reward"):
+        Batch.load(file)
+    del arrays["groups"]
+    file.write_bytes(save(arrays))
+    with pytest.raises(BatchError, match="without groups"):
+        Batch.load(file)
+    file.write_bytes(save({**arrays, "groups": arrays["lengths"][:2]}))
+    with pytest.raises(BatchError, match=r"batch.safetensors: groups: int32 \[4\]"):
+        Batch.load(file)
+
+
+def small() -> Batch:
+    """Two groups: samples of 1 and 3 sampled tokens, and one of 2."""
+    return Batch(
+        ids=np.arange(10, dtype=np.int32),
+        mask=np.asarray([0, 1, 0, 1, 1, 1, 0, 0, 1, 1], np.uint8),
+        logprobs=np.zeros(10, np.float32),
+        lengths=np.asarray([2, 4, 4], np.int32),
+        advantages=np.asarray([1, -1, 2], np.float32),
+        groups=np.asarray([7, 7, 3], np.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "weights"),
+    [
+        ("group", [0, 1 / 8, 0, 1 / 8, 1 / 8, 1 / 8, 0, 0, 1 / 4, 1 / 4]),
+        ("batch", [0, 1 / 6, 0, 1 / 6, 1 / 6, 1 / 6, 0, 0, 1 / 6, 1 / 6]),
+        ("sequence", [0, 1 / 3, 0, 1 / 9, 1 / 9, 1 / 9, 0, 0, 1 / 6, 1 / 6]),
+    ],
+)
+def test_what_a_token_counts(how: Any, weights: list[float]) -> None:
+    assert token_weights(small(), [0, 1, 2], how) == pytest.approx(weights)
+
+
+def test_what_a_token_counts_in_a_part_of_the_batch() -> None:
+    assert token_weights(small(), [2], "group") == pytest.approx([0] * 8 + [0.5, 0.5])
+
+
+@given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS, how=st.sampled_from(["group", "batch"]))
+def test_the_weights_of_a_batch_sum_to_one(seed: int, lengths: list[int], how: Any) -> None:
+    batch = make_batch(seed, tuple(lengths))
+    assert token_weights(batch, range(len(lengths)), how).sum() == pytest.approx(1, abs=1e-4)
+
+
+@given(groups=st.lists(st.integers(0, 5), min_size=1), num_parts=st.integers(1, 4))
+def test_groups_stay_together_in_a_part(groups: list[int], num_parts: int) -> None:
+    found = parts(groups, num_parts)
+    assert sorted(i for part in found for i in part) == list(range(len(groups)))
+    assert all(found)
+    assert len(found) == min(num_parts, len(set(groups)))
+    kept = [{groups[i] for i in part} for part in found]
+    assert sum(map(len, kept)) == len(set(groups))
+
+
+@given(lengths=LENGTHS, slack=st.integers(0, 200), world_size=WORLD_SIZES)
+def test_a_plan(lengths: list[int], slack: int, world_size: int) -> None:
+    budget = max(lengths) + slack
+    ranks = plan(lengths, budget, world_size)
+    assert len(ranks) == world_size
+    assert len({len(rank) for rank in ranks}) == 1
+    bins = [one for rank in ranks for one in rank]
+    assert sorted(i for one in bins for i in one) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in one) <= budget for one in bins)
+    if not all(bins):
+        assert all(len(one) <= 1 for one in bins), "padded although there was work to share"
+    assert len([one for one in bins if not one]) < world_size
+    full = [one for one in bins if one]
+    assert len(full) <= 2 * sum(lengths) // budget + world_size, "packed loosely"
+
+
+@given(lengths=LENGTHS, world_size=WORLD_SIZES)
+def test_ranks_get_about_as_much(lengths: list[int], world_size: int) -> None:
+    ranks = plan(lengths, 100, world_size)
+    loads = [sum(lengths[i] for one in rank for i in one) for rank in ranks]
+    assert max(loads) - min(loads) <= 100
+
+
+def test_a_sample_that_is_too_long_is_named() -> None:
+    with pytest.raises(BatchError, match="sample 1 has 65 tokens: raise micro_batch_tokens"):
+        plan([3, 65], 64, 2)
+
+
+@given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS, world_size=WORLD_SIZES)
+def test_micro_batches_hold_what_the_batch_holds(
+    seed: int, lengths: list[int], world_size: int
+) -> None:
+    batch = make_batch(seed, tuple(lengths))
+    weights = token_weights(batch, range(len(lengths)), "group")
+    seen: list[int] = []
+    for rank in plan(lengths, 128, world_size):
+        for samples in rank:
+            micro = make_micro_batch(batch, samples, weights)
+            assert (micro.ids[micro.predictors + 1] == micro.targets).all()
+            assert (micro.positions[micro.predictors + 1] > 0).all(), "predicted by another sample"
+            if not samples:
+                assert micro.weights.sum() == 0
+                continue
+            seen.extend(micro.source.tolist())
+            assert (micro.ids[micro.predictors + 1] == batch.ids[micro.source]).all()
+            assert np.count_nonzero(micro.positions == 0) == len(samples)
+            assert micro.sample.max() == len(samples) - 1
+            owner = np.asarray(samples)[micro.sample]
+            np.testing.assert_array_equal(micro.advantages, batch.advantages[owner])
+            np.testing.assert_array_equal(micro.engine, batch.logprobs[micro.source])
+            np.testing.assert_array_equal(micro.weights, weights[micro.source])
+    assert sorted(seen) == np.flatnonzero(batch.mask).tolist()

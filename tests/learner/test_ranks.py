@@ -1,0 +1,350 @@
+"""Real ranks: DeepSpeed's ZeRO 1, 2 and 3 with one and two processes, against plain PyTorch.
+
+Ranks are started once per kind; a test begins by loading the checkpoint of their beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+
+import torch
+from safetensors.numpy import load as load_arrays
+from safetensors.torch import load_file
+
+from agentloop.models import SMALL
+from learner.errors import LearnerError
+from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
+from learner.small_model.qwen3 import Qwen3ForCausalLM
+from learner.weights import verify
+from tests.learner.plain import Plain, load, scores
+from tests.learner.ranks import ROOT, SIZES, Ranks, free_port, make_batch, started
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+
+SETTINGS = LearnerSettings(
+    model=SMALL,
+    micro_batch_tokens=57,
+    head_chunk_tokens=16,
+    publish_dtype="float32",
+    max_shard_mib=1,
+    collective_timeout_s=20,
+    # With AdamW's usual 1e-8 the rounding of a gradient of almost 0 becomes an update of its own.
+    optimizer=OptimizerSettings(lr=1e-3, warmup_steps=0, eps=1e-5),
+    # The small model's tensors are so small that ZeRO 3 would not share them out.
+    deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+)
+KINDS = [(stage, num_ranks) for num_ranks in (1, 2) for stage in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"zero{kind[0]}x{kind[1]}")
+def kind(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[int, Ranks, Path]]:
+    stage, num_ranks = request.param
+    folder = tmp_path_factory.mktemp("ranks")
+    settings = SETTINGS.model_copy(update={"zero_stage": stage})
+    with started(folder, settings, num_ranks) as ranks:
+        assert ranks.ask("save", folder=folder / "begin" / "0")["ok"]
+        yield stage, ranks, folder
+
+
+def from_the_beginning(kind: tuple[int, Ranks, Path]) -> Ranks:
+    _, ranks, folder = kind
+    assert ranks.ask("load", folder=folder / "begin" / "0")["num_updates"] == 0
+    return ranks
+
+
+def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    assert ranks.ask("publish", folder=folder, version="1")["ok"]
+    shards = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+
+
+def policy_batch(sizes: tuple[int, ...]) -> Any:
+    """Log-probabilities near the model's own, so that ratios are near 1, to either side."""
+    batch = make_batch(sizes=sizes)
+    model, rng = load(SETTINGS), np.random.default_rng(0)
+    old = np.zeros(len(batch.ids), np.float32)
+    with torch.no_grad():
+        for index in range(len(batch.lengths)):
+            new, _, place = scores(model, batch, index)
+            old[place] = new.numpy()
+    noise = rng.normal(0, 0.3, (2, len(old))).astype(np.float32)
+    return replace(batch, old_logprobs=old + noise[0], logprobs=old + noise[1])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
+def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], packed: bool) -> None:
+    """Each sample in a micro-batch of its own, or several in one."""
+    stage, ranks, folder = kind[0], from_the_beginning(kind), kind[2]
+    plain, batch = Plain(SETTINGS), policy_batch((20, 25, 31, 12, 8, 17) if packed else SIZES)
+    before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
+    batch.save(folder / "batch")
+    for _ in range(4):
+        expected, found = plain.step(batch), ranks.ask("step", batch=folder / "batch")
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert found["clipped"] == pytest.approx(expected["clipped"], abs=0.02)
+        assert 0.1 < found["clipped"] < 1, "the batch does not try the clip"
+    weights = published(ranks, folder / "four")
+    assert weights.keys() == before.keys(), "without the tied head"
+    now = dict(plain.model.named_parameters())
+    moved = max((now[name] - before[name]).abs().max().item() for name in now)
+    differ = max((now[name] - weights[name]).abs().max().item() for name in now)
+    print(f"zero{stage} {packed=}: largest update {moved:.2e}, difference {differ:.2e}")
+    assert moved > 2e-3
+    assert differ < 5e-6
+
+
+def test_log_probabilities_are_the_models(kind: tuple[int, Ranks, Path]) -> None:
+    ranks, folder, batch = from_the_beginning(kind), kind[2], make_batch(3)
+    batch.save(folder / "batch")
+    assert ranks.ask("logprobs", batch=folder / "batch", out=folder / "out")["ok"]
+    found = load_arrays((folder / "out").read_bytes())["logprobs"]
+    model = load(SETTINGS)
+    expected = np.zeros_like(found)
+    with torch.no_grad():
+        for index in range(len(batch.lengths)):
+            new, _, place = scores(model, batch, index)
+            expected[place] = new.numpy()
+    np.testing.assert_allclose(found, expected * batch.mask, atol=2e-4)
+
+
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[int, Ranks, Path]) -> None:
+    ranks, folder = from_the_beginning(kind), kind[2]
+    make_batch(1).save(folder / "one")
+    make_batch(2).save(folder / "two")
+    assert ranks.ask("step", batch=folder / "one")["num_updates"] == 1
+    assert ranks.ask("save", folder=folder / "save" / "a", state={"cursor": [3, "x"]})["ok"]
+    first = ranks.ask("step", batch=folder / "two")
+    weights = ranks.ask("publish", folder=folder / "first", version="2")["sha256"]
+    loaded = ranks.ask("load", folder=folder / "save" / "a")
+    assert (loaded["state"], loaded["num_updates"]) == ({"cursor": [3, "x"]}, 1)
+    again = ranks.ask("step", batch=folder / "two")
+    assert (again["loss"], again["grad_norm"]) == (first["loss"], first["grad_norm"])
+    assert ranks.ask("publish", folder=folder / "again", version="2")["sha256"] == weights
+    kept = json.loads((folder / "save" / "a" / "state.json").read_text())
+    assert kept["state"] == {"cursor": [3, "x"]}
+
+
+def test_a_step_without_a_finite_gradient_is_left_out(kind: tuple[int, Ranks, Path]) -> None:
+    """Only one sample is bad, so of two ranks one sees nothing of it."""
+    ranks, folder = from_the_beginning(kind), kind[2]
+    make_batch(advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(folder / "bad")
+    make_batch().save(folder / "good")
+    before = ranks.ask("publish", folder=folder / "before", version="1")["sha256"]
+    for num_skipped in (1, 2):
+        found = ranks.ask("step", batch=folder / "bad")
+        assert (found["ok"], found["skipped"], found["grad_norm"]) == (True, 1, None)
+        assert (found["num_updates"], found["num_skipped"]) == (0, num_skipped)
+    assert ranks.ask("publish", folder=folder / "after", version="1")["sha256"] == before
+    found = ranks.ask("step", batch=folder / "good")
+    assert (found["skipped"], found["num_updates"]) == (0, 1)
+    assert ranks.ask("publish", folder=folder / "moved", version="1")["sha256"] != before
+    assert ranks.ask("step", batch=folder / "bad")["ok"], "a good step ends the row of bad ones"
+
+
+def test_a_batch_of_one_sample_leaves_the_other_rank_nothing(kind: tuple[int, Ranks, Path]) -> None:
+    ranks, folder = from_the_beginning(kind), kind[2]
+    make_batch(sizes=(30,)).save(folder / "lonely")
+    found = ranks.ask("step", batch=folder / "lonely")
+    assert found["ok"]
+    assert found["ratio"] == pytest.approx(1)
+    assert np.isfinite(found["grad_norm"])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Path]]:
+    """Two ranks that compute in bfloat16, as they do on an accelerator."""
+    folder = tmp_path_factory.mktemp("two")
+    optimizer = OptimizerSettings(lr=1e-3, warmup_steps=4)
+    more: dict[str, Any] = {"dtype": "bfloat16", "publish_dtype": "bfloat16", "max_shard_mib": 4096}
+    more |= {"optimizer": optimizer, "updates_per_batch": 2, "keep_checkpoints": 2}
+    more |= {"activation_checkpointing": True}
+    with started(folder, SETTINGS.model_copy(update=more), 2) as ranks:
+        yield ranks, folder
+
+
+def test_what_is_published_is_a_model_folder(two: tuple[Ranks, Path]) -> None:
+    """Before any step: the very weights that training started from."""
+    ranks, folder = two
+    found = ranks.ask("publish", folder=folder / "7", version="7")
+    assert found["version"] == verify(folder / "7") == "7"
+    assert list(found["sha256"]) == ["model.safetensors"]
+    ours, theirs = (
+        load_file(folder / "7" / "model.safetensors"),
+        load_file(SMALL / "model.safetensors"),
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (folder / "7" / file).read_bytes() == (SMALL / file).read_bytes()
+    assert json.loads((folder / "7" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert not (folder / "7" / "README.md").exists(), "the card is about other weights"
+    model = Qwen3ForCausalLM.from_pretrained(folder / "7", dtype="auto")
+    assert torch.equal(model.lm_head.weight, ours["model.embed_tokens.weight"])
+    assert [one.name for one in folder.glob(".*")] == [], "nothing half written is left"
+
+
+def test_a_file_that_changed_is_noticed(two: tuple[Ranks, Path]) -> None:
+    ranks, folder = two
+    ranks.ask("publish", folder=folder / "broken", version="8")
+    with (folder / "broken" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(LearnerError, match=r"model.safetensors: not what was published"):
+        verify(folder / "broken")
+    assert ranks.ask("publish", folder=folder / "broken", version="9")["ok"]
+    assert verify(folder / "broken") == "9"
+
+
+def test_two_updates_of_a_batch_and_the_warm_up(two: tuple[Ranks, Path]) -> None:
+    ranks, folder = two
+    make_batch().save(folder / "batch")
+    first = ranks.ask("step", batch=folder / "batch")
+    assert (first["num_updates"], first["lr"]) == (2, pytest.approx(5e-4))
+    assert first["ratio"] != 1, "the second update starts where the first one ended"
+    second = ranks.ask("step", batch=folder / "batch", lr=3e-4)
+    assert (second["num_updates"], second["lr"]) == (4, 3e-4)
+    names = {"loss", "clipped", "ratio", "mismatch_kl", "entropy", "grad_norm", "tokens_per_s"}
+    assert names | {"num_tokens", "lr"} <= second.keys()
+
+
+def test_old_checkpoints_are_removed(two: tuple[Ranks, Path]) -> None:
+    ranks, folder = two
+    (folder / "kept" / "mine").mkdir(parents=True)
+    for name in ("a", "b", "c", "c"):
+        assert ranks.ask("save", folder=folder / "kept" / name)["ok"]
+    assert {one.name for one in (folder / "kept").iterdir()} == {"mine", "b", "c"}
+
+
+def test_a_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]) -> None:
+    ranks, folder = two
+    make_batch(sizes=(30, 65)).save(folder / "long")
+    make_batch(ids=np.full(150, 512, np.int32)).save(folder / "foreign")
+    make_batch().save(folder / "batch")
+    (folder / "file").write_text("in the way")
+    requests: list[tuple[str, dict[str, Any], str]] = [
+        ("step", {"batch": folder / "nope"}, "nope: No such file"),
+        ("step", {"batch": folder / "long"}, "sample 1 has 65 tokens: raise micro_batch_tokens"),
+        ("step", {"batch": folder / "foreign"}, "512 is none of the model's 512"),
+        ("step", {"batch": folder / "batch", "lr": "fast"}, "lr: from 0 to 1 expected"),
+        ("load", {"folder": folder / "nope"}, "nope: no checkpoint"),
+        ("save", {"folder": folder / "a", "state": 3}, "state: an object expected"),
+        ("publish", {"folder": folder / "file" / "7", "version": "7"}, "file"),
+        ("publish", {"folder": folder / "7"}, "unknown request"),
+        ("dance", {}, "unknown request"),
+    ]
+    for op, fields, message in requests:
+        answer = ranks.ask(op, **fields)
+        assert (answer["ok"], answer["fatal"]) == (False, False)
+        assert message in answer["error"]
+    assert ranks.ask("step", batch=folder / "batch")["ok"]
+
+
+def test_ranks_end_when_their_supervisor_hangs_up(tmp_path: Path) -> None:
+    with started(tmp_path, SETTINGS, 2) as ranks:
+        ranks.hang_up()
+        assert [process.wait(30) for process in ranks.processes] == [0, 0]
+
+
+def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
+    """It hands no descriptor on: rank 0 connects to a path. And a loss of another kind."""
+    make_batch().save(tmp_path / "without")
+    make_batch(ref_logprobs=make_batch().logprobs).save(tmp_path / "batch")
+    loss = LossSettings(ratio_to="engine", kl_coef=0.1)
+    settings = SETTINGS.model_copy(update={"loss": loss})
+    (tmp_path / "settings.json").write_text(settings.model_dump_json())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "learner"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["AGENTLOOP_LEARNER_SOCKET"] = str(tmp_path / "s")
+    log = tmp_path / "log"
+    with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
+        listener.settimeout(100)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "settings.json")],
+            env=environment, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+        try:
+            end, _ = listener.accept()
+            with end:
+                end.settimeout(100)
+                ranks = Ranks([process], end, log)
+                assert ranks.answer()["num_ranks"] == 2
+                refused = ranks.ask("step", batch=tmp_path / "without")
+                assert refused["error"] == "ref_logprobs: needed where kl_coef is set"
+                found = ranks.ask("step", batch=tmp_path / "batch")
+                assert (found["tis"], found["num_updates"]) == (1, 1), "no weight besides the ratio"
+                assert found["ratio"] != pytest.approx(1, abs=0.01)
+                assert found["kl"] > 0
+                assert ranks.ask("close") == {"ok": True}
+                assert process.wait(30) == 0
+                ranks.hang_up()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
+    make_batch(advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(tmp_path / "bad")
+    with started(tmp_path, SETTINGS, 2) as ranks:
+        assert [ranks.ask("step", batch=tmp_path / "bad")["ok"] for _ in range(2)] == [True, True]
+        answer = ranks.ask("step", batch=tmp_path / "bad")
+        assert (answer["ok"], answer["fatal"]) == (False, True)
+        assert "3 steps in a row had no finite gradient" in answer["error"]
+        assert all(process.wait(30) != 0 for process in ranks.processes)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, how: signal.Signals) -> None:
+    """While nothing is asked of them, too."""
+    settings = SETTINGS.model_copy(update={"collective_timeout_s": 4})
+    with started(tmp_path, settings, 2) as ranks:
+        ranks.processes[1].send_signal(how)
+        answer = ranks.answer()
+        assert (answer["ok"], answer["fatal"]) == (False, True)
+        assert ranks.processes[0].wait(30) != 0
+
+
+def test_a_rank_dies_with_its_supervisor() -> None:
+    child = "import time, learner.__main__ as m; m._die_with_parent(); print(1); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.readline() == b"1\n"
+        supervisor.kill()
+        assert supervisor.stdout.read() == b"", "the pipe ends with the last who holds it"
+
+
+def test_settings_that_are_wrong_are_named(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"model": "x", "zero_stage": 4}')
+    done = subprocess.run(
+        [sys.executable, "-m", "learner", str(tmp_path / "settings.json")],
+        capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "zero_stage" in done.stderr

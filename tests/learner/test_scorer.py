@@ -1,0 +1,146 @@
+"""Log-probabilities of packed samples, in chunks, against whole logits of single ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentloop.errors import ModelError
+from agentloop.models import SMALL
+from learner.attention import packed_attention
+from learner.batch import Batch, make_micro_batch
+from learner.policy import Scorer, load_model
+from agentloop.training.learner_settings import LearnerSettings, LossSettings
+from learner.small_model.tokenizer import VOCAB_SIZE
+from tests.learner import plain
+from tests.learner.ranks import make_batch
+
+pytestmark = pytest.mark.real
+SETTINGS = LearnerSettings(model=SMALL, head_chunk_tokens=7)
+SAMPLES = (2, 0, 3, 1)
+
+
+def packed(scorer: Any, batch: Batch) -> tuple[Any, Any, Any]:
+    """What the scorer finds, and the weights that make it a loss."""
+    weights = np.random.default_rng(1).normal(size=len(batch.ids)).astype(np.float32)
+    micro = make_micro_batch(batch, SAMPLES, weights)
+    inputs = (micro.ids, micro.positions, micro.predictors, micro.targets)
+    logprobs, entropy = scorer(*map(torch.from_numpy, inputs), micro.segments)
+    return logprobs, entropy, micro
+
+
+@pytest.fixture(scope="module", params=["packed", "sdpa"])
+def scorer(request: pytest.FixtureRequest) -> Any:
+    settings = SETTINGS.model_copy(update={"attention": request.param})
+    return Scorer(load_model(settings), settings)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return plain.load(SETTINGS)
+
+
+def test_packed_equals_unpacked(scorer: Any, reference: Any) -> None:
+    batch = make_batch()
+    logprobs, entropy, micro = packed(scorer, batch)
+    found = dict(zip(micro.source.tolist(), zip(logprobs, entropy, strict=True), strict=True))
+    loss: Any = 0.0
+    for index in range(4):
+        expected, entropies, place = plain.scores(reference, batch, index)
+        for at, (one, other) in enumerate(zip(expected, entropies, strict=True), place.start):
+            if batch.mask[at]:
+                assert found[at][0].item() == pytest.approx(one.item(), abs=1e-4)
+                assert found[at][1].item() == pytest.approx(other.item(), abs=1e-4)
+                loss = loss + one * float(micro.weights[micro.source == at][0])
+    scorer.zero_grad()
+    reference.zero_grad()
+    (logprobs * torch.from_numpy(micro.weights)).sum().backward()
+    loss.backward()
+    for one, other in zip(scorer.parameters(), reference.parameters(), strict=True):
+        scale = other.grad.abs().max().item()
+        assert (one.grad - other.grad).abs().max().item() <= 1e-4 * scale
+
+
+def test_one_sample_does_not_see_another(scorer: Any) -> None:
+    batch = make_batch()
+    ids = batch.ids.copy()
+    ids[:40] = 3  # sample 0
+    before, _, micro = packed(scorer, batch)
+    after, _, _ = packed(scorer, replace(batch, ids=ids))
+    others = torch.from_numpy(micro.source >= 40)
+    assert (before[others] - after[others]).abs().max().item() < 1e-5
+    assert (before[~others] - after[~others]).abs().max().item() > 0.1
+
+
+def test_temperature_and_entropy_gradients() -> None:
+    settings = SETTINGS.model_copy(
+        update={"temperature": 0.7, "loss": LossSettings(entropy_coef=0.1)}
+    )
+    scorer = Scorer(load_model(settings), settings)
+    batch = make_batch()
+    logprobs, entropy, micro = packed(scorer, batch)
+    assert entropy.requires_grad
+    hidden = scorer.model(
+        input_ids=torch.from_numpy(micro.ids)[None],
+        position_ids=torch.from_numpy(micro.positions)[None],
+        segments=micro.segments,
+        use_cache=False,
+    )
+    table = (hidden.logits[0, micro.predictors] / 0.7).log_softmax(-1)
+    expected = table.gather(-1, torch.from_numpy(micro.targets)[:, None])[:, 0]
+    assert torch.allclose(logprobs, expected, atol=1e-4)
+    assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-4)
+
+
+def test_without_a_bonus_the_entropy_is_a_metric_alone(scorer: Any) -> None:
+    _, entropy, _ = packed(scorer, make_batch())
+    assert not entropy.requires_grad
+
+
+class Shapes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
+    """Notes how many rows of logits any operation gives, of the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == VOCAB_SIZE:
+            self.rows.append(out.shape[0])
+        return out
+
+
+def test_whole_logits_never_exist(scorer: Any) -> None:
+    with Shapes() as shapes:
+        logprobs, _, micro = packed(scorer, make_batch())
+        num_forward = sum(shapes.rows)
+        logprobs.sum().backward()
+    assert num_forward >= len(micro.source)
+    assert sum(shapes.rows) >= 2 * num_forward, "made again"
+    # The output layer's weight is seen transposed: [128, 512].
+    assert {rows for rows in shapes.rows if rows != 128} <= set(range(8))
+
+
+def test_packed_attention_refuses_what_it_cannot_do() -> None:
+    one = torch.zeros(1, 2, 6, 4)
+    for more in ({"sliding_window": 3}, {"softcap": 30.0}, {"s_aux": one}):
+        with pytest.raises(NotImplementedError, match="packed attention"):
+            packed_attention(None, one, one, one, None, segments=(2, 4), **more)
+    with pytest.raises(NotImplementedError, match="mask"):
+        packed_attention(None, one, one, one, one, segments=(2, 4))
+    out, _ = packed_attention(None, one, one, one, None, segments=(2, 4), sliding_window=4)
+    assert out.shape == (1, 6, 2, 4)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Any) -> None:
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load_model(SETTINGS.model_copy(update={"model": tmp_path}))
