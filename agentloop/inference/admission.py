@@ -153,6 +153,13 @@ class Admission:
         self._changed_s, self._num_retracted = now, 0
         return change
 
+    def may_start(self, capacity: int, group_size: int, num_prompt: int = 0) -> bool:
+        """Whether `num_free` is at least 1, in one look at the forecast instead of one a group."""
+        if not self.num_in_flight:
+            return True
+        peak = self.forecast.peak(group_size) + (self.num_in_flight + 1) * num_prompt
+        return peak <= self.target * capacity
+
     def num_free(self, capacity: int, group_size: int, num_prompt: int = 0) -> int:
         """Groups that may start now, of `group_size` with prompts of `num_prompt` tokens: what the
         task source is to deliver. `capacity` is that of all servers that take requests. One group
