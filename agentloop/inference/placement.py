@@ -58,6 +58,7 @@ class Candidate(NamedTuple):
 
     `room` is without what is kept for those that will soon be back. `wait_s` is until there is
     enough of it, `queue_s` the prefill of others before, `evict_s` that of what is pushed out.
+    Where it does not fit, and is not at home, nothing else was reckoned: these are 0.
     """
 
     place: Place
@@ -96,12 +97,16 @@ class Decision:
         lines = [f"{self.policy}: {self.why}"]
         for one in self.candidates:
             mark = "->" if one.place == self.place else "  "
+            if one.fits or one.cost_s:
+                costs = (
+                    f"{one.cost_s:.3f} s: wait {one.wait_s:.3f}, prefill {one.prefill_s:.3f}, "
+                    f"queue {one.queue_s:.3f}, decode {one.decode_s:.3f}, evict {one.evict_s:.3f}"
+                )
+            else:
+                costs = "does not fit"
             lines.append(
-                f"{mark} {one.place.server}#{one.place.rank} {one.cost_s:.3f} s: "
-                f"wait {one.wait_s:.3f}, prefill {one.prefill_s:.3f}, queue {one.queue_s:.3f}, "
-                f"decode {one.decode_s:.3f}, evict {one.evict_s:.3f}; needs {one.need} of "
-                f"{one.room} tokens{'' if one.fits else ' (does not fit)'}, {one.num_cached} "
-                f"cached, {one.num_sequences} sequences"
+                f"{mark} {one.place.server}#{one.place.rank} {costs}; needs {one.need} of "
+                f"{one.room} tokens, {one.num_cached} cached, {one.num_sequences} sequences"
             )
         return "\n".join(lines)
 
