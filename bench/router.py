@@ -493,7 +493,11 @@ def lower_bound_s(trace: Iterable[RolloutSpec], num_servers: int, params: Server
 
     Path: the longest rollout by itself, alone on a server, tools included.
 
-    It is loose where the end of a run is thin: there the batches cannot be full.
+    It is loose where the end of a run is thin: there the batches cannot be full. That is not a
+    bound's affair: to one who knows all lengths and preempts and moves for nothing, paths matter
+    only where the longest one is near the work's time, and here it is a third of that. What it
+    leaves out besides is small: the first seconds, in which no context is long yet, and what each
+    prefill costs whatever its length.
     """
     seconds = contexts = outputs = longest = 0.0
     prompts: dict[str, int] = {}
