@@ -232,6 +232,17 @@ def test_a_decision_says_what_was_known() -> None:
     assert "prefill 0.020" in lines[1]
 
 
+def test_a_place_without_room_is_shown_as_that() -> None:
+    books = ledger(1000)
+    for place in PLACES[:3]:
+        placed(books, place, place.server, 700)
+    decision = choose(books, ask(tokens=400))
+    assert [one.fits for one in decision.candidates] == [False] * 3 + [True]
+    lines = decision.explain().splitlines()
+    assert lines[1].startswith("   a#0 does not fit; needs 500 of 299 tokens")
+    assert "decode" in lines[4]
+
+
 def test_costs_only_need_to_be_right_in_proportion() -> None:
     books = ledger(100_000)
     for number in range(12):
