@@ -22,8 +22,8 @@ router admits groups as there is room, as in the runtime. Arms take turns in shu
 the same servers, whose caches are flushed in between; each gateway is started anew.
 
 A request that fails, or a stream with a wrong token, ends its rollout, which is then refused: its
-tokens do not count as goodput. TTFT counts from when a turn was asked for, and for the first turn of
-a rollout from the run's start: so with our waiting room and our gate.
+tokens do not count as goodput. TTFT counts from when a turn was asked for, and for the first turn
+of a rollout from the run's start: so with our waiting room and our gate.
 
 With `--pace` a forward step lasts at least as long as on the modelled GPU (bench/pace.py); without
 it, servers that share cores give each other time, and a server that idles costs little.
@@ -323,13 +323,12 @@ class Bench:
         return await (self._gateway(arm) if arm in GATEWAYS else self._ours(arm))
 
     async def _ours(self, arm: str) -> Figures:
-        settings = self.router.model_copy(update={"policy": arm.removesuffix("+groups")})
+        policy = arm.removesuffix("+groups")
+        settings = self.router.model_copy(update={"policy": policy, "costs": self.costs})
         servers = [SGLangServer(url, self.http) for url in self.urls]
         homes: dict[str, str] = {}
         num_moves = 0
         async with Router.open(servers, settings, longest=self.budget) as router:
-            # No setting of the runtime: its default is in proportion for GPUs, not for this.
-            router._placement.costs = self.costs
 
             async def send(generation: Generation, on_chunk: OnChunk) -> None:
                 def placed(url: str, decision: object) -> None:
@@ -599,11 +598,18 @@ def router_settings(args: argparse.Namespace) -> RouterSettings:
 
 def costs_of(pace: Pace | None) -> Costs:
     """What kv reckons with: the modelled device, else this CPU's, roughly."""
-    if pace is None:
-        return Costs(2.5e-5, 1e-3, 2.3e-4, 1e-7)
+    if pace is not None:
+        return _costs_like(pace)
     return Costs(
-        pace.prefill_s_per_token, pace.step_s, pace.step_s_per_sequence, pace.step_s_per_token
+        prefill_s_per_token=2.5e-5,
+        step_s=1e-3,
+        step_s_per_sequence=2.3e-4,
+        step_s_per_token=1e-7,
     )
+
+
+def _costs_like(other: Pace | ServerParams) -> Costs:
+    return Costs(**{name: getattr(other, name) for name in Costs.model_fields})
 
 
 # --- the model of a server, beside a server -------------------------------------------------------
@@ -620,12 +626,7 @@ async def check(args: argparse.Namespace) -> str:
     ]
     async with servers(args, pace) as (urls, folder), http_session() as http:
         params = await calibrated(urls[0], http, args)
-        costs = Costs(
-            params.prefill_s_per_token,
-            params.step_s,
-            params.step_s_per_sequence,
-            params.step_s_per_token,
-        )
+        costs = _costs_like(params)
         bench = bench_of(args, urls, http, scripts_of(trace, args.seed), costs, folder)
         options = Options(
             num_servers=args.servers,

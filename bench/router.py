@@ -211,7 +211,7 @@ class Simulation:
         self.servers = [ServerModel(options.params) for _ in self.places]
         self.ledger = KVLedger(LengthPredictor(quantile=options.quantile))
         for place in self.places:
-            self.ledger.add(place, options.params.capacity)
+            self.ledger.add(place, options.params.capacity, options.params.max_running)
         ours = policy if policy in POLICIES else "kv"
         self.placement = Placement(
             self.ledger, ours, costs=options.costs, patience_s=options.patience_s, seed=seed
@@ -600,7 +600,7 @@ def main() -> None:
         default=defaults.admission.target,
         help="the part of the KV that kv's rollouts may fill at their peak",
     )
-    parser.add_argument("--retract", choices=("half", "needed"), default="half")
+    parser.add_argument("--retract", choices=("half", "needed"), default="needed")
     parser.add_argument(
         "--conservativeness",
         type=float,

@@ -45,7 +45,7 @@ class ServerParams:
     step_s_per_sequence: float = 5e-5
     step_s_per_token: float = 5e-8
     conservativeness: float = 1.0
-    retract_half: bool = True
+    retract_half: bool = False
     clip: int = 4096
     decay_steps: int = 600
     retract_steps: int = 20

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pydantic
+
 from agentloop.inference.kv_ledger import KVLedger, Place, Pool
 
 __all__ = ["POLICIES", "Ask", "Candidate", "Costs", "Decision", "Placement"]
@@ -24,14 +26,25 @@ __all__ = ["POLICIES", "Ask", "Candidate", "Costs", "Decision", "Placement"]
 _TIE = 1.02  # costs within this factor are equal: the prediction is no better
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What work takes on a server, in seconds. Only their proportions matter."""
+class Costs(pydantic.BaseModel):
+    """What work takes on a server, in seconds. Only their proportions matter; the defaults are
+    near those of a 14B model on one GPU. `python -m bench.live_router check` measures a server's.
+    """
 
-    prefill_s_per_token: float = 1e-4
-    step_s: float = 0.015
-    step_s_per_sequence: float = 5e-5
-    step_s_per_token: float = 5e-8  # of context, over all sequences of the batch
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    prefill_s_per_token: float = pydantic.Field(
+        1e-4, gt=0, description="Of a prompt's token that is not cached."
+    )
+    step_s: float = pydantic.Field(
+        0.015, gt=0, description="Of a decoding step, whatever is in it."
+    )
+    step_s_per_sequence: float = pydantic.Field(
+        5e-5, ge=0, description="What each sequence of the batch adds to a step."
+    )
+    step_s_per_token: float = pydantic.Field(
+        5e-8, ge=0, description="What each token of their contexts adds."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +267,13 @@ def _kv(
                 need -= expected
                 kept -= own
         room = pool.capacity - held - pool.num_reserved - kept
-        fits = need <= room
+        fits = need <= room and batch < pool.max_sequences
         wait_s = evict_s = 0.0
         stall_s = prefill * (1 + batch)
         if not fits:
+            if batch >= pool.max_sequences:
+                seen.append((pool.place, False, room, need, cached, batch))
+                continue
             if (impatient and need <= room + kept) or (not batch and need <= pool.capacity):
                 fits, evict_s = True, stall_s * min(need - room, kept)
             elif pool is home:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections import Counter, OrderedDict
@@ -40,7 +41,7 @@ from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.group_gate import Group, GroupGate
 from agentloop.inference.health import Health, HealthSettings, ServerState
 from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place
-from agentloop.inference.placement import Ask, Decision, Placement
+from agentloop.inference.placement import Ask, Costs, Decision, Placement
 from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
 from agentloop.inference.waiting_room import Waiting, WaitingRoom
 from agentloop.trajectory import TurnEnd, VersionSpan
@@ -86,6 +87,7 @@ class RouterSettings(pydantic.BaseModel):
     stall_timeout_s: float = pydantic.Field(
         120.0, gt=0, description="A stream that is silent for this long is broken."
     )
+    costs: Costs = pydantic.Field(default_factory=lambda: Costs())
     health: HealthSettings = pydantic.Field(default_factory=HealthSettings)
     admission: AdmissionSettings = pydantic.Field(default_factory=AdmissionSettings)
 
@@ -165,7 +167,9 @@ class Router:
     def __init__(self, settings: RouterSettings, *, longest: int) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
-        self._placement = Placement(self._ledger, settings.policy, patience_s=settings.patience_s)
+        self._placement = Placement(
+            self._ledger, settings.policy, costs=settings.costs, patience_s=settings.patience_s
+        )
         self._room: WaitingRoom[_Request] = WaitingRoom(patience_s=settings.patience_s)
         self._seats: dict[str, _Seat] = {}
         self._gate = GroupGate(
@@ -271,7 +275,9 @@ class Router:
     def _take_in(self, seat: _Seat) -> None:
         self._seats[seat.server.url] = seat
         for place in seat.places:
-            self._ledger.add(place, seat.info.max_total_num_tokens)
+            self._ledger.add(
+                place, seat.info.max_total_num_tokens, seat.info.max_running_requests or math.inf
+            )
         self._tasks.start_soon(self._watch, seat)
 
     def _capacity(self) -> int:
@@ -640,7 +646,9 @@ class Router:
                 self._ledger.remove(place)
             seat.info = info
             for place in seat.places:
-                self._ledger.add(place, info.max_total_num_tokens)
+                self._ledger.add(
+                    place, info.max_total_num_tokens, info.max_running_requests or math.inf
+                )
         elif seat.weight_version not in (None, version):  # new ones empty the cache
             for place in seat.places:
                 self._ledger.flush(place)
