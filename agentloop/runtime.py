@@ -109,6 +109,8 @@ class Settings(pydantic.BaseModel):
             url = urlsplit(server)
             if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/"):
                 raise ValueError(f"{server!r} is not of the form http://HOST:PORT")
+        if len({server.rstrip("/") for server in servers}) < len(servers):
+            raise ValueError("a server is named twice")
         return servers
 
     @pydantic.field_validator("tools")
@@ -225,9 +227,11 @@ class Runtime:
         sampling: Sampling | None = None,
         budget: Budget | None = None,
         on_event: Emit = ignore,
+        at_gate: Callable[[], None] = lambda: None,
     ) -> list[Trajectory]:
         """Run `size` rollouts of one task side by side, once there is KV room for what they will
         grow to. The trajectories' ids are `name.0`, `name.1`, ...; with a seed, each has its own.
+        `at_gate` is called when it has its prompt, and stands in line.
 
         Raises:
             RequestError: the request is at fault. What fails later is in the trajectories.
@@ -258,10 +262,17 @@ class Runtime:
             ).run()
 
         name = name or uuid.uuid4().hex
-        async with parts.router.group(name, size, len(prompt_ids)) as group:
-            async with anyio.create_task_group() as tasks:
-                for index, key in enumerate(group.keys):
-                    tasks.start_soon(run, key, group.name, index)
+        at_gate()
+        try:
+            async with parts.router.group(name, size, len(prompt_ids)) as group:
+                async with anyio.create_task_group() as tasks:
+                    for index, key in enumerate(group.keys):
+                        tasks.start_soon(run, key, group.name, index)
+        except ExceptionGroup as errors:
+            # What a server refuses, it refuses all siblings alike: one says it.
+            if errors.split(RequestError)[1] is None:
+                raise _first(errors) from None
+            raise
         return [trajectories[key] for key in group.keys]
 
     @asynccontextmanager
@@ -284,10 +295,12 @@ class Runtime:
         """
         if size < 1:
             raise RequestError(f"size: at least 1, not {size}")
+        if "name" in options:
+            raise RequestError("name: each group has its own")
         try:
             async with finished_groups(
                 source,
-                partial(self.run_group, size=size, **options),
+                lambda task, at_gate: self.run_group(task, size=size, at_gate=at_gate, **options),
                 partial(self._parts.router.has_room, size),
                 max_open=max_open,
             ) as groups:
@@ -448,16 +461,7 @@ class Runtime:
             chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
-                tasks.start_soon(
-                    partial(
-                        keep_alive,
-                        processes,
-                        self.settings.server,
-                        on_exit=router.exited,
-                        on_restart=router.restarting,
-                        is_dead=router.is_dead,
-                    )
-                )
+                tasks.start_soon(keep_alive, processes, self.settings.server, router)
             task_status.started(
                 {
                     "chat": chat,
@@ -499,6 +503,14 @@ def _all_said(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         return " ".join(map(_all_said, error.exceptions))
     return str(error)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One of the errors in a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -203,7 +203,7 @@ class App:
                         on_event=self.seen,
                     )
                 line["trajectory"] = trajectory.to_dict()
-            except RequestError as error:
+            except (RequestError, ServerError) as error:  # too late for a status
                 line["error"] = str(error)
             return line
 

@@ -93,7 +93,8 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
         loop = TrainingLoop(
             settings.loop,
             settings.roc,
-            runtime=runtime,
+            run_group=runtime.run_group,
+            router=runtime.router,
             learner=learner,
             scorer=scorer,
             tasks=tasks,

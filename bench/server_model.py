@@ -4,7 +4,8 @@ What is modelled, after SGLang 0.5: continuous batching with prefill before deco
 `chunk` tokens; first come, first served; admission by the pool's room less what the running ones
 may still need, times a ratio that falls with each step and rises after a retraction; a prefix cache
 whose least recently used leaves go first; retraction when a step does not fit (the fewest outputs
-first, then the longest prompts), of as many as it takes or of half, as rStar2-Agent saw it.
+first, then the longest prompts), of as many as the next step takes, as in 0.5.23, or of half, as
+rStar2-Agent saw it. `python -m bench.live_router check` holds the model against real servers.
 
 What is not: overlap of the scheduler with the device, pages of more than a token, speculative
 decoding, chunks of one prompt between decode steps, any noise.
@@ -24,14 +25,16 @@ from agentloop.inference.kv_ledger import Report
 
 __all__ = ["Job", "ServerModel", "ServerParams"]
 
-_CLIP = 4096  # SGLang reserves for no more than these tokens of a request's growth
-_RETRACT_STEPS = 20  # after a retraction there is room for so many steps
-
 
 @dataclass(frozen=True, slots=True)
 class ServerParams:
     """The defaults are near a 14B model in bfloat16 on an 80 GB GPU: weights 28 GB, 160 KB of KV
-    a token, 3.35 TB/s and some 400 TFLOP/s."""
+    a token, 3.35 TB/s and some 400 TFLOP/s.
+
+    The last three are settings of SGLang's (SGLANG_*, its defaults): it reserves for no more than
+    `clip` tokens of a request's growth, the ratio falls within `decay_steps`, and after a
+    retraction it is such that those that are left could take `retract_steps`.
+    """
 
     capacity: int = 262_144
     max_running: int = 512
@@ -42,7 +45,10 @@ class ServerParams:
     step_s_per_sequence: float = 5e-5
     step_s_per_token: float = 5e-8
     conservativeness: float = 1.0
-    retract_half: bool = True
+    retract_half: bool = False
+    clip: int = 4096
+    decay_steps: int = 600
+    retract_steps: int = 20
 
 
 @dataclass(slots=True)
@@ -196,7 +202,7 @@ class ServerModel:
         self._num_context += num_tokens
         self.num_decoded += num_tokens
         lowest = min(1.0, 0.14 * self._init_ratio)
-        fall = (self._init_ratio - lowest) / 600
+        fall = (self._init_ratio - lowest) / self.params.decay_steps
         self._ratio = max(lowest, self._ratio - fall * num_steps)
         self._evict()
 
@@ -204,7 +210,7 @@ class ServerModel:
         """Take from the queue what fits into one prefill batch; the tokens to compute."""
         params = self.params
         spoken_for = self._ratio * sum(
-            min(_CLIP, job.max_new - job.num_emitted - self._step + job.first_step)
+            min(params.clip, job.max_new - job.num_emitted - self._step + job.first_step)
             for job in self.running.values()
         )
         uncached, fresh = 0, set[str]()
@@ -219,7 +225,7 @@ class ServerModel:
                 fresh.add(job.group)
             matched = min(matched, length - 1)
             new = length - (job.num_shared if prompt is not None and prompt.num_running else 0)
-            growth = min(_CLIP, job.max_new - job.num_emitted)
+            growth = min(params.clip, job.max_new - job.num_emitted)
             room = params.capacity - self.num_locked - spoken_for
             if self.running and new + growth >= room:
                 break
@@ -290,7 +296,7 @@ class ServerModel:
         num_half = len(victims) // 2 if self.params.retract_half else 1
         for num_gone, job in enumerate(victims[:-1]):
             room = self.params.capacity - self.num_locked
-            if num_gone >= num_half and room >= _RETRACT_STEPS * len(self.running):
+            if num_gone >= num_half and room >= len(self.running):
                 break
             self._stop(job, job.num_prompt - job.num_shared)
             job.num_retractions += 1
@@ -300,7 +306,7 @@ class ServerModel:
         left = list(self.running.values())
         num_done = sum(job.num_emitted + self._step - job.first_step for job in left)
         num_most = sum(job.max_new for job in left)
-        self._ratio = min(1.0, (num_done + _RETRACT_STEPS * len(left)) / max(1, num_most))
+        self._ratio = min(1.0, (num_done + self.params.retract_steps * len(left)) / (num_most + 1))
 
     def _drop_ended(self) -> None:
         """The heap's head is of a job that runs, since it was last begun."""

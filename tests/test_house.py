@@ -103,6 +103,12 @@ MAY_IMPORT = {
     "agentloop.api": {"agentloop.api", "agentloop.agent", "sandbox.guard", *BOTTOM},
     "agentloop.inference": {"agentloop.inference", "agentloop.models", *BOTTOM},
     "agentloop.groups": {"agentloop.groups", "agentloop.agent", "sandbox", *BOTTOM},
+    "agentloop.training": {
+        "agentloop.training",
+        "agentloop.groups",
+        "agentloop.inference",
+        *BOTTOM,
+    },
     "agentloop.observe": {"agentloop.observe", "agentloop.inference", *BOTTOM},
     "agentloop.models": set(),
     "agentloop.errors": set(),
@@ -111,7 +117,12 @@ MAY_IMPORT = {
     "agentloop.events": {"agentloop.trajectory", "agentloop.errors"},
     "agentloop.inference.kv_ledger": {"agentloop.trajectory", "agentloop.errors"},
     "sandbox": {"sandbox"},
-    "learner": {"learner", "agentloop.models", *BOTTOM},
+    "learner": {
+        "learner",
+        "agentloop.models",
+        "agentloop.training.learner_settings",
+        *BOTTOM,
+    },
     "agentloop": {"agentloop", "sandbox"},
     "bench": {"bench", "agentloop", "sandbox", "learner"},
 }

@@ -247,7 +247,7 @@ class Rollout:
         max_new_tokens: int,
         dispatch: Callable[[ToolCall], None],
     ) -> None:
-        stream = ToolCallStream(self.chat, id_prefix=f"call_{self.id[:12]}_{index}")
+        stream = ToolCallStream(self.chat, id_prefix=f"call_{self.id[-12:]}_{index}")
         text = TextStream(self.chat) if self.with_text else None
         versions = _Versions()
         generation = Generation(

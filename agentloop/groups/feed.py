@@ -21,12 +21,12 @@ from collections.abc import (
     Iterable,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 
 from agentloop.errors import RequestError
 from agentloop.trajectory import Trajectory
@@ -53,7 +53,7 @@ class FinishedGroup(Generic[T]):
 @asynccontextmanager
 async def finished_groups(
     source: Iterable[T] | AsyncIterable[T],
-    run_group: Callable[[T], Awaitable[Sequence[Trajectory]]],
+    run_group: Callable[[T, Callable[[], None]], Awaitable[Sequence[Trajectory]]],
     has_room: Callable[[], Awaitable[None]],
     *,
     max_open: int,
@@ -63,6 +63,10 @@ async def finished_groups(
     Leaving the context cancels what is still in flight.
 
     Args:
+        source: an asynchronous generator is closed at the end, in the task that ran it, as its
+            cancel scopes need; so it cannot be gone on with.
+        run_group: of a task; calls its second argument once it stands in line for room, so that
+            the next task is not asked for before it does.
         has_room: waits until one more group may start; the source is asked only after that.
         max_open: groups that are in flight or that nobody has read yet.
 
@@ -83,14 +87,16 @@ async def finished_groups(
         changed.set()
         changed = anyio.Event()
 
-    async def run(index: int, task: T) -> None:
+    async def run(index: int, task: T, *, task_status: TaskStatus[None]) -> None:
         nonlocal num_running
         trajectories: Sequence[Trajectory] = ()
         error = None
         try:
-            trajectories = await run_group(task)
+            trajectories = await run_group(task, task_status.started)
         except RequestError as caught:
             error = caught
+        with suppress(RuntimeError):  # as a rule it has stood in line
+            task_status.started()
         num_running -= 1
         finished.append(FinishedGroup(index, task, trajectories, error))
         tell()
@@ -106,7 +112,7 @@ async def finished_groups(
                 except StopAsyncIteration:
                     break
                 num_running += 1
-                tasks.start_soon(run, index, task)
+                await tasks.start(run, index, task)
         is_dry = True
         tell()
 
@@ -126,7 +132,11 @@ async def finished_groups(
 
 
 async def _each(source: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:
-    if isinstance(source, AsyncIterable):
+    if isinstance(source, AsyncGenerator):
+        async with aclosing(source):
+            async for one in source:
+                yield one
+    elif isinstance(source, AsyncIterable):
         async for one in source:
             yield one
     else:

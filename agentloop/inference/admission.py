@@ -35,13 +35,23 @@ class Forecast:
     It assumes that all grow equally fast, and does not wait for tools.
     """
 
-    def __init__(self, *, longest: int, prior: int | None = None, weight: float = 50.0) -> None:
+    def __init__(
+        self,
+        *,
+        longest: int,
+        prior: int | None = None,
+        weight: float = 50.0,
+        window: int = 16_384,
+    ) -> None:
         """No rollout holds more than `longest` tokens of its own; before `weight` of them have
         ended, `prior` tokens are expected of each (two thirds of the longest: to start too few at
-        first is mended in seconds, too many in minutes)."""
+        first is mended in seconds, too many in minutes). After every `window` that have ended, all
+        that was learnt counts half: lengths change as a model is trained."""
         self._width = max(1, math.ceil(longest / _NUM_BUCKETS))
         self._grown = [weight * self._width] * _NUM_BUCKETS  # tokens
         self._ended = [weight * self._width / (prior or longest * 2 / 3)] * _NUM_BUCKETS
+        self._window = window
+        self._num_learnt = 0
         self._present = [0] * _NUM_BUCKETS
         self._members: dict[str, _Member] = {}
 
@@ -80,6 +90,11 @@ class Forecast:
         self._present[member.bucket] -= 1
         if whole:
             self._ended[member.bucket] += 1
+            self._num_learnt += 1
+            if self._num_learnt == self._window:
+                self._num_learnt = 0
+                self._grown = [tokens / 2 for tokens in self._grown]
+                self._ended = [count / 2 for count in self._ended]
 
     def peak(self, num_new: int = 0) -> float:
         """Tokens held at the worst moment to come, if `num_new` start now and none after them."""
@@ -106,7 +121,7 @@ class AdmissionSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     target: float = pydantic.Field(
-        0.9, gt=0, le=2, description="The part of the KV that rollouts may fill at their peak."
+        1.0, gt=0, le=2, description="The part of the KV that rollouts may fill at their peak."
     )
     growth: float = pydantic.Field(
         0.01, ge=0, description="What is added to that part per period without retractions."
@@ -152,6 +167,13 @@ class Admission:
             return "hold"
         self._changed_s, self._num_retracted = now, 0
         return change
+
+    def may_start(self, capacity: int, group_size: int, num_prompt: int = 0) -> bool:
+        """Whether `num_free` is at least 1, in one look at the forecast instead of one a group."""
+        if not self.num_in_flight:
+            return True
+        peak = self.forecast.peak(group_size) + (self.num_in_flight + 1) * num_prompt
+        return peak <= self.target * capacity
 
     def num_free(self, capacity: int, group_size: int, num_prompt: int = 0) -> int:
         """Groups that may start now, of `group_size` with prompts of `num_prompt` tokens: what the

@@ -56,6 +56,7 @@ class GroupGate:
         self._capacity = capacity
         self._clock = clock
         self._waiting: deque[_Waiting] = deque()
+        self._names: set[str] = set()  # of those that wait or are in flight
         self._num_tokens: dict[str, int] = {}  # of its own, by the trajectory's key
 
     async def has_room(self, size: int) -> None:
@@ -68,16 +69,20 @@ class GroupGate:
         """A group is in flight within this context; entering waits, as `has_room`.
 
         Raises:
-            ValueError: a group of that name is in flight.
+            ValueError: a group of that name waits or is in flight.
         """
-        keys = tuple(f"{name}.{index}" for index in range(size))
-        if self._num_tokens.keys() & keys:
+        if name in self._names:
             raise ValueError(f"a group {name!r} is in flight already")
-        await self._wait(_Waiting(name, size, num_prompt, self._clock(), keys))
+        keys = tuple(f"{name}.{index}" for index in range(size))
+        self._names.add(name)
         try:
-            yield Group(name, keys)
+            await self._wait(_Waiting(name, size, num_prompt, self._clock(), keys))
+            try:
+                yield Group(name, keys)
+            finally:
+                self._leave(keys)
         finally:
-            self._leave(keys)
+            self._names.discard(name)
 
     def reached(self, key: str, num_tokens: int) -> None:
         """A rollout holds `num_tokens` besides its group's prompt. Harmless for others."""
@@ -90,12 +95,26 @@ class GroupGate:
         """A rollout ended; `whole` says by itself, so that its length tells something."""
         if self._num_tokens.pop(key, None) is not None:
             self._admission.forecast.end(key, whole=whole)
-            self._admit()
+            self.admit()
+
+    def admit(self) -> None:
+        """Let in those who fit, in order: to be called when there may be more capacity."""
+        while self._waiting:
+            first = self._waiting[0]
+            if not self._admission.may_start(self._capacity(), first.size, first.num_prompt):
+                return
+            self._waiting.popleft()
+            if first.keys:
+                self._admission.start()
+            for key in first.keys:
+                self._admission.forecast.start(key)
+                self._num_tokens[key] = 0
+            first.may_go.set()
 
     def observe(self, now: float, num_retracted: int, reported_s: float) -> str:
         """As `Admission.observe`."""
         change = self._admission.observe(now, num_retracted, reported_s)
-        self._admit()
+        self.admit()
         return change
 
     def waits(self) -> list[tuple[str, float, str]]:
@@ -106,7 +125,7 @@ class GroupGate:
 
     async def _wait(self, waiting: _Waiting) -> None:
         self._waiting.append(waiting)
-        self._admit()
+        self.admit()
         try:
             await waiting.may_go.wait()
         except BaseException:
@@ -114,7 +133,7 @@ class GroupGate:
                 self._waiting.remove(waiting)
             elif waiting.keys:  # it had just been let in
                 self._leave(waiting.keys)
-            self._admit()
+            self.admit()
             raise
 
     def _leave(self, keys: tuple[str, ...]) -> None:
@@ -122,17 +141,4 @@ class GroupGate:
             if self._num_tokens.pop(key, None) is not None:
                 self._admission.forecast.end(key, whole=False)
         self._admission.end()
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting:
-            first = self._waiting[0]
-            if self._admission.num_free(self._capacity(), first.size, first.num_prompt) < 1:
-                return
-            self._waiting.popleft()
-            if first.keys:
-                self._admission.start()
-            for key in first.keys:
-                self._admission.forecast.start(key)
-                self._num_tokens[key] = 0
-            first.may_go.set()
+        self.admit()

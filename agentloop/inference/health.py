@@ -47,10 +47,6 @@ class ServerState(StrEnum):
         return self not in (ServerState.DEAD, ServerState.RESTARTING)
 
     @property
-    def probed(self) -> bool:
-        return self is not ServerState.RETIRED
-
-    @property
     def takes_weights(self) -> bool:
         return self in (ServerState.HEALTHY, ServerState.SUSPECT, ServerState.STALE)
 
@@ -83,6 +79,8 @@ class Health:
 
     def request_failed(self, reason: str) -> ServerState:
         """A stream broke, or could not begin. Not: the request itself was at fault."""
+        if self.state is ServerState.RESTARTING:  # one of its last life
+            return self.state
         self.num_request_failures += 1
         return self._failed(
             reason, self.num_request_failures >= self._settings.max_request_failures
@@ -106,7 +104,7 @@ class Health:
         """
         self.num_probe_failures = 0
         if self.state in (ServerState.DEAD, ServerState.RESTARTING):
-            self.state = ServerState.STALE
+            self.state, self.reason = ServerState.STALE, "it is back with other weights"
         if self.state is ServerState.STALE:
             return self.weights_loaded() if has_weights else self.state
         if not has_weights and self.state is not ServerState.RETIRED:

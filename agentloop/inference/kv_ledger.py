@@ -123,6 +123,7 @@ class Pool:
 
     place: Place
     capacity: int
+    max_sequences: float = math.inf  # that its batch takes
     num_live: int = 0
     num_reserved: int = 0
     num_parked: int = 0
@@ -195,15 +196,15 @@ class KVLedger:
 
     # --- servers --------------------------------------------------------------------------------
 
-    def add(self, place: Place, capacity: int) -> None:
-        """`capacity` in tokens, as the server reports it.
+    def add(self, place: Place, capacity: int, max_sequences: float = math.inf) -> None:
+        """`capacity` in tokens and `max_sequences` of a batch, as the server reports them.
 
         Raises:
             ValueError: it is there already.
         """
         if place in self.pools:
             raise ValueError(f"{place} is there already")
-        self.pools[place] = Pool(place, capacity)
+        self.pools[place] = Pool(place, capacity, max_sequences)
 
     def remove(self, place: Place) -> None:
         """Forget a pool and all that it held: it was retired, or died."""

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pydantic
+
 from agentloop.inference.kv_ledger import KVLedger, Place, Pool
 
 __all__ = ["POLICIES", "Ask", "Candidate", "Costs", "Decision", "Placement"]
@@ -24,14 +26,25 @@ __all__ = ["POLICIES", "Ask", "Candidate", "Costs", "Decision", "Placement"]
 _TIE = 1.02  # costs within this factor are equal: the prediction is no better
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What work takes on a server, in seconds. Only their proportions matter."""
+class Costs(pydantic.BaseModel):
+    """What work takes on a server, in seconds. Only their proportions matter; the defaults are
+    near those of a 14B model on one GPU. `python -m bench.live_router check` measures a server's.
+    """
 
-    prefill_s_per_token: float = 1e-4
-    step_s: float = 0.015
-    step_s_per_sequence: float = 5e-5
-    step_s_per_token: float = 5e-8  # of context, over all sequences of the batch
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    prefill_s_per_token: float = pydantic.Field(
+        1e-4, gt=0, description="Of a prompt's token that is not cached."
+    )
+    step_s: float = pydantic.Field(
+        0.015, gt=0, description="Of a decoding step, whatever is in it."
+    )
+    step_s_per_sequence: float = pydantic.Field(
+        5e-5, ge=0, description="What each sequence of the batch adds to a step."
+    )
+    step_s_per_token: float = pydantic.Field(
+        5e-8, ge=0, description="What each token of their contexts adds."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,7 @@ class Candidate(NamedTuple):
 
     `room` is without what is kept for those that will soon be back. `wait_s` is until there is
     enough of it, `queue_s` the prefill of others before, `evict_s` that of what is pushed out.
+    Where it does not fit, and is not at home, nothing else was reckoned: these are 0.
     """
 
     place: Place
@@ -89,19 +103,23 @@ class Decision:
     @property
     def candidates(self) -> list[Candidate]:
         """What was considered."""
-        return [Candidate._make(one) for one in self.seen]
+        return [Candidate(*one) for one in self.seen]
 
     def explain(self) -> str:
         """One line per candidate, the chosen one marked."""
         lines = [f"{self.policy}: {self.why}"]
         for one in self.candidates:
             mark = "->" if one.place == self.place else "  "
+            if one.fits or one.cost_s:
+                costs = (
+                    f"{one.cost_s:.3f} s: wait {one.wait_s:.3f}, prefill {one.prefill_s:.3f}, "
+                    f"queue {one.queue_s:.3f}, decode {one.decode_s:.3f}, evict {one.evict_s:.3f}"
+                )
+            else:
+                costs = "does not fit"
             lines.append(
-                f"{mark} {one.place.server}#{one.place.rank} {one.cost_s:.3f} s: "
-                f"wait {one.wait_s:.3f}, prefill {one.prefill_s:.3f}, queue {one.queue_s:.3f}, "
-                f"decode {one.decode_s:.3f}, evict {one.evict_s:.3f}; needs {one.need} of "
-                f"{one.room} tokens{'' if one.fits else ' (does not fit)'}, {one.num_cached} "
-                f"cached, {one.num_sequences} sequences"
+                f"{mark} {one.place.server}#{one.place.rank} {costs}; needs {one.need} of "
+                f"{one.room} tokens, {one.num_cached} cached, {one.num_sequences} sequences"
             )
         return "\n".join(lines)
 
@@ -234,14 +252,13 @@ def _kv(
     beside_s = 2 * costs.step_s_per_sequence * expected + token_s * num_tokens
     seen: list[tuple[Any, ...]] = []
     options: list[tuple[float, int]] = []  # cost, index in `seen`
-    best_s = math.inf
+    limit_s = math.inf
     for pool in pools:
         batch = pool.num_sequences + pool.num_strangers
         held = pool.num_live + pool.num_others
         kept = pool.num_wanted
         need = num_tokens + expected
-        cached = lost = 0
-        wait_s = 0.0
+        cached = 0
         if pool is home or group in pool.prompts:
             cached = min(num_tokens - 1, pool.num_cached(ask.key, group))
             need -= pool.num_shared(group)
@@ -250,39 +267,33 @@ def _kv(
                 need -= expected
                 kept -= own
         room = pool.capacity - held - pool.num_reserved - kept
-        fits = need <= room
+        fits = need <= room and batch < pool.max_sequences
+        wait_s = evict_s = 0.0
+        stall_s = prefill * (1 + batch)
         if not fits:
+            if batch >= pool.max_sequences:
+                seen.append((pool.place, False, room, need, cached, batch))
+                continue
             if (impatient and need <= room + kept) or (not batch and need <= pool.capacity):
-                fits, lost = True, min(need - room, kept)
+                fits, evict_s = True, stall_s * min(need - room, kept)
             elif pool is home:
                 # Once it has waited for longer than was expected, so it will be again.
                 wait_s = max(waited_s, (need - room) / max(1.0, pool.freed_per_s(now)))
-        stall_s = prefill * (1 + batch)
+            else:
+                seen.append((pool.place, False, room, need, cached, batch))
+                continue
         prefill_s = stall_s * (num_tokens - cached)
         queue_s = prefill * pool.num_prefill
         decode_s = fixed_s + beside_s * batch + token_s * held
-        evict_s = stall_s * lost
         cost_s = wait_s + prefill_s + queue_s + decode_s + evict_s
-        if cost_s <= best_s * _TIE and (fits or pool is home):
+        if cost_s <= limit_s:
             options.append((cost_s, len(seen)))
-            if cost_s < best_s:
-                best_s = cost_s
+            limit_s = min(limit_s, cost_s * _TIE)
+        place = pool.place
         seen.append(
-            (
-                pool.place,
-                fits,
-                room,
-                need,
-                cached,
-                batch,
-                wait_s,
-                prefill_s,
-                queue_s,
-                decode_s,
-                evict_s,
-            )
+            (place, fits, room, need, cached, batch, wait_s, prefill_s, queue_s, decode_s, evict_s)
         )
-    best = [index for cost_s, index in options if cost_s <= best_s * _TIE]
+    best = [index for cost_s, index in options if cost_s <= limit_s]
     if not best:
         return Decision(None, "kv", "no server has room for it", seen)
     best = [index for index in best if seen[index][1]] or best
@@ -293,7 +304,7 @@ def _kv(
         ranks = {one: (-seen[one][4], seen[one][5]) for one in best}
         first = min(ranks.values())
         index = placement.random.choice([one for one, rank in ranks.items() if rank == first])
-    chosen = Candidate._make(seen[index])
+    chosen = Candidate(*seen[index])
     if not chosen.fits:
         why = f"its own server will have room in {chosen.wait_s:.2f} s; moving costs more"
         return Decision(None, "kv", why, seen)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections import Counter, OrderedDict
@@ -40,7 +41,7 @@ from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.group_gate import Group, GroupGate
 from agentloop.inference.health import Health, HealthSettings, ServerState
 from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place
-from agentloop.inference.placement import Ask, Decision, Placement
+from agentloop.inference.placement import Ask, Costs, Decision, Placement
 from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
 from agentloop.inference.waiting_room import Waiting, WaitingRoom
 from agentloop.trajectory import TurnEnd, VersionSpan
@@ -86,6 +87,7 @@ class RouterSettings(pydantic.BaseModel):
     stall_timeout_s: float = pydantic.Field(
         120.0, gt=0, description="A stream that is silent for this long is broken."
     )
+    costs: Costs = pydantic.Field(default_factory=lambda: Costs())
     health: HealthSettings = pydantic.Field(default_factory=HealthSettings)
     admission: AdmissionSettings = pydantic.Field(default_factory=AdmissionSettings)
 
@@ -165,7 +167,9 @@ class Router:
     def __init__(self, settings: RouterSettings, *, longest: int) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
-        self._placement = Placement(self._ledger, settings.policy, patience_s=settings.patience_s)
+        self._placement = Placement(
+            self._ledger, settings.policy, costs=settings.costs, patience_s=settings.patience_s
+        )
         self._room: WaitingRoom[_Request] = WaitingRoom(patience_s=settings.patience_s)
         self._seats: dict[str, _Seat] = {}
         self._gate = GroupGate(
@@ -214,6 +218,7 @@ class Router:
             raise ValueError(f"{server.url} is there already")
         self._take_in(seat)
         self._admit()
+        self._gate.admit()
 
     def retire(self, url: str) -> None:
         """It takes nothing new; what runs there ends, and then it is forgotten.
@@ -221,12 +226,14 @@ class Router:
         Raises:
             KeyError: there is no such server.
         """
-        self._seats[url].health.retire()
+        self._seats[url.rstrip("/")].health.retire()
+        self._admit()  # who waits for it alone need not wait any longer
 
     def exited(self, url: str, reason: str) -> None:
         """The server's process ended, somebody saw: its turns go on elsewhere at once."""
         if seat := self._seats.get(url):
             self._note(seat, seat.health.exited, reason)
+            seat.server.break_streams(reason)  # of a retired one, too
 
     def restarting(self, url: str) -> None:
         """Somebody starts it again; it is back when it answers."""
@@ -234,9 +241,21 @@ class Router:
             seat.health.restarting()
 
     def is_dead(self, url: str) -> bool:
-        """Whether nothing at `url` answers, or what it answers is worth nothing."""
+        """Whether nothing at `url` answers, or what it answers is worth nothing; also of one that
+        is started again and has not answered yet."""
         seat = self._seats.get(url)
-        return seat is not None and seat.health.state is ServerState.DEAD
+        return seat is not None and not seat.health.state.keeps_running
+
+    def is_wanted(self, url: str) -> bool:
+        """Whether turns go there, when it is well."""
+        seat = self._seats.get(url)
+        return seat is not None and seat.health.state is not ServerState.RETIRED
+
+    def give_up(self, url: str) -> bool:
+        """It won't come back: as if it had been retired. Whether any other server is left."""
+        if url in self._seats:
+            self.retire(url)
+        return any(self.is_wanted(other) for other in self._seats)
 
     def require_weights(self, version: str | None) -> None:
         """From now on only servers with these weights take turns; the others are STALE until they
@@ -271,7 +290,9 @@ class Router:
     def _take_in(self, seat: _Seat) -> None:
         self._seats[seat.server.url] = seat
         for place in seat.places:
-            self._ledger.add(place, seat.info.max_total_num_tokens)
+            self._ledger.add(
+                place, seat.info.max_total_num_tokens, seat.info.max_running_requests or math.inf
+            )
         self._tasks.start_soon(self._watch, seat)
 
     def _capacity(self) -> int:
@@ -352,14 +373,17 @@ class Router:
         Raises:
             ValueError: a group of that name is in flight.
         """
-        try:
-            if self._settings.policy == "kv":
-                async with self._gate.group(name, size, num_prompt) as group:
+        if self._settings.policy == "kv":
+            async with self._gate.group(name, size, num_prompt) as group:
+                try:
                     yield group
-            else:  # as gateways do: it starts whatever is asked
+                finally:
+                    self.forget_group(name)
+        else:  # as gateways do: it starts whatever is asked
+            try:
                 yield Group(name, tuple(f"{name}.{index}" for index in range(size)))
-        finally:
-            self.forget_group(name)
+            finally:
+                self.forget_group(name)
 
     def forget_group(self, name: str) -> None:
         """All of a group have ended: its place in line and its home are free."""
@@ -413,7 +437,6 @@ class Router:
             seat, decision = await self._place(rest, first=moves > 0)
             place = decision.place
             assert place is not None
-            on_placed(place.server, decision)
             offset = len(received)
             params = rest.sampling.to_sglang(
                 max_new_tokens=rest.max_new_tokens, stop_ids=rest.stop_ids
@@ -443,6 +466,7 @@ class Router:
                     on_chunk(replace(chunk, end=None, versions=()))
 
             try:
+                on_placed(place.server, decision)
                 await seat.server.generate(
                     rest.ids,
                     params,
@@ -489,7 +513,8 @@ class Router:
         ask = Ask(
             generation.key,
             num_tokens,
-            min(generation.max_new_tokens, self.context_length - num_tokens),
+            # What moved may have come further than a server that is new here could hold.
+            max(1, min(generation.max_new_tokens, self.context_length - num_tokens)),
             generation.group,
             generation.num_shared,
         )
@@ -511,7 +536,8 @@ class Router:
                     f"no server had room within {self._settings.wait_timeout_s:g} s{why}"
                 ) from error
             raise
-        assert request.seat is not None
+        if request.seat is None:
+            raise ServerUnavailable(f"no server that is left can hold {num_tokens} tokens")
         assert request.decision is not None
         return request.seat, request.decision
 
@@ -537,11 +563,24 @@ class Router:
             if seat.health.state.takes_new
             for place in seat.places
         ]
-        self._room.place(now, lambda waiting: self._try(waiting, places, now))
+        most = max(
+            (
+                seat.info.max_total_num_tokens
+                for seat in self._seats.values()
+                if seat.health.state is not ServerState.RETIRED
+            ),
+            default=0,
+        )
+        self._room.place(now, lambda waiting: self._try(waiting, places, most, now))
 
-    def _try(self, waiting: Waiting[_Request], places: list[Place], now: float) -> bool:
+    def _try(self, waiting: Waiting[_Request], places: list[Place], most: int, now: float) -> bool:
+        """Whether it waits no longer: it has a seat, or is told that there will be none, since no
+        server holds more than `most` tokens."""
         request = waiting.request
         generation, ask = request.generation, request.ask
+        if ask.num_tokens >= most:  # it would wait in vain, and others behind it
+            request.placed.set()
+            return True
         home = self._ledger.home(generation.key)
         if home is not None and home.place not in places:  # it may come back to a suspect one
             seat = self._seats.get(home.place.server)
@@ -581,8 +620,8 @@ class Router:
         state = tell(reason)
         if state is not before:
             log.warning("%s is %s: %s", seat.server.url, state, reason)
-        if not state.keeps_running:
-            seat.server.break_streams(reason)
+            if not state.keeps_running:
+                seat.server.break_streams(reason)
 
     async def _watch(self, seat: _Seat) -> None:
         """Ask a server how it is and what it holds, until it is retired and empty."""
@@ -598,26 +637,33 @@ class Router:
             try:
                 await self._probe(seat)
             except ServerError:
-                self._note(seat, seat.health.probe_failed, "it does not answer")
+                why = "it does not answer"
+                self._note(seat, seat.health.probe_failed, why)
+                if not seat.health.state.keeps_running:
+                    seat.server.break_streams(why)  # what was placed before, and began after
                 continue
+            self._admit()  # reports may take long, or there are none
+            self._gate.admit()
             with contextlib.suppress(ServerError):  # the ledger does without for a while
                 await self._take_reports(seat)
-            self._admit()
+                self._admit()
 
     async def _probe(self, seat: _Seat) -> None:
         """Raises ServerError: it would not take a request."""
         before = seat.health.state
         version = await seat.server.weight_version()
+        info = seat.info if before.keeps_running else await seat.server.info()
+        if seat.health.state is not before:
+            return  # what it said is of the time before
         if not before.keeps_running:
-            info = await seat.server.info()
-            if seat.health.state is not before:
-                return  # it ended in the meantime
             # Back from the dead: a new process, for all that is known, with an empty cache.
             for place in seat.places:
                 self._ledger.remove(place)
             seat.info = info
             for place in seat.places:
-                self._ledger.add(place, info.max_total_num_tokens)
+                self._ledger.add(
+                    place, info.max_total_num_tokens, info.max_running_requests or math.inf
+                )
         elif seat.weight_version not in (None, version):  # new ones empty the cache
             for place in seat.places:
                 self._ledger.flush(place)

@@ -288,7 +288,7 @@ class SGLangServer:
         try:
             (rank, *_) = info.get("internal_states") or [{}]
             most = rank.get("effective_max_running_requests_per_dp")
-            return ServerInfo(
+            found = ServerInfo(
                 model_path=info["model_path"],
                 context_length=int(models["data"][0]["max_model_len"]),
                 max_total_num_tokens=int(info["max_total_num_tokens"]),
@@ -296,6 +296,9 @@ class SGLangServer:
                 dp_size=int(info.get("dp_size") or 1),
                 max_running_requests=None if most is None else int(most),
             )
+            if min(found.context_length, found.max_total_num_tokens, found.dp_size) < 1:
+                raise ValueError("no room at all")
+            return found
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import anyio
 import httpx
@@ -36,6 +36,7 @@ from agentloop.inference.cpu import OVERLAY, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
 
 __all__ = [
+    "Clients",
     "Launch",
     "Restarts",
     "ServerProcess",
@@ -169,7 +170,8 @@ class ServerProcess:
     @property
     def returncode(self) -> int | None:
         """The exit status as a shell gives it (128 + signal); None while it runs."""
-        return self._guardian.returncode
+        code = self._guardian.returncode
+        return 128 - code if code is not None and code < 0 else code  # the guardian was killed
 
     async def wait_dead(self) -> str:
         """Wait until nothing of the server is left; returns how it ended, and its log's tail."""
@@ -205,21 +207,23 @@ class ServerProcess:
         with anyio.CancelScope(shield=True):  # or the new process would be lost
             await self._guardian.aclose()
             path = self.launch.log_path
-            path.replace(path.with_name(path.name + ".previous"))
+            with suppress(OSError):  # somebody tidied up, or it is in the way: start all the same
+                path.replace(path.with_name(path.name + ".previous"))
             self._pid = None
             self._guardian = await _spawn(self.launch)
         await self.ready(on_progress)
 
     async def stop(self) -> None:
         """End the server and all its processes. Cancellation does not interrupt it."""
+        guardian = self._guardian  # not the one of its next life, which may begin meanwhile
         with anyio.move_on_after(self.launch.stop_timeout_s + _GUARDIAN_GRACE_S, shield=True):
-            if self._guardian.stdin is not None:
-                await self._guardian.stdin.aclose()
-            await self._guardian.wait()
-        if self.alive:
-            self._guardian.kill()  # the kernel kills the server for it
+            if guardian.stdin is not None:
+                await guardian.stdin.aclose()
+            await guardian.wait()
+        if guardian.returncode is None:
+            guardian.kill()  # the kernel kills the server for it
         with anyio.move_on_after(_GUARDIAN_GRACE_S, shield=True):
-            await self._guardian.aclose()
+            await guardian.aclose()
 
     async def _read_pid(self) -> None:
         assert self._guardian.stdout is not None
@@ -316,32 +320,42 @@ class Restarts:
         return delay_s
 
 
+class Clients(Protocol):
+    """Who uses the servers, and knows how they are: `agentloop.inference.router.Router`."""
+
+    def exited(self, url: str, reason: str) -> None:
+        """The process is gone."""
+
+    def restarting(self, url: str) -> None:
+        """Its next process is started."""
+
+    def is_dead(self, url: str) -> bool:
+        """Whether it answers nothing. Not asked while it is being started again."""
+
+    def is_wanted(self, url: str) -> bool:
+        """Whether it should be started again."""
+
+    def give_up(self, url: str) -> bool:
+        """It won't be. Whether any other server is left."""
+
+
 async def keep_alive(
-    servers: Sequence[ServerProcess],
-    settings: ServerSettings,
-    *,
-    on_exit: Callable[[str, str], None],
-    on_restart: Callable[[str], None],
-    is_dead: Callable[[str], bool],
+    servers: Sequence[ServerProcess], settings: ServerSettings, clients: Clients
 ) -> None:
     """Until cancelled: start servers that die again, and kill those that only seem to live.
 
-    Args:
-        on_exit: told of the url, and how it ended, as soon as a process is gone.
-        on_restart: told of the url, when its next process is started.
-        is_dead: whether the server at a url answers nothing, for all that others can see.
-
     Raises:
-        ServerError: the last one was given up; the message ends with its log's tail.
+        ServerError: one was given up, and there is no other, not of others either; the message
+            ends with its log's tail.
     """
-    num_left = len(servers)
+    starting: set[ServerProcess] = set()
 
     async def kill_if_unresponsive(server: ServerProcess) -> None:
         dead_since_s: float | None = None
         while True:
             await anyio.sleep(min(1.0, settings.unresponsive_s / 4))
             now = time.monotonic()
-            if not server.alive or not is_dead(server.url):
+            if not server.alive or server in starting or not clients.is_dead(server.url):
                 dead_since_s = None
             elif dead_since_s is None:
                 dead_since_s = now
@@ -351,28 +365,31 @@ async def keep_alive(
                 dead_since_s = None
 
     async def keep(server: ServerProcess) -> None:
-        nonlocal num_left
         restarts = Restarts(settings.max_restarts)
         while True:
             how = await server.wait_dead()
             while True:
-                on_exit(server.url, how.splitlines()[0])
+                clients.exited(server.url, how.splitlines()[0])
+                if not clients.is_wanted(server.url):
+                    return
                 delay_s = restarts.died(time.monotonic())
                 if delay_s is None:
-                    num_left -= 1
-                    if not num_left:
-                        raise ServerError(f"no server is left: {server.url}: {how}")
                     log.error("%s is given up: %s", server.url, how)
+                    if not clients.give_up(server.url):
+                        raise ServerError(f"no server is left: {server.url}: {how}")
                     return
                 log.error("%s died and is started again: %s", server.url, how)
                 await anyio.sleep(delay_s)
-                on_restart(server.url)
+                clients.restarting(server.url)
+                starting.add(server)
                 try:
                     await server.restart(log.info)
                     break
                 except ServerStartError as error:
                     how = str(error)
                     await server.stop()
+                finally:
+                    starting.discard(server)
             log.warning("%s runs again", server.url)
 
     async with anyio.create_task_group() as tasks:
@@ -382,9 +399,16 @@ async def keep_alive(
 
 
 async def _spawn(launch: Launch) -> Process:
-    return await guarded(
-        launch.command, launch.environment, launch.log_path, stop_timeout_s=launch.stop_timeout_s
-    )
+    """Raises ServerStartError: its log cannot be written, or no process can be made."""
+    try:
+        return await guarded(
+            launch.command,
+            launch.environment,
+            launch.log_path,
+            stop_timeout_s=launch.stop_timeout_s,
+        )
+    except OSError as error:
+        raise ServerStartError(f"{launch.name} cannot be started: {error}") from error
 
 
 async def guarded(
@@ -394,7 +418,11 @@ async def guarded(
     *,
     stop_timeout_s: float,
 ) -> Process:
-    """Run `command` under a guardian (guardian.py): it ends with us, and all its children too."""
+    """Run `command` under a guardian (guardian.py): it ends with us, and all its children too.
+
+    Raises:
+        OSError: its log cannot be written, or no process can be made.
+    """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     guardian = (sys.executable, "-I", str(_GUARDIAN))
     with log_path.open("wb") as log:
@@ -435,7 +463,7 @@ async def _stop_all(servers: list[ServerProcess]) -> None:
 async def _answers(client: httpx.AsyncClient) -> bool:
     try:
         return (await client.get("/ready")).status_code == httpx.codes.OK
-    except httpx.TransportError:
+    except httpx.HTTPError:  # also what is no answer at all: another program may have the port
         return False
 
 

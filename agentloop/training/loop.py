@@ -14,7 +14,7 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,14 +28,17 @@ from agentloop.groups.feed import finished_groups
 from agentloop.groups.reward import Reward, Scorer
 from agentloop.groups.roc import Choice, RocSettings, Trace, resample
 from agentloop.groups.tasks import Task, TaskSource
-from agentloop.runtime import Runtime
+from agentloop.inference.router import Router
 from agentloop.training.batch import Sample, write_batch
 from agentloop.training.handover import hand_over
 from agentloop.training.learner import Learner
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import CallStatus, StopReason, Trajectory
 
-__all__ = ["LoopSettings", "TrainingLoop"]
+__all__ = ["LoopSettings", "RunGroup", "TrainingLoop"]
+
+RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
+"""`Runtime.run_group`: (prompt, *, size, name, at_gate) to trajectories."""
 
 
 class LoopSettings(pydantic.BaseModel):
@@ -85,7 +88,8 @@ class TrainingLoop:
         settings: LoopSettings,
         roc: RocSettings,
         *,
-        runtime: Runtime,
+        run_group: RunGroup,
+        router: Router,
         learner: Learner,
         scorer: Scorer,
         tasks: TaskSource,
@@ -94,7 +98,8 @@ class TrainingLoop:
     ) -> None:
         self._settings = settings
         self._roc = roc
-        self._runtime = runtime
+        self._rollouts = run_group
+        self._router = router
         self._learner = learner
         self._scorer = scorer
         self._tasks = tasks
@@ -147,7 +152,7 @@ class TrainingLoop:
         async with finished_groups(
             tasks,
             run,
-            partial(self._runtime.router.has_room, self._settings.group_size),
+            partial(self._router.has_room, self._settings.group_size),
             max_open=len(tasks),
         ) as groups:
             async for group in groups:
@@ -156,8 +161,11 @@ class TrainingLoop:
                 found.append(await self._score(group.task, group.trajectories))
         return found
 
-    async def _run_group(self, task: Task, *, size: int) -> list[Trajectory]:
-        return await self._runtime.run_group(task.prompt, size=size, name=f"{self.step}-{task.id}")
+    async def _run_group(
+        self, task: Task, at_gate: Callable[[], None], *, size: int
+    ) -> Sequence[Trajectory]:
+        name = f"{self.step}-{task.id}"
+        return await self._rollouts(task.prompt, size=size, name=name, at_gate=at_gate)
 
     async def _score(self, task: Task, trajectories: Sequence[Trajectory]) -> _Scored:
         rewards: dict[int, Reward] = {}
@@ -199,7 +207,7 @@ class TrainingLoop:
         folder = self._folder.path / "weights" / version
         published = await self._ask("publish", folder=str(folder), version=version)
         handover = await hand_over(
-            self._runtime.router, folder, version, timeout_s=self._settings.weights_timeout_s
+            self._router, folder, version, timeout_s=self._settings.weights_timeout_s
         )
         for old in (self._folder.path / "weights").iterdir():
             if old != folder:
@@ -217,7 +225,7 @@ class TrainingLoop:
             return {}
         found: list[_Scored] = []
         run = partial(self._run_group, size=1)
-        has_room = partial(self._runtime.router.has_room, 1)
+        has_room = partial(self._router.has_room, 1)
         async with finished_groups(tasks, run, has_room, max_open=len(tasks)) as groups:
             async for group in groups:
                 found.append(await self._score(group.task, group.trajectories))

@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -104,16 +103,7 @@ async def test_one_of_three_servers_is_killed_with_rollouts_in_flight(tmp_path: 
         ) as router,
         anyio.create_task_group() as keeper,
     ):
-        keeper.start_soon(
-            partial(
-                keep_alive,
-                processes,
-                settings,
-                on_exit=router.exited,
-                on_restart=router.restarting,
-                is_dead=router.is_dead,
-            )
-        )
+        keeper.start_soon(keep_alive, processes, settings, router)
         victim = processes[1]
 
         def view_of_victim() -> ServerState:

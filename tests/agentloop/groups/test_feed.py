@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import anyio
 import pytest
@@ -30,7 +30,7 @@ class Source:
 async def room() -> None: ...
 
 
-async def run(task: str) -> list[Trajectory]:
+async def run(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
     return [Trajectory(task, [1])]
 
 
@@ -57,7 +57,8 @@ async def test_sources_may_be_asynchronous_or_empty() -> None:
 async def test_those_that_finish_first_come_first() -> None:
     ends = {f"task {index}": anyio.Event() for index in range(3)}
 
-    async def slow(task: str) -> list[Trajectory]:
+    async def slow(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
+        at_gate()
         await ends[task].wait()
         return []
 
@@ -87,7 +88,7 @@ async def test_without_room_the_source_is_not_asked() -> None:
 
 
 async def test_a_task_at_fault_is_told_and_the_others_go_on() -> None:
-    async def picky(task: str) -> list[Trajectory]:
+    async def picky(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
         if task == "task 1":
             raise RequestError("too long")
         return []
@@ -105,7 +106,7 @@ async def test_other_errors_end_it(where: str) -> None:
         if where == "source":
             raise OSError("the disk")
 
-    async def failing(task: str) -> list[Trajectory]:
+    async def failing(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
         if where == "group":
             raise OSError("the disk")
         return []
@@ -119,11 +120,12 @@ async def test_other_errors_end_it(where: str) -> None:
 async def test_leaving_early_cancels_the_rest() -> None:
     num_running = 0
 
-    async def endless(task: str) -> list[Trajectory]:
+    async def endless(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
         nonlocal num_running
         if task == "task 0":
             return []
         num_running += 1
+        at_gate()
         try:
             await anyio.sleep_forever()
         finally:
@@ -137,7 +139,46 @@ async def test_leaving_early_cancels_the_rest() -> None:
     assert num_running == 0
 
 
+async def test_leaving_early_closes_a_source_in_the_task_that_ran_it() -> None:
+    tasks: list[anyio.TaskInfo] = []
+
+    async def source() -> AsyncIterator[str]:
+        tasks.append(anyio.get_current_task())
+        try:
+            with anyio.fail_after(60):  # may be left only where it was entered
+                while True:
+                    yield "task"
+        finally:
+            tasks.append(anyio.get_current_task())
+
+    async with finished_groups(source(), run, room, max_open=2) as groups:
+        await anext(groups)
+        await anyio.wait_all_tasks_blocked()
+    assert len(tasks) == 2
+    assert tasks[0] == tasks[1]
+
+
 async def test_at_least_one_may_be_open() -> None:
     with pytest.raises(RequestError, match="max_open: at least 1, not 0"):
         async with finished_groups(Source(1), run, room, max_open=0):
             pass
+
+
+async def test_the_next_task_is_asked_for_when_the_last_one_stands_in_line() -> None:
+    """Room counts who stands in line: before that, asking whether there is room says nothing."""
+    source, in_line, end = Source(3), anyio.Event(), anyio.Event()
+
+    async def slow_to_the_gate(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
+        await in_line.wait()
+        at_gate()
+        await end.wait()
+        return []
+
+    async with finished_groups(source, slow_to_the_gate, room, max_open=3) as groups:
+        await anyio.wait_all_tasks_blocked()
+        assert source.num_asked == 1
+        in_line.set()
+        await anyio.wait_all_tasks_blocked()
+        assert source.num_asked == 3
+        end.set()
+        assert len([group async for group in groups]) == 3

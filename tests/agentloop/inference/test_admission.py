@@ -75,6 +75,21 @@ def test_those_on_their_way_keep_it_from_expecting_short_ones_only() -> None:
     assert forecast.peak() > 0.5 * 200 * 1500
 
 
+def test_what_was_learnt_long_ago_counts_for_little() -> None:
+    """In a run without end, whose rollouts have become shorter."""
+
+    def expected(window: int) -> float:
+        forecast = Forecast(longest=3200, weight=1.0, window=window)
+        for number, length in enumerate([2999] * 1000 + [999] * 500):
+            forecast.start(f"r{number}")
+            forecast.grow(f"r{number}", length)
+            forecast.end(f"r{number}")
+        return forecast.peak(10)
+
+    assert expected(50) == pytest.approx(10_000, rel=0.1)
+    assert expected(10_000) > 15_000
+
+
 def test_a_rollout_starts_once() -> None:
     forecast = Forecast(longest=100)
     forecast.start("r")

@@ -135,6 +135,24 @@ async def test_two_groups_of_one_name_are_refused() -> None:
                 pass
 
 
+async def test_a_name_is_taken_also_while_its_group_waits_and_free_again_after() -> None:
+    gate, inside, end = gate_of([600]), list[str](), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        for name in "ab":
+            tasks.start_soon(hold, gate, name, inside, end)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(ValueError, match="'b' is in flight"):
+            async with gate.group("b", 4, 50):
+                pass
+        tasks.cancel_scope.cancel()
+    async with gate.group("b", 4, 50), anyio.create_task_group() as tasks:
+        for index in range(4):  # all have ended, and the group has not
+            gate.ended(f"b.{index}", whole=True)
+        with pytest.raises(ValueError, match="'b' is in flight"):
+            async with gate.group("b", 4, 50):
+                pass
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

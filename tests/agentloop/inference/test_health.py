@@ -82,7 +82,6 @@ def test_what_is_allowed() -> None:
         STALE: (False, False, True, True),
         RETIRED: (False, False, True, False),
     }
-    assert [state for state in ServerState if not state.probed] == [RETIRED]
 
 
 def test_failures_of_requests_and_of_probes_are_counted_apart() -> None:
@@ -115,6 +114,22 @@ def test_a_request_that_succeeds_does_not_excuse_probes_that_fail() -> None:
     health.probe_failed("timeout")
     assert health.request_succeeded() is SUSPECT
     assert health.probe_succeeded(has_weights=True) is HEALTHY
+
+
+def test_streams_of_the_last_life_do_not_count_in_the_next() -> None:
+    health = reached(RESTARTING)
+    for _ in range(5):
+        health.request_failed("the connection was closed")
+    health.probe_succeeded(has_weights=True)
+    assert health.request_failed("broken pipe") is SUSPECT
+
+
+def test_one_that_is_back_says_why_it_still_serves_nothing() -> None:
+    health = reached(DEAD)
+    health.probe_succeeded(has_weights=False)
+    assert (health.state, health.reason) == (STALE, "it is back with other weights")
+    health.weights_loaded()
+    assert health.reason == ""
 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS))))

@@ -232,15 +232,40 @@ def test_a_decision_says_what_was_known() -> None:
     assert "prefill 0.020" in lines[1]
 
 
+def test_a_place_without_room_is_shown_as_that() -> None:
+    books = ledger(1000)
+    for place in PLACES[:3]:
+        placed(books, place, place.server, 700)
+    decision = choose(books, ask(tokens=400))
+    assert [one.fits for one in decision.candidates] == [False] * 3 + [True]
+    lines = decision.explain().splitlines()
+    assert lines[1].startswith("   a#0 does not fit; needs 500 of 299 tokens")
+    assert "decode" in lines[4]
+
+
 def test_costs_only_need_to_be_right_in_proportion() -> None:
     books = ledger(100_000)
     for number in range(12):
         placed(books, PLACES[number % 3], f"s{number}", 1000 + 500 * number)
         if number % 2:
             books.park(f"s{number}", 0.0)
-    slow = Costs(*(10 * cost for cost in (1e-4, 0.015, 5e-5, 5e-8)))
+    slow = Costs(**{name: 10 * cost for name, cost in Costs().model_dump().items()})
     for number in range(1, 12, 2):
         one = ask(f"ks{number}", 1000 + 500 * number + 200)
         fast_choice = Placement(books).choose(one, PLACES, now=0.0)
         slow_choice = Placement(books, costs=slow).choose(one, PLACES, now=0.0)
         assert fast_choice.place == slow_choice.place
+
+
+def test_a_batch_that_is_full_takes_nobody() -> None:
+    """Whatever room there is: SGLang's max_running_requests."""
+    ledger = KVLedger()
+    for name in ("full", "free"):
+        ledger.add(Place(name), 100_000, 2)
+    for number in range(2):
+        ledger.reserve(f"r{number}", Place("full"), 10, 10)
+    placement = Placement(ledger)
+    decision = placement.choose(Ask("k", 10, 10), [Place("full"), Place("free")], now=0.0)
+    assert decision.place == Place("free")
+    decision = placement.choose(Ask("k", 10, 10), [Place("full")], now=0.0, waited_s=1000.0)
+    assert decision.place is None

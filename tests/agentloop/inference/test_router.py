@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -430,7 +431,7 @@ async def test_a_server_that_stops_answering_loses_its_streams() -> None:
 
 async def test_a_server_can_be_added() -> None:
     dead, late = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
-    async with routed(dead) as router, late.serving(), http_session() as session:
+    async with late.serving(), http_session() as session, routed(dead) as router:
         server = SGLangServer(late.url, session)
         await router.add(server)
         with pytest.raises(ValueError, match="is there already"):
@@ -514,6 +515,7 @@ async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
         assert router.view()[0].capacity_tokens == 80
         async with crowd(router, ["a", "b", "c"], reads=reads):
             assert router.num_waiting == 1
+            await eventually(lambda: len(fake.requests) == 2)
             assert sorted(asked["routed_dp_rank"] for asked in fake.requests) == [0, 1]
             first = {len(fake.requests): 0}
             gate.set()
@@ -657,3 +659,179 @@ async def test_explain_logs_each_decision(caplog: pytest.LogCaptureFixture) -> N
     assert text.startswith("t7 (3 tokens, waited 0.00 s) kv: it costs the least there")
     assert f"-> {seen.placed[0]}#0 " in text
     assert all(fake.url in text for fake in fakes)
+
+
+async def test_a_caller_whose_callback_raises_holds_nothing() -> None:
+    def refuse(url: str, decision: object) -> None:
+        raise KeyError("ours")
+
+    async with routed(FakeSGLang(ANSWER)) as router:
+        with pytest.raises(KeyError, match="ours"):
+            await router.generate(
+                generation(),
+                vocab_size=200,
+                on_chunk=lambda chunk: None,
+                on_placed=refuse,
+                on_moved=lambda url, reason: None,
+            )
+        assert idle(router)
+
+
+async def test_reports_that_never_come_hold_nobody_back() -> None:
+    """A server that is back takes turns, and groups, though it does not say what it holds."""
+    fake = FakeSGLang(ANSWER, max_total_num_tokens=200, context_length=100)
+    inside: list[str] = []
+
+    async def silent(request: web.Request) -> web.Response:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    fake._loads = silent  # type: ignore[method-assign]
+
+    async def hold(name: str) -> None:
+        async with router.group(name, 4, 10):
+            inside.append(name)
+            await anyio.sleep_forever()
+
+    async with routed(fake) as router, anyio.create_task_group() as tasks:
+        fake.ready = False
+        router.exited(fake.url, "was killed by SIGKILL")
+        seen = Read()
+        tasks.start_soon(read, router, generation(), seen)
+        for name in "ab":
+            tasks.start_soon(hold, name)
+        await eventually(lambda: router.num_waiting == 1)
+        assert inside == ["a"]
+        fake.ready, fake.max_total_num_tokens = True, 20_000
+        await eventually(lambda: seen.ids == ANSWER and inside == ["a", "b"])
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_server_that_is_added_lets_groups_in() -> None:
+    small = FakeSGLang(ANSWER, ready=False, max_total_num_tokens=200, context_length=100)
+    large = FakeSGLang(ANSWER, max_total_num_tokens=20_000, context_length=100)
+    inside: list[str] = []
+
+    async def hold(name: str) -> None:
+        async with router.group(name, 4, 10):
+            inside.append(name)
+            await anyio.sleep_forever()
+
+    async with large.serving(), http_session() as session, routed(small) as router:
+        async with anyio.create_task_group() as tasks:
+            for name in "ab":
+                tasks.start_soon(hold, name)
+            await eventually(lambda: len(router.waits()) == 1)
+            await router.add(SGLangServer(large.url, session))
+            await eventually(lambda: inside == ["a", "b"])
+            tasks.cancel_scope.cancel()
+
+
+async def test_what_a_server_said_before_it_ended_is_not_believed() -> None:
+    fake = FakeSGLang(ANSWER)
+    answer = anyio.Event()
+    num_asked = 0
+
+    async def slow(request: web.Request) -> web.Response:
+        nonlocal num_asked
+        num_asked += 1
+        await answer.wait()
+        return web.json_response({"weight_version": "v0"}, status=200 if num_asked == 1 else 503)
+
+    fake._model_info = slow  # type: ignore[method-assign]
+    async with routed(fake) as router:
+        await eventually(lambda: num_asked == 1)
+        router.exited(fake.url, "was killed by SIGKILL")
+        answer.set()
+        await eventually(lambda: num_asked == 3)
+        assert router.view()[0].state is ServerState.DEAD
+
+
+async def test_one_that_is_started_again_is_dead_until_it_answers() -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        fake.ready = False
+        router.exited(fake.url, "was killed by SIGKILL")
+        router.restarting(fake.url)
+        assert router.is_dead(fake.url)
+        fake.ready = True
+        await eventually(lambda: not router.is_dead(fake.url))
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool) -> None:
+    """Were it let in beside it, later, that would raise in whoever makes room."""
+    fake = FakeSGLang(ANSWER, load={}, max_total_num_tokens=200, context_length=100)
+    async with routed(fake) as router, anyio.create_task_group() as tasks:
+
+        async def hold(name: str) -> None:
+            async with router.group(name, 4, 3):
+                await anyio.sleep_forever()
+
+        for name in ["g"] if in_flight else ["other", "g"]:
+            tasks.start_soon(hold, name)
+            await anyio.wait_all_tasks_blocked()
+        await read(router, generation("g.0", group="g", num_shared=3))
+        order = dict(router._orders)
+        with pytest.raises(ValueError, match="'g' is in flight already"):
+            async with router.group("g", 4, 3):
+                raise AssertionError
+        assert dict(router._orders) == order == {"g": 0}
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
+    """Its server came back with less room; who waits behind it goes on."""
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, num_prompt=100, gate=gate)
+    async with routed(fake) as router, anyio.create_task_group() as tasks:
+
+        async def lost() -> None:
+            with pytest.raises(ServerUnavailable, match="can hold 100 tokens"):
+                await read(router, generation("a", ids=[5] * 100))
+
+        tasks.start_soon(lost)
+        await eventually(lambda: fake.num_streaming == 1)
+        fake.max_total_num_tokens, fake.num_prompt = 60, 3
+        router.exited(fake.url, "was killed by SIGKILL")
+        gate.set()
+        seen = Read()
+        tasks.start_soon(read, router, generation("b"), seen)
+        await eventually(lambda: seen.ids == ANSWER)
+    assert idle(router)
+
+
+async def test_who_waits_is_told_that_the_last_server_was_retired() -> None:
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    first = Read()
+    async with routed(fake, reserve_tokens=20) as router, anyio.create_task_group() as tasks:
+
+        async def too_late() -> None:
+            with pytest.raises(ServerUnavailable, match="no server that is left"):
+                await read(router, generation("b"))
+
+        tasks.start_soon(read, router, generation("a", max_new_tokens=20), first)
+        await eventually(lambda: fake.num_streaming == 1)
+        tasks.start_soon(too_late)
+        await eventually(lambda: router.num_waiting == 1)
+        router.retire(f"{fake.url}/")  # as `add` takes it
+        await eventually(lambda: router.num_waiting == 0)
+        gate.set()
+    whole(first)
+
+
+async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
+    silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
+    other = FakeSGLang(ANSWER, ready=False)
+    async with routed(silent, other, stall_timeout_s=60) as router:
+        await eventually(lambda: not router.view()[1].healthy)
+        seen = Read()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, router, generation(), seen)
+            await eventually(lambda: len(seen.ids) == 4)
+            other.ready = True
+            router.retire(silent.url)
+            router.exited(silent.url, "ended with exit status 1")
+        await eventually(lambda: [view.url for view in router.view()] == [other.url])
+    whole(seen)

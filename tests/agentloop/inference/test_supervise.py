@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
-from anyio.abc import Process
+from anyio.abc import Process, SocketStream
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -276,6 +276,7 @@ async def test_a_server_does_not_outlive_its_guardian(stub: Stub) -> None:
         os.kill(_stat(stub.pids[0])[1], signal.SIGKILL)
         await until(lambda: not _runs(stub.pids[0]))
         await until(lambda: not server.alive)
+        assert server.returncode == 128 + signal.SIGKILL
     for pid in stub.pids[1:]:  # SGLang's children end with it; the stub's do not
         os.kill(pid, signal.SIGKILL)
     for path in stub.files:
@@ -436,15 +437,28 @@ class Seen:
         self.exits: list[tuple[str, str]] = []
         self.restarts: list[str] = []
         self.dead: set[str] = set()
+        self.unwanted: set[str] = set()
+        self.others: set[str] = set()
+
+    def exited(self, url: str, reason: str) -> None:
+        self.exits.append((url, reason))
+
+    def restarting(self, url: str) -> None:
+        self.restarts.append(url)
+
+    def is_dead(self, url: str) -> bool:
+        return url in self.dead
+
+    def is_wanted(self, url: str) -> bool:
+        return url not in self.unwanted
+
+    def give_up(self, url: str) -> bool:
+        self.unwanted.add(url)
+        return bool(self.others - self.unwanted)
 
     async def keep(self, servers: list[ServerProcess], **options: Any) -> None:
-        await keep_alive(
-            servers,
-            ServerSettings(**options),
-            on_exit=lambda url, how: self.exits.append((url, how)),
-            on_restart=self.restarts.append,
-            is_dead=lambda url: url in self.dead,
-        )
+        self.others |= {server.url for server in servers}
+        await keep_alive(servers, ServerSettings(**options), self)
 
 
 async def test_a_server_that_dies_is_started_again(stub: Stub) -> None:
@@ -506,6 +520,31 @@ async def test_one_of_two_is_given_up_loudly_and_the_last_one_ends_it(
     assert seen.restarts == []
 
 
+async def test_one_that_is_not_wanted_any_more_stays_dead(stub: Stub) -> None:
+    seen = Seen()
+    async with running([stub.launch], on_progress=quiet) as [server]:
+        seen.unwanted.add(server.url)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(seen.keep, [server])
+            await until(lambda: seen.exits)
+            tasks.cancel_scope.cancel()
+    assert seen.restarts == []
+
+
+async def test_others_that_are_well_keep_the_runtime_alive(stub: Stub) -> None:
+    seen = Seen()
+    seen.others.add("http://elsewhere")
+    async with running([stub.launch], on_progress=quiet) as [server]:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(seen.keep, [server], max_restarts=0))
+            await until(lambda: server.url in seen.unwanted)
+            tasks.cancel_scope.cancel()
+
+
 async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
     """It starts once; from then on it ends at once."""
     once = "import os, sys\nif os.path.exists(sys.argv[2]): sys.exit(3)\n" + STUB
@@ -520,6 +559,95 @@ async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
         "stub was killed by SIGKILL.",
         "stub ended with exit status 3.",
     ]
+
+
+@pytest.mark.parametrize("how", ["removed", "in the way"])
+async def test_a_log_that_cannot_be_kept_hinders_no_restart(stub: Stub, how: str) -> None:
+    seen = Seen()
+    async with (
+        running([stub.launch], on_progress=quiet) as [server],
+        anyio.create_task_group() as t,
+    ):
+        if how == "removed":
+            server.log_path.unlink()
+        else:
+            (server.log_path.with_name(server.log_path.name + ".previous") / "x").mkdir(
+                parents=True
+            )
+        t.start_soon(seen.keep, [server])
+        first = stub.pids
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: stub.pids != first and server.pid == stub.pids[0])
+        t.cancel_scope.cancel()
+    assert stub.left == []
+
+
+async def test_a_log_that_cannot_be_written_is_a_start_that_fails(tmp_path: Path) -> None:
+    stub = Stub(tmp_path / "stub")
+    seen = Seen()
+    with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="cannot be started")):
+        async with running([stub.launch], on_progress=quiet) as [server]:
+            server.log_path.unlink()
+            server.log_path.mkdir()
+            server.log_path.with_name(server.log_path.name + ".previous").touch()
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+            await seen.keep([server], max_restarts=1)
+    assert len(seen.exits) == 2
+    assert stub.left == []
+    with pytest.raises(ServerStartError, match="cannot be started"):
+        async with running([stub.launch], on_progress=quiet):
+            raise AssertionError("it has no log")
+
+
+async def test_a_server_that_starts_slowly_again_is_not_killed_for_it(tmp_path: Path) -> None:
+    """It answers nothing yet; once it has started it must."""
+    slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB
+    stub = Stub(tmp_path / "stub", slow)
+    seen = Seen()
+    async with (
+        running([stub.launch], on_progress=quiet) as [server],
+        anyio.create_task_group() as t,
+    ):
+        first = stub.pids
+        os.kill(first[0], signal.SIGKILL)
+        await until(lambda: not server.alive)
+        seen.dead.add(server.url)
+        t.start_soon(partial(seen.keep, [server], unresponsive_s=0.2))
+        await until(lambda: len(seen.exits) == 2)
+        assert stub.pids != first, "it was killed before it had started"
+        t.cancel_scope.cancel()
+    assert stub.left == []
+
+
+async def test_another_program_has_its_port(tmp_path: Path) -> None:
+    """What that answers is not even HTTP as it should be; the start fails, and nothing else."""
+    script = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(.5); sys.exit(3)\n"
+    stub = Stub(tmp_path / "stub", script + STUB)
+    seen = Seen()
+    nonsense = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope"
+    num_asked = 0
+
+    async def answer(client: SocketStream) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        async with client:
+            await client.receive()
+            await client.send(nonsense)
+
+    async with running([stub.launch], on_progress=quiet) as [server]:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: not server.alive)
+        port = int(server.url.rpartition(":")[2])
+        listener = await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=port)
+        async with listener, anyio.create_task_group() as serving:
+            serving.start_soon(listener.serve, answer, serving)
+            with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="exit status 3")):
+                await seen.keep([server], max_restarts=1)
+            assert num_asked
+            serving.cancel_scope.cancel()
 
 
 def _listens(url: str) -> bool:

@@ -1,0 +1,120 @@
+"""A model that counts down: its reply's length is in its prompt, where no server looks for it.
+
+    python -m bench.countdown_model FOLDER
+
+Token k is followed by token k - 1, and token 0 ends the reply. So a prompt that ends with k is
+answered with exactly k tokens, each of which is known beforehand, while a server knows no more
+than `max_new_tokens`. Everything else is a real Qwen3: keys, values and attention are computed and
+cached. The weights are made, not trained: what attention and MLP add to the residual stream is
+multiplied by zero, so that the last token's embedding reaches the head, whose row k - 1 is the
+embedding of k. Random directions in 256 dimensions are near enough to orthogonal: the right logit
+is 16, any other below 8.
+
+Tokens above `LONGEST` are for the rest of a prompt; nothing follows from them. Greedy sampling
+only. There is no tokenizer: serve it with `--skip-tokenizer-init`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+__all__ = ["EOS", "FILLER", "LONGEST", "VOCAB_SIZE", "countdown", "save"]
+
+EOS = 0
+LONGEST = 1535  # tokens of a reply at most
+VOCAB_SIZE = 2048
+FILLER = range(LONGEST + 1, VOCAB_SIZE)  # ids that mean nothing
+
+_HIDDEN = 256
+_HEADS = 4
+_KV_HEADS = 2
+_HEAD_DIM = 32
+_INTERMEDIATE = 64  # it adds nothing, so it may cost little
+
+
+def countdown(length: int) -> list[int]:
+    """The reply to a prompt that ends with the id `length`.
+
+    Raises:
+        ValueError: there is no such reply.
+    """
+    if not 1 <= length <= LONGEST:
+        raise ValueError(f"a reply has 1 to {LONGEST} tokens, not {length}")
+    return list(range(length - 1, -1, -1))
+
+
+def config(*, num_layers: int, context_length: int) -> dict[str, object]:
+    """As in config.json."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INTERMEDIATE,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": context_length,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def weights(*, num_layers: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """By their names in a checkpoint of transformers; float32, rows are outputs."""
+    rng = np.random.default_rng(seed)
+
+    def random(rows: int, columns: int) -> np.ndarray:
+        return rng.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5)
+
+    embeddings = random(VOCAB_SIZE, _HIDDEN)
+    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+    head = np.zeros_like(embeddings)
+    head[:LONGEST] = embeddings[1 : LONGEST + 1]
+    tensors = {
+        "model.embed_tokens.weight": embeddings,
+        "model.norm.weight": np.ones(_HIDDEN, np.float32),
+        "lm_head.weight": head,
+    }
+    queries, keys = _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
+    for index in range(num_layers):
+        layer = {
+            "input_layernorm.weight": np.ones(_HIDDEN, np.float32),
+            "post_attention_layernorm.weight": np.ones(_HIDDEN, np.float32),
+            "self_attn.q_norm.weight": np.ones(_HEAD_DIM, np.float32),
+            "self_attn.k_norm.weight": np.ones(_HEAD_DIM, np.float32),
+            "self_attn.q_proj.weight": random(queries, _HIDDEN),
+            "self_attn.k_proj.weight": random(keys, _HIDDEN),
+            "self_attn.v_proj.weight": random(keys, _HIDDEN),
+            "self_attn.o_proj.weight": np.zeros((_HIDDEN, queries), np.float32),
+            "mlp.gate_proj.weight": random(_INTERMEDIATE, _HIDDEN),
+            "mlp.up_proj.weight": random(_INTERMEDIATE, _HIDDEN),
+            "mlp.down_proj.weight": np.zeros((_HIDDEN, _INTERMEDIATE), np.float32),
+        }
+        tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    return tensors
+
+
+def save(folder: Path, *, num_layers: int = 1, context_length: int = 16_384) -> Path:
+    """Write config and weights (some 4 MB) into `folder`, which is made if missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = config(num_layers=num_layers, context_length=context_length)
+    (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    save_file(weights(num_layers=num_layers), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+if __name__ == "__main__":
+    print(save(Path(sys.argv[1])))

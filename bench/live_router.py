@@ -1,0 +1,855 @@
+"""The router before real SGLang servers on this machine's CPU, and other gateways beside it.
+
+    python -m bench.live_router                        2 servers, every arm, 3 rounds
+    python -m bench.live_router --servers 4 --pace     4 servers at the speed of a modelled GPU
+    python -m bench.live_router check                  what bench/server_model.py says, and is
+    --gateways-python PATH                             where sglang-router and smg are installed
+
+Needs SGLang (`python -m agentloop.inference.install`) and, for the other gateways, the dependency
+group `bench`. Without them: `--arms kv,static`.
+
+The servers are SGLang's own, with a model that counts down (bench/countdown_model.py): how long a
+reply gets is in its prompt, so that the trace knows it and no scheduler does, and each token of
+each stream is checked. Every arm plays the same rollouts, those of bench/router.py with all lengths
+divided by `--scale`, and the pool is as small, so that KV is as short as it is there. So are
+the constants in tokens of SGLang's own admission, through its own settings: how much growth it
+reserves (SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION), in how many steps its estimate falls
+(SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS), what it allows after a retraction
+(SGLANG_RETRACT_DECODE_STEPS) and its chunks of prefill. Tools take as much less time.
+
+All rollouts start at once in every arm, as gateways are used, but for `kv+groups`: there the
+router admits groups as there is room, as in the runtime. Arms take turns in shuffled rounds before
+the same servers, whose caches are flushed in between; each gateway is started anew.
+
+A request that fails, or a stream with a wrong token, ends its rollout, which is then refused: its
+tokens do not count as goodput. TTFT counts from when a turn was asked for, and for the first turn
+of a rollout from the run's start: so with our waiting room and our gate.
+
+With `--pace` a forward step lasts at least as long as on the modelled GPU (bench/pace.py); without
+it, servers that share cores give each other time, and a server that idles costs little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import numpy as np
+
+from agentloop.errors import AgentLoopError
+from agentloop.inference import guardian as guardian_module
+from agentloop.inference.admission import AdmissionSettings
+from agentloop.inference.placement import POLICIES, Costs
+from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.sglang import Chunk, OnChunk, Sampling, SGLangServer, http_session
+from agentloop.inference.supervise import ServerSettings, sglang_servers
+from bench.countdown_model import EOS, FILLER, LONGEST, VOCAB_SIZE, countdown, save
+from bench.pace import Pace, environment
+from bench.router import Options, Result, RolloutSpec, Simulation, TurnSpec, make_trace
+from bench.server_model import ServerParams
+
+GATEWAYS = {
+    f"{gateway}:{policy}": (module, policy)
+    for gateway, module in (("sglang-router", "sglang_router.launch_router"), ("smg", "smg"))
+    for policy in ("cache_aware", "power_of_two")
+}
+OURS = (*POLICIES, "kv+groups")
+_BUDGET = 12_288  # tokens of a rollout before scaling, as in bench/router.py
+_OWN = 2  # ids that tell siblings apart
+_GREEDY = Sampling(temperature=0.0)
+
+
+# --- what is played -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A reply of `length` tokens, then a tool of `tool_s` that answers `answer` (ids)."""
+
+    length: int
+    answer: tuple[int, ...]
+    tool_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A rollout, all of it known beforehand; siblings share the prompt's first `num_shared` ids."""
+
+    key: str
+    group: str
+    prompt: tuple[int, ...]
+    num_shared: int
+    turns: tuple[Turn, ...]
+
+    @property
+    def num_output(self) -> int:
+        return sum(turn.length for turn in self.turns)
+
+
+def scaled(trace: Sequence[RolloutSpec], scale: float) -> list[RolloutSpec]:
+    """All lengths and times divided by `scale`; what is left has room for its ids."""
+
+    def turn_of(turn: TurnSpec) -> TurnSpec:
+        return TurnSpec(
+            min(LONGEST, max(1, round(turn.num_output / scale))),
+            max(2, round(turn.num_tool / scale)),
+            turn.tool_s / scale,
+        )
+
+    return [
+        RolloutSpec(
+            spec.group,
+            max(_OWN + 2, round(spec.num_prompt / scale)),
+            tuple(turn_of(turn) for turn in spec.turns),
+        )
+        for spec in trace
+    ]
+
+
+def scripts_of(trace: Sequence[RolloutSpec], seed: int) -> list[Script]:
+    """Ids for these lengths. A prompt is its group's, but for its last ids."""
+    rng = random.Random(f"ids {seed}")
+    shared: dict[str, tuple[int, ...]] = {}
+    members: dict[str, int] = {}
+    scripts = []
+    for spec in trace:
+        num_shared = spec.num_prompt - _OWN - 1
+        if spec.group not in shared:
+            shared[spec.group] = tuple(rng.choices(FILLER, k=num_shared))
+            members[spec.group] = 0
+        lengths = [turn.num_output for turn in spec.turns]
+        turns = []
+        for turn, then in zip(spec.turns, [*lengths[1:], None], strict=True):
+            answer = [*rng.choices(FILLER, k=turn.num_tool - 1), then] if then else []
+            turns.append(Turn(turn.num_output, tuple(answer), turn.tool_s if then else 0.0))
+        own = (*rng.choices(FILLER, k=_OWN), lengths[0])
+        key = f"{spec.group}.{members[spec.group]}"
+        members[spec.group] += 1
+        scripts.append(Script(key, spec.group, shared[spec.group] + own, num_shared, tuple(turns)))
+    return scripts
+
+
+@dataclass(slots=True)
+class Figures:
+    """What one arm made of the rollouts, once."""
+
+    arm: str
+    round: int
+    makespan_s: float = 0.0
+    goodput: float = 0.0  # sampled tokens of whole rollouts per second
+    makespan_90_s: float = 0.0  # until nine in ten rollouts had ended
+    num_refused: int = 0
+    num_retractions: int = 0
+    prefix_hits: float = 0.0  # the part of the prompts' tokens that was in the cache
+    ttft_p50_s: float = 0.0  # all turns; the first of a rollout counts from the run's start
+    ttft_p99_s: float = 0.0
+    turn_ttft_p99_s: float = 0.0  # turns after the first: from the tool's answer
+    num_moves: int | None = None  # turns that left their trajectory's server; none: not known
+    late: float = 0.0  # with --pace: steps that took longer than modelled, of all
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+Send = Callable[[Generation, OnChunk], Awaitable[None]]
+"""One turn through a router: returns when the chunk with `end` has been told."""
+
+Gate = Callable[[str, Sequence[Script]], AbstractAsyncContextManager[object]]
+"""Entered before the rollouts of a group start, left when they have ended."""
+
+
+@asynccontextmanager
+async def open_gate(group: str, scripts: Sequence[Script]) -> AsyncIterator[None]:
+    """All groups start at once."""
+    yield
+
+
+class Play:
+    """The rollouts, all of them, through one router."""
+
+    def __init__(self, scripts: Sequence[Script], send: Send, *, budget: int) -> None:
+        """`budget` is how many tokens a rollout may have, which is all that servers are told."""
+        self._scripts = scripts
+        self._send = send
+        self._budget = budget
+        self._errors: dict[str, int] = {}
+        self._started_s = 0.0
+        self._ttft: list[float] = []
+        self._turn_ttft: list[float] = []
+        self._ended_s: list[float] = []
+        self._num_whole_tokens = self._num_refused = self._num_retractions = 0
+        self._num_prompt = self._num_cached = 0
+
+    async def run(
+        self,
+        *,
+        deadline_s: float,
+        gate: Gate = open_gate,
+        on_end: Callable[[str, bool], None] = lambda key, whole: None,
+    ) -> Figures:
+        """`on_end` is told each rollout's key, and whether it is whole; what has not ended by the
+        deadline is refused."""
+        groups: dict[str, list[Script]] = {}
+        for script in self._scripts:
+            groups.setdefault(script.group, []).append(script)
+        started = self._started_s = time.perf_counter()
+
+        async def play_group(group: str, scripts: Sequence[Script]) -> None:
+            async with gate(group, scripts), anyio.create_task_group() as tasks:
+                for script in scripts:
+                    tasks.start_soon(play_one, script)
+
+        async def play_one(script: Script) -> None:
+            whole = await self._rollout(script)
+            if whole:
+                self._num_whole_tokens += script.num_output
+            else:
+                self._num_refused += 1
+            self._ended_s.append(time.perf_counter() - started)
+            on_end(script.key, whole)
+
+        with anyio.move_on_after(deadline_s):
+            async with anyio.create_task_group() as tasks:
+                for group, scripts in groups.items():
+                    tasks.start_soon(play_group, group, scripts)
+        makespan_s = time.perf_counter() - started
+        if unfinished := len(self._scripts) - len(self._ended_s):
+            self._num_refused += unfinished
+            self._errors[f"not done after {deadline_s:g} s"] = unfinished
+        return Figures(
+            arm="",
+            round=0,
+            makespan_s=makespan_s,
+            goodput=self._num_whole_tokens / makespan_s,
+            makespan_90_s=_quantile(self._ended_s, 0.9),
+            num_refused=self._num_refused,
+            num_retractions=self._num_retractions,
+            prefix_hits=self._num_cached / max(1, self._num_prompt),
+            ttft_p50_s=_quantile(self._ttft, 0.5),
+            ttft_p99_s=_quantile(self._ttft, 0.99),
+            turn_ttft_p99_s=_quantile(self._turn_ttft, 0.99),
+            errors=self._errors,
+        )
+
+    async def _rollout(self, script: Script) -> bool:
+        """Whether it is whole."""
+        ids = list(script.prompt)
+        for number, turn in enumerate(script.turns):
+            reply: list[int] = []
+            asked_s = time.perf_counter() if number else self._started_s
+            first_s = math.nan
+
+            def take(chunk: Chunk, reply: list[int] = reply) -> None:
+                nonlocal first_s
+                if not reply and chunk.ids:
+                    first_s = time.perf_counter()
+                reply += chunk.ids
+                self._num_retractions += chunk.num_retractions
+                self._num_cached += chunk.cached_tokens
+
+            used = len(ids) - len(script.prompt)
+            generation = Generation(
+                rid=uuid.uuid4().hex,
+                key=script.key,
+                ids=list(ids),
+                sampling=_GREEDY,
+                max_new_tokens=max(turn.length, self._budget - used),
+                stop_ids=(EOS,),
+                group=script.group,
+                num_shared=script.num_shared,
+            )
+            self._num_prompt += len(ids)
+            try:
+                await self._send(generation, take)
+            except AgentLoopError as error:
+                return self._refused(f"{type(error).__name__}: {error}")
+            if reply != countdown(turn.length):
+                return self._refused(f"wrong tokens in turn {number}")
+            self._ttft.append(first_s - asked_s)
+            if number:
+                self._turn_ttft.append(first_s - asked_s)
+            ids += reply
+            ids += turn.answer
+            if turn.tool_s:
+                await anyio.sleep(turn.tool_s)
+        return True
+
+    def _refused(self, why: str) -> bool:
+        why = why[:160]
+        self._errors[why] = self._errors.get(why, 0) + 1
+        return False
+
+
+# --- arms -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all arms have in common."""
+
+    urls: tuple[str, ...]
+    http: aiohttp.ClientSession
+    scripts: Sequence[Script]
+    scale: float
+    router: RouterSettings
+    costs: Costs
+    gateways_python: str
+    deadline_s: float
+    log_dir: Path
+
+    @property
+    def budget(self) -> int:
+        return round(_BUDGET / self.scale)
+
+    async def run(self, arm: str) -> Figures:
+        """One arm, once, with empty caches."""
+        for url in self.urls:
+            await flush(self.http, url)
+        return await (self._gateway(arm) if arm in GATEWAYS else self._ours(arm))
+
+    async def _ours(self, arm: str) -> Figures:
+        policy = arm.removesuffix("+groups")
+        settings = self.router.model_copy(update={"policy": policy, "costs": self.costs})
+        servers = [SGLangServer(url, self.http) for url in self.urls]
+        homes: dict[str, str] = {}
+        num_moves = 0
+        async with Router.open(servers, settings, longest=self.budget) as router:
+
+            async def send(generation: Generation, on_chunk: OnChunk) -> None:
+                def placed(url: str, decision: object) -> None:
+                    nonlocal num_moves
+                    num_moves += homes.setdefault(generation.key, url) != url
+                    homes[generation.key] = url
+
+                await router.generate(
+                    generation,
+                    vocab_size=VOCAB_SIZE,
+                    on_chunk=on_chunk,
+                    on_placed=placed,
+                    on_moved=lambda url, why: None,
+                )
+
+            def admitted(group: str, scripts: Sequence[Script]) -> AbstractAsyncContextManager[Any]:
+                return router.group(group, len(scripts), scripts[0].num_shared)
+
+            def forget(key: str, whole: bool) -> None:
+                router.forget(key, whole=whole)
+
+            play = Play(self.scripts, send, budget=self.budget)
+            figures = await play.run(
+                deadline_s=self.deadline_s,
+                gate=admitted if arm.endswith("+groups") else open_gate,
+                on_end=forget,
+            )
+        figures.num_moves = num_moves
+        return figures
+
+    async def _gateway(self, arm: str) -> Figures:
+        module, policy = GATEWAYS[arm]
+        log_path = self.log_dir / f"{arm.replace(':', '-')}.log"
+        async with gateway(
+            self.gateways_python, module, policy, self.urls, self.http, log_path
+        ) as url:
+            client = SGLangServer(url, self.http)
+
+            async def send(generation: Generation, on_chunk: OnChunk) -> None:
+                params = generation.sampling.to_sglang(
+                    max_new_tokens=generation.max_new_tokens, stop_ids=generation.stop_ids
+                )
+                await client.generate(generation.ids, params, rid=generation.rid, on_chunk=on_chunk)
+
+            play = Play(self.scripts, send, budget=self.budget)
+            return await play.run(deadline_s=self.deadline_s)
+
+
+async def flush(http: aiohttp.ClientSession, url: str) -> None:
+    """Empty a server's cache, once nothing runs there; TimeoutError after 30 s."""
+    with anyio.fail_after(30):
+        while True:
+            async with http.post(f"{url}/flush_cache") as response:
+                if response.status == 200:
+                    return
+            await anyio.sleep(0.1)
+
+
+@asynccontextmanager
+async def gateway(
+    python: str,
+    module: str,
+    policy: str,
+    urls: Sequence[str],
+    http: aiohttp.ClientSession,
+    log_path: Path,
+) -> AsyncIterator[str]:
+    """Another gateway before the same servers, with its defaults; yields its url once ready.
+
+    Raises:
+        RuntimeError: it did not become ready in a minute; with its log's tail.
+    """
+    port = random.randrange(30_100, 32_000)
+    guardian = (sys.executable, "-I", guardian_module.__file__, "--stop-timeout-s", "2", "--")
+    subcommand = ["launch"] if module == "smg" else []
+    with log_path.open("wb") as log:
+        process = await anyio.open_process(
+            [
+                *(*guardian, python, "-m", module, *subcommand),
+                *("--worker-urls", *urls, "--policy", policy),
+                *("--host", "127.0.0.1", "--port", str(port)),
+                *("--prometheus-port", str(port + 2000)),
+                *("--worker-startup-check-interval", "1"),
+            ],
+            stdin=subprocess.PIPE,  # it ends the gateway when we end, however that is
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with anyio.move_on_after(60):
+            while process.returncode is None and not await _is_ready(http, url):
+                await anyio.sleep(0.1)
+        if process.returncode is not None or not await _is_ready(http, url):
+            tail = log_path.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"{module} did not become ready:\n{tail}")
+        yield url
+    finally:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(20):
+            assert process.stdin is not None
+            await process.stdin.aclose()
+            await process.wait()
+
+
+async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
+    """It answers, and takes a request to a server."""
+    body = {
+        "input_ids": [FILLER[0], 1],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+    }
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with http.post(f"{url}/generate", json=body) as response:
+            return response.status == 200
+    return False
+
+
+# --- one invocation -------------------------------------------------------------------------------
+
+
+def modelled_gpu(scale: float, thinning: float) -> Pace:
+    """The 14B model of `ServerParams`, for lengths divided by `scale` and as many sequences by
+    `thinning`: one of them stands for so many, and a step takes as long with a full pool as it does
+    there."""
+    params = ServerParams()
+    return Pace(
+        prefill_s=params.prefill_s / scale,
+        prefill_s_per_token=params.prefill_s_per_token * thinning,
+        step_s=params.step_s,
+        step_s_per_sequence=params.step_s_per_sequence * thinning,
+        step_s_per_token=params.step_s_per_token * scale * thinning,
+    )
+
+
+@asynccontextmanager
+async def servers(
+    args: argparse.Namespace, pace: Pace | None
+) -> AsyncIterator[tuple[list[str], Path]]:
+    """SGLang with the countdown model; yields the urls, and the folder of logs and late steps."""
+    params = scaled_params(args)
+    knobs = {
+        "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(params.clip),
+        "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": str(params.decay_steps),
+        "SGLANG_RETRACT_DECODE_STEPS": str(params.retract_steps),
+    }
+    with tempfile.TemporaryDirectory(prefix="live-router-") as name:
+        folder = Path(name)
+        if pace is not None:
+            knobs |= environment(pace, folder)
+        os.environ.update(knobs)  # supervise.py hands it on
+        settings = ServerSettings(
+            count=args.servers,
+            device="cpu",
+            max_total_tokens=args.capacity,
+            extra_args=(
+                "--skip-tokenizer-init",
+                *("--chunked-prefill-size", str(params.chunk)),
+                *("--schedule-conservativeness", str(params.conservativeness)),
+                *("--load-snapshot-publish-interval", "1"),  # in steps, and there are fewer
+            ),
+        )
+        model = save(folder / "model")
+        async with sglang_servers(model, settings, log_dir=folder, on_progress=say) as started:
+            yield [server.url for server in started], folder
+
+
+def scaled_params(args: argparse.Namespace) -> ServerParams:
+    """SGLang's constants in tokens, for lengths divided by `--scale`; its speed is not in it."""
+    params = ServerParams()
+
+    def scaled_down(tokens: int) -> int:
+        return max(1, round(tokens / float(args.scale)))
+
+    return replace(
+        params,
+        capacity=args.capacity,
+        chunk=max(64, scaled_down(params.chunk)),
+        conservativeness=args.conservativeness,
+        retract_half=False,
+        clip=scaled_down(params.clip),
+        decay_steps=scaled_down(params.decay_steps),
+        retract_steps=scaled_down(params.retract_steps),
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def late_steps(folder: Path) -> tuple[int, int]:
+    """Late steps and all steps of all paced servers, so far."""
+    told = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
+    return sum(one["late"] for one in told), sum(one["steps"] for one in told)
+
+
+def trace_of(args: argparse.Namespace) -> list[RolloutSpec]:
+    trace = make_trace(args.seed, num_groups=args.groups * args.servers, group_size=args.group_size)
+    return scaled(trace, args.scale)
+
+
+def shuffled_rounds(arms: Sequence[str], num_rounds: int, seed: int) -> Iterator[tuple[int, str]]:
+    """Each arm once a round, in another order each time."""
+    rng = random.Random(f"rounds {seed}")
+    for number in range(num_rounds):
+        for arm in rng.sample(arms, len(arms)):
+            yield number, arm
+
+
+async def compare(args: argparse.Namespace) -> list[Figures]:
+    """All arms before the same servers."""
+    pace = modelled_gpu(args.scale, 32 / args.group_size) if args.pace else None
+    results: list[Figures] = []
+    scripts = scripts_of(trace_of(args), args.seed)
+    async with servers(args, pace) as (urls, folder), http_session() as http:
+        bench = bench_of(args, urls, http, scripts, costs_of(pace), folder)
+        for number, arm in shuffled_rounds(args.arms, args.rounds, args.seed):
+            late_before, steps_before = late_steps(folder)
+            figures = replace(await bench.run(arm), arm=arm, round=number)
+            late, steps = late_steps(folder)
+            figures.late = (late - late_before) / max(1, steps - steps_before)
+            say(
+                f"round {number} {arm}: {figures.makespan_s:.1f} s, {figures.goodput:,.0f} tok/s, "
+                f"{figures.num_retractions} retractions, {figures.num_refused} refused"
+                f"{', late %.0f%%' % (100 * figures.late) if pace else ''} {figures.errors or ''}"
+            )
+            results.append(figures)
+            if args.json:
+                args.json.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+    return results
+
+
+def bench_of(
+    args: argparse.Namespace,
+    urls: Sequence[str],
+    http: aiohttp.ClientSession,
+    scripts: Sequence[Script],
+    costs: Costs,
+    folder: Path,
+) -> Bench:
+    return Bench(
+        urls=tuple(urls),
+        http=http,
+        scripts=scripts,
+        scale=args.scale,
+        router=router_settings(args),
+        costs=costs,
+        gateways_python=args.gateways_python,
+        deadline_s=args.deadline_s,
+        log_dir=folder,
+    )
+
+
+def router_settings(args: argparse.Namespace) -> RouterSettings:
+    """Ours, its constants in tokens and seconds scaled like the rollouts."""
+    defaults = RouterSettings()
+    return defaults.model_copy(
+        update={
+            "reserve_tokens": max(1, round(defaults.reserve_tokens / args.scale)),
+            "patience_s": defaults.patience_s / args.scale,
+            "probe_interval_s": args.probe_s,
+            "admission": AdmissionSettings(
+                period_s=AdmissionSettings().period_s / args.scale,
+                report_ttl_s=AdmissionSettings().report_ttl_s / args.scale,
+            ),
+        }
+    )
+
+
+def costs_of(pace: Pace | None) -> Costs:
+    """What kv reckons with: the modelled device, else this CPU's, roughly."""
+    if pace is not None:
+        return _costs_like(pace)
+    return Costs(
+        prefill_s_per_token=2.5e-5,
+        step_s=1e-3,
+        step_s_per_sequence=2.3e-4,
+        step_s_per_token=1e-7,
+    )
+
+
+def _costs_like(other: Pace | ServerParams) -> Costs:
+    return Costs(**{name: getattr(other, name) for name in Costs.model_fields})
+
+
+# --- the model of a server, beside a server -------------------------------------------------------
+
+
+async def check(args: argparse.Namespace) -> str:
+    """Calibrate the model on one server, then let both play the same rollouts; a table."""
+    pace = modelled_gpu(args.scale, 32 / args.group_size) if args.pace else None
+    trace = trace_of(args)
+    rows = [
+        "| arm | | makespan s | 90% done s | goodput tok/s | retractions | prefix hits | "
+        "TTFT p99 s | moves |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    async with servers(args, pace) as (urls, folder), http_session() as http:
+        params = await calibrated(urls[0], http, args)
+        costs = _costs_like(params)
+        bench = bench_of(args, urls, http, scripts_of(trace, args.seed), costs, folder)
+        options = Options(
+            num_servers=args.servers,
+            params=params,
+            costs=costs,
+            admission=bench.router.admission,
+            patience_s=bench.router.patience_s,
+            tick_s=args.probe_s,
+            report_lag_s=0.0,
+            budget=bench.budget,
+        )
+        for arm in args.arms:
+            model = _Modelled(trace, arm, args.seed, options).run()
+            rows.append(_check_row(arm, "model", model))
+            for _ in range(args.rounds):
+                figures = await bench.run(arm)
+                rows.append(_check_row(arm, "real", figures))
+                say(rows[-1])
+    told = ", ".join(f"{name} {value:.3g}" for name, value in asdict(params).items())
+    return f"Calibrated: {told}.\n\n" + "\n".join(rows)
+
+
+def _check_row(arm: str, kind: str, one: Figures | Result) -> str:
+    return (
+        f"| {arm} | {kind} | {one.makespan_s:.1f} | {one.makespan_90_s:.1f} | {one.goodput:,.0f} | "
+        f"{one.num_retractions} | {100 * one.prefix_hits:.1f}% | {one.ttft_p99_s:.2f} | "
+        f"{one.num_moves} |"
+    )
+
+
+class _Modelled(Simulation):
+    """Virtual time, and all rollouts start at once but for `kv+groups`."""
+
+    def __init__(self, trace: Sequence[RolloutSpec], arm: str, seed: int, options: Options) -> None:
+        self._admits = arm.endswith("+groups")
+        super().__init__(trace, arm.removesuffix("+groups"), seed, options)
+
+    def _may_start(self) -> bool:
+        return super()._may_start() if self._admits else True
+
+
+async def calibrated(
+    url: str, http: aiohttp.ClientSession, args: argparse.Namespace
+) -> ServerParams:
+    """The model's parameters, by least squares over small runs on one server, the others idle.
+
+    The fixed part of a prefill has the way over HTTP in it.
+    """
+    params = scaled_params(args)
+    chunk = params.chunk
+    client = SGLangServer(url, http)
+    rng = random.Random("calibration")
+
+    async def stream(num_prompt: int, length: int, seen: list[float]) -> None:
+        """`seen` gets when each of its tokens came."""
+
+        def take(chunk: Chunk) -> None:
+            seen.extend([time.perf_counter()] * len(chunk.ids))
+
+        prompt = [*rng.choices(FILLER, k=num_prompt - 1), length]
+        sampling = _GREEDY.to_sglang(max_new_tokens=length, stop_ids=(EOS,))
+        await client.generate(prompt, sampling, rid=uuid.uuid4().hex, on_chunk=take)
+
+    prefills: list[tuple[float, int]] = []
+    for num_prompt in [16, chunk // 4, chunk // 2, chunk - 1] * 4:
+        seen: list[float] = []
+        started = time.perf_counter()
+        await stream(num_prompt, 1, seen)
+        prefills.append((seen[0] - started, num_prompt))
+    steps: list[tuple[float, int, float]] = []  # seconds a step, sequences, tokens of context
+    length = 120
+    batches = [(1, 8), (4, 8), (8, 8), (16, 8), (24, 8), (4, 400), (12, 150)]
+    for num_sequences, num_prompt in batches * 2:
+        await flush(http, url)
+        streams: list[list[float]] = [[] for _ in range(num_sequences)]
+        async with anyio.create_task_group() as tasks:
+            for one in streams:
+                tasks.start_soon(stream, num_prompt, length, one)
+        # Between the last one's first token and the first one's last, all of them run.
+        begin, end = max(one[0] for one in streams), min(one[-1] for one in streams)
+        num_steps = sum(begin < when <= end for one in streams for when in one) / num_sequences
+        if num_steps > length / 4:
+            context = num_sequences * (num_prompt + length - num_steps / 2)
+            steps.append(((end - begin) / num_steps, num_sequences, context))
+    await flush(http, url)
+    fixed, per_token = fitted([(1.0, n) for _, n in prefills], [s for s, _ in prefills])
+    step_s, per_sequence, per_context = fitted(
+        [(1.0, n, context) for _, n, context in steps], [s for s, _, _ in steps]
+    )
+    return replace(
+        params,
+        prefill_s=fixed,
+        prefill_s_per_token=per_token,
+        step_s=step_s,
+        step_s_per_sequence=per_sequence,
+        step_s_per_token=per_context,
+    )
+
+
+def fitted(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Least squares in relative terms, no factor below zero."""
+    weights = 1 / np.array(values)
+    matrix, target = np.array(rows) * weights[:, None], np.array(values) * weights
+    free = list(range(matrix.shape[1]))
+    factors = np.zeros(matrix.shape[1])
+    while free:
+        found = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+        if (found >= 0).all():
+            factors[free] = found
+            break
+        free.pop(int(found.argmin()))
+    return [float(factor) for factor in factors]
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def table(results: Sequence[Figures]) -> str:
+    """Medians over the rounds, as markdown; ratios are to kv of the same round."""
+    rows = [
+        "| arm | makespan s | to kv | 90% done s | goodput tok/s | to kv | refused | retractions | "
+        "prefix hits | TTFT p50 s | p99 s | later turns p99 s | moves |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    kv = {one.round: one for one in results if one.arm == "kv"}
+    for arm in dict.fromkeys(one.arm for one in results):
+        mine = [one for one in results if one.arm == arm]
+
+        def median(name: str, mine: list[Figures] = mine) -> float:
+            return float(statistics.median(getattr(one, name) for one in mine))
+
+        def ratio(name: str, mine: list[Figures] = mine) -> str:
+            pairs = [(one, kv[one.round]) for one in mine if one.round in kv]
+            if not pairs:
+                return "-"
+            values = [getattr(one, name) / getattr(other, name) for one, other in pairs]
+            return f"{statistics.median(values):.2f}"
+
+        moves = "-" if mine[0].num_moves is None else f"{median('num_moves'):,.0f}"
+        rows.append(
+            f"| {arm} | {median('makespan_s'):.1f} | {ratio('makespan_s')} | "
+            f"{median('makespan_90_s'):.1f} | {median('goodput'):,.0f} | {ratio('goodput')} | "
+            f"{median('num_refused'):,.0f} | {median('num_retractions'):,.0f} | "
+            f"{100 * median('prefix_hits'):.1f}% | {median('ttft_p50_s'):.2f} | "
+            f"{median('ttft_p99_s'):.2f} | {median('turn_ttft_p99_s'):.2f} | {moves} |"
+        )
+    return "\n".join(rows)
+
+
+def caption(args: argparse.Namespace, scripts: Sequence[Script]) -> str:
+    """What the table's figures are of."""
+    pace = (
+        "each step at least as long as on a modelled GPU"
+        if args.pace
+        else "at the speed of the CPU, which the servers share"
+    )
+    return (
+        f"{args.servers} real SGLang servers ({args.capacity:,} tokens of KV each, {pace}); "
+        f"{len(scripts)} rollouts in groups of {args.group_size}, "
+        f"{sum(script.num_output for script in scripts):,} sampled tokens, lengths divided by "
+        f"{args.scale:g}; medians of {args.rounds} rounds on {os.cpu_count()} cores."
+    )
+
+
+def plot(results: Sequence[Figures], path: Path) -> None:
+    """Goodput per arm: a dot a round, a bar for the median. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    arms = sorted(
+        dict.fromkeys(one.arm for one in results),
+        key=lambda arm: statistics.median(one.goodput for one in results if one.arm == arm),
+    )
+    figure, axes = pyplot.subplots(figsize=(7, 0.4 * len(arms) + 1.2), layout="constrained")
+    for row, arm in enumerate(arms):
+        values = [one.goodput for one in results if one.arm == arm]
+        axes.barh(row, statistics.median(values), color="C0" if arm in OURS else "C7")
+        axes.plot(values, [row] * len(values), "k.", markersize=4)
+    axes.set_yticks(range(len(arms)), arms)
+    axes.set_xlabel("sampled tokens of whole rollouts per second")
+    figure.savefig(path, dpi=150)
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    return sorted(values)[int(part * (len(values) - 1))] if values else math.nan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("compare", "check"), default="compare")
+    parser.add_argument("--servers", type=int, default=2, metavar="N")
+    parser.add_argument("--groups", type=int, default=8, help="per server")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--scale", type=float, default=16.0, help="lengths are divided by it")
+    parser.add_argument("--capacity", type=int, default=4096, help="tokens of a server's KV")
+    parser.add_argument("--conservativeness", type=float, default=1.0, help="SGLang's option")
+    parser.add_argument("--arms", default=",".join([*OURS, *GATEWAYS]))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1, help="of rollouts, ids and order")
+    parser.add_argument("--pace", action="store_true", help="servers as slow as a modelled GPU")
+    parser.add_argument("--probe-s", type=float, default=0.125, help="between a server's reports")
+    parser.add_argument("--deadline-s", type=float, default=180.0, help="of one arm's run")
+    parser.add_argument("--gateways-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--json", type=Path, help="where every run's figures go")
+    parser.add_argument("--plot", type=Path, help="a picture of the goodput")
+    args = parser.parse_args()
+    args.arms = args.arms.split(",")
+    if unknown := set(args.arms) - {*OURS, *GATEWAYS}:
+        parser.error(f"no arm {sorted(unknown)}")
+    options: dict[str, Any] = {"use_uvloop": True}
+    if args.what == "check":
+        print(anyio.run(check, args, backend_options=options))
+        return
+    results = anyio.run(compare, args, backend_options=options)
+    print(caption(args, scripts_of(trace_of(args), args.seed)) + "\n")
+    print(table(results))
+    if args.plot:
+        plot(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Lets each forward step of a real SGLang server last at least as long as a modelled device takes.
+
+Four servers that share two cores do not compare as four GPUs do: one that is idle gives its core to
+the others. With this, a step that is computed sooner waits, asleep, until the modelled device would
+be done; scheduler, cache and HTTP are all real, and a server that idles gives nothing away. A step
+that takes longer than it should is counted, and `bench.live_router` tells how many there were.
+
+It runs in the servers' processes: `environment` puts a `sitecustomize` on their PYTHONPATH that
+calls `install`. SGLang's own files stay as they are. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Pace", "environment", "install"]
+
+_VARIABLE = "AGENTLOOP_BENCH_PACE"
+_TARGET = "sglang.srt.model_executor.model_runner"
+_WRITE_EVERY_S = 0.5
+_HIDDEN_S = 0.005  # of the host's work between two steps: on a GPU the scheduler runs ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The modelled device, in seconds, as `bench.server_model.ServerParams` has it."""
+
+    prefill_s: float
+    prefill_s_per_token: float
+    step_s: float
+    step_s_per_sequence: float
+    step_s_per_token: float  # of context, over the batch
+
+    def extend_s(self, num_tokens: int) -> float:
+        return self.prefill_s + self.prefill_s_per_token * num_tokens
+
+    def decode_s(self, num_sequences: int, num_context: int) -> float:
+        return (
+            self.step_s
+            + self.step_s_per_sequence * num_sequences
+            + self.step_s_per_token * num_context
+        )
+
+
+def environment(pace: Pace, folder: Path) -> dict[str, str]:
+    """What the servers' environment needs; writes the hook into `folder`, which must exist.
+
+    Each server process that runs steps writes `PID.json` there: steps, late ones, seconds late.
+    """
+    (folder / "sitecustomize.py").write_text("import bench.pace\n\nbench.pace.install()\n")
+    root = Path(__file__).resolve().parent.parent
+    return {
+        "PYTHONPATH": os.pathsep.join([str(folder), str(root)]),
+        _VARIABLE: json.dumps({"pace": asdict(pace), "folder": str(folder)}),
+    }
+
+
+def install() -> None:
+    """In a server's process: wait for the module that runs the steps, and wrap that function."""
+    if told := os.environ.get(_VARIABLE):
+        settings = json.loads(told)
+        sys.meta_path.insert(0, _Finder(Pace(**settings["pace"]), Path(settings["folder"])))
+
+
+class _Finder:
+    """Finds the module, once, and wraps `ModelRunner.forward` when it has been executed."""
+
+    def __init__(self, pace: Pace, folder: Path) -> None:
+        self._pace = pace
+        self._folder = folder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            runner = module.ModelRunner
+            runner.forward = paced(runner.forward, self._pace, self._folder)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def paced(forward: Callable[..., Any], pace: Pace, folder: Path) -> Callable[..., Any]:
+    """`forward`, as slow as the modelled device at least."""
+    steps = late = 0
+    late_s = busy_s = written_s = ended = 0.0
+
+    def run(runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal steps, late, late_s, busy_s, written_s, ended
+        started = max(ended, time.perf_counter() - _HIDDEN_S)
+        if batch.forward_mode.is_decode():
+            due_s = pace.decode_s(batch.batch_size, int(batch.seq_lens_cpu.sum()))
+        elif batch.forward_mode.is_extend():
+            due_s = pace.extend_s(batch.extend_num_tokens)
+        else:
+            due_s = 0.0
+        result = forward(runner, batch, *args, **kwargs)
+        rest_s = due_s - (time.perf_counter() - started)
+        steps += 1
+        busy_s += due_s
+        if rest_s > 0:
+            time.sleep(rest_s)
+        elif due_s:
+            late += 1
+            late_s -= rest_s
+        ended = time.perf_counter()
+        if started > written_s + _WRITE_EVERY_S:
+            written_s = started
+            told = {"steps": steps, "late": late, "late_s": late_s, "busy_s": busy_s}
+            (folder / f"{os.getpid()}.json").write_text(json.dumps(told))
+        return result
+
+    return run
