@@ -10,6 +10,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "serve": "serve the agent over HTTP (OpenAI's protocol)",
     "chat": "ask the agent in a terminal",
+    "train": "train a model by rollouts",
     "data": "prepare sets of problems to train and to measure on",
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from agentloop.errors import AgentLoopError
+from agentloop.errors import AgentLoopError, sole
 
 if TYPE_CHECKING:
     import pydantic
@@ -100,6 +100,13 @@ class Progress:
         self._last = line
         self._spinner.update(self._task, description=line)
 
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._plain:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._spinner.console.print(line, highlight=False, markup=False)
+
     def stop(self) -> None:
         if not self._plain:
             self._spinner.stop()
@@ -183,10 +190,7 @@ async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
             tasks.start_soon(watch)
             tasks.start_soon(work)
     except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        raise error from None
+        raise sole(group) from None
     return status
 
 

@@ -29,7 +29,18 @@ __all__ = [
     "ServerStartError",
     "ServerUnavailable",
     "SettingsError",
+    "sole",
 ]
+
+
+def sole(error: BaseException) -> BaseException:
+    """The one error that a group stands for, however deep; the group where there are several."""
+    inner = error
+    while isinstance(inner, BaseExceptionGroup):
+        if len(inner.exceptions) > 1:
+            return error
+        inner = inner.exceptions[0]
+    return inner
 
 
 class AgentLoopError(Exception):

@@ -41,7 +41,7 @@ from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, Tools, as_tool
 from agentloop.api.guard import ServeSettings
 from agentloop.config import load_settings, with_values
-from agentloop.errors import AgentLoopError, RequestError
+from agentloop.errors import AgentLoopError, RequestError, sole
 from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
 from agentloop.groups.feed import FinishedGroup, finished_groups
 from agentloop.inference.router import Router, RouterSettings
@@ -306,7 +306,7 @@ class Runtime:
             ) as groups:
                 yield groups
         except BaseExceptionGroup as group:
-            raise _sole(group) from None
+            raise sole(group) from None
 
     async def add_server(self, url: str) -> None:
         """One more SGLang server, from now on.
@@ -358,7 +358,7 @@ class Runtime:
                     tasks.cancel_scope.cancel()
                     feed.close()  # whoever reads on finds its end
         except BaseExceptionGroup as group:
-            raise _sole(group) from None
+            raise sole(group) from None
 
     @property
     def chat(self) -> ChatFormat:
@@ -421,7 +421,7 @@ class Runtime:
                 finally:
                     closing.set()
         except BaseExceptionGroup as group:
-            raise _sole(group) from None
+            raise sole(group) from None
         finally:
             self._parts_or_none = None
 
@@ -509,13 +509,5 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """One of the errors in a group."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that a group stands for, or the group where there are several."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pydantic
 
 from agentloop import console
 from agentloop.config import load_settings, to_toml
+from agentloop.errors import SettingsError
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
-from agentloop.groups.tasks import TasksSettings, TaskSource
+from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.learner import LearnerError, LearnerProcesses, started
@@ -25,8 +24,6 @@ from agentloop.training.loop import LoopSettings, TrainingLoop
 from agentloop.training.run_folder import RunFolder
 
 __all__ = ["TrainSettings", "main", "train"]
-
-log = logging.getLogger(__name__)
 
 
 class RunSettings(pydantic.BaseModel):
@@ -53,7 +50,7 @@ class RanksSettings(pydantic.BaseModel):
 
 
 class TrainSettings(Settings):
-    """Everything that a training run can be told; what it shares with serving has the same names."""
+    """Everything that a training run can be told, and all that serving can be."""
 
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
@@ -70,13 +67,15 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
     Raises:
         AgentLoopError: what it cannot go on from, by its name.
     """
-    model = Path(settings.model or SMALL).resolve()
+    model = _model_of(settings)
     tasks = TaskSource.open(settings.tasks)
     name = settings.run.name or time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder(settings.run.folder / name, to_toml(settings))
     logs = folder.path / "logs"
     settings = settings.model_copy(update={"model": str(model), "log_dir": logs})
-    learner_settings = settings.learner.model_copy(update={"model": model})
+    learner_settings = settings.learner.model_copy(
+        update={"model": model, "temperature": settings.sampling.temperature}
+    )
     async with AsyncExitStack() as stack:
         scorer = await stack.enter_async_context(Scorer(settings.reward))
         runtime = await stack.enter_async_context(Runtime(settings, progress=progress))
@@ -108,6 +107,14 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
     return folder.path
 
 
+def _model_of(settings: TrainSettings) -> Path:
+    """The folder that both sides start from. Raises SettingsError: it is none."""
+    folder = Path(settings.model or SMALL).resolve()
+    if not (folder / "config.json").is_file():
+        raise SettingsError(f"model: {folder} is no model folder: it has no config.json")
+    return folder
+
+
 async def _die_with(ranks: LearnerProcesses) -> None:
     raise LearnerError(await ranks.wait_dead())
 
@@ -131,5 +138,3 @@ async def _train(arguments: list[str]) -> int:
         folder = await train(settings, progress)
     print(f"The run is in {folder}")
     return 0
-
-

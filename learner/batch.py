@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from learner.errors import BatchError
 from agentloop.training.learner_settings import Aggregate
+from learner.errors import BatchError
 
 __all__ = ["Batch", "MicroBatch", "make_micro_batch", "parts", "plan", "token_weights"]
 

@@ -24,12 +24,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from agentloop.errors import ModelError
+from agentloop.training.learner_settings import LearnerSettings
 from learner import torchvision_stub  # noqa: F401
 from learner.attention import PACKED, register
 from learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
 from learner.errors import BatchError, TrainingBroken
 from learner.loss import LossInput, policy_loss
-from agentloop.training.learner_settings import LearnerSettings
 from learner.world import World
 
 __all__ = ["Policy", "Scorer", "load_model"]

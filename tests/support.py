@@ -220,6 +220,8 @@ class FakeSGLang:
     url: str = ""
     load: dict[str, int] | None = None  # what each rank says of itself; none: it can't
     dp_size: int = 1
+    weights: str | None = "sum"  # their checksum; none: they cannot be loaded, "": not in time
+    paused: bool = False
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeSGLang]:
@@ -230,6 +232,10 @@ class FakeSGLang:
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/pause_generation", self._pause)
+        app.router.add_post("/continue_generation", self._continue)
+        app.router.add_post("/update_weights_from_disk", self._update_weights)
+        app.router.add_post("/weights_checker", self._check_weights)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -351,6 +357,27 @@ class FakeSGLang:
             {"dp_rank": rank} | dict.fromkeys(names, 0) | self.load for rank in range(self.dp_size)
         ]
         return web.json_response({"loads": loads})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.paused = True
+        return web.json_response({})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self.paused = False
+        return web.json_response({})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        assert self.paused
+        if self.weights is None:
+            return web.json_response({"success": False, "message": "no such folder"}, status=400)
+        if self.weights == "":
+            await anyio.sleep_forever()
+        self.version = asked["weight_version"]
+        return web.json_response({"success": True, "message": ""})
+
+    async def _check_weights(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True, "ranks": [{"per_gpu_checksum": self.weights}]})
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())

@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
-from agentloop.errors import RequestError
+from agentloop.errors import RequestError, sole
 from agentloop.trajectory import Trajectory
 
 __all__ = ["FinishedGroup", "finished_groups"]
@@ -124,11 +124,14 @@ async def finished_groups(
             else:
                 await changed.wait()  # no deadline: the rollouts have theirs
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(feed, tasks)
-        async with aclosing(read()) as groups:
-            yield groups
-        tasks.cancel_scope.cancel()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(feed, tasks)
+            async with aclosing(read()) as groups:
+                yield groups
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise sole(group) from None
 
 
 async def _each(source: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Sample", "write_batch"]
 
@@ -35,7 +36,7 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     import numpy as np
     from safetensors.numpy import save
 
-    def flat(name: str, dtype: str) -> object:
+    def flat(name: str, dtype: str) -> np.ndarray[Any, Any]:
         return np.array([one for s in samples for one in getattr(s, name)], dtype)
 
     tensors = {

@@ -1,8 +1,8 @@
 """New weights into every server, before any of them serves on.
 
-    published folder ──> require_weights ──> each server loads, side by side ──> it serves again
-                         (all are STALE)        └─ fails, is late, or has others than the rest:
-                                                   it stays STALE and serves nothing
+published folder ──> require_weights ──> each server loads, side by side ──> it serves again
+                     (all are STALE)        └─ fails, is late, or has others than the rest:
+                                               it stays STALE and serves nothing
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from agentloop.inference.supervise import guarded
 
 __all__ = ["Learner", "LearnerError", "LearnerProcesses"]
 
+_COMMAND = (sys.executable, "-m", "learner")
 _MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -150,15 +151,15 @@ async def started(
     Raises:
         LearnerError: a rank died, or it was not ready in time.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentloop-learner-"))
         path = Path(folder) / "socket"
         listener = await anyio.create_unix_listener(path)
         stack.push_async_callback(listener.aclose)
         log_paths = [log_dir / f"learner-{rank}.log" for rank in range(num_ranks)]
-        settings_path = log_dir / "learner.json"
-        settings_path.write_bytes(orjson.dumps(dict(settings)))
+        settings_path = anyio.Path(log_dir) / "learner.json"
+        await settings_path.parent.mkdir(parents=True, exist_ok=True)
+        await settings_path.write_bytes(orjson.dumps(dict(settings)))
         port = _free_port()
         processes: list[anyio.abc.Process] = []
         ranks = LearnerProcesses(processes, log_paths)
@@ -177,7 +178,7 @@ async def started(
                 "AGENTLOOP_LEARNER_SOCKET": str(path),
             }
             with anyio.CancelScope(shield=True):  # or a process that was started would be lost
-                command = (sys.executable, "-m", "learner", str(settings_path))
+                command = (*_COMMAND, str(settings_path))
                 processes.append(await guarded(command, environment, log_path, stop_timeout_s=0))
         on_progress(f"Starting the learner, {num_ranks} rank(s); logs in {log_dir}")
         stream = await _first_connection(listener, ranks, start_timeout_s)

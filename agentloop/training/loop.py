@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -116,7 +115,8 @@ class TrainingLoop:
         """
         await self._hand_over()
         await self._evaluate()
-        for self.step in range(1, self._settings.steps + 1):
+        while self.step < self._settings.steps:
+            self.step += 1
             metrics = await self._train_step()
             if self._settings.evaluate_every and self.step % self._settings.evaluate_every == 0:
                 await self._evaluate()

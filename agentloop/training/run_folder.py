@@ -1,6 +1,6 @@
 """A run's folder: what it was told, what came of it, what it can go on from.
 
-    config.toml  metrics.jsonl  trajectories/step-00001.jsonl  checkpoints/  weights/  logs/
+config.toml  metrics.jsonl  trajectories/step-00001.jsonl  checkpoints/  weights/  logs/
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from learner.batch import Batch
 from agentloop.training.learner_settings import LearnerSettings
+from learner.batch import Batch
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from learner.batch import Batch
 from agentloop.training.learner_settings import LearnerSettings
+from learner.batch import Batch
 
 ROOT = Path(__file__).parents[2]
 SIZES = (40, 25, 33, 52)

@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'
 
 import torch
 
+from agentloop.training.learner_settings import LossSettings
 from learner.loss import (
     LossInput,
     cispo_objective,
@@ -23,7 +24,6 @@ from learner.loss import (
     policy_loss,
     ratio_of,
 )
-from agentloop.training.learner_settings import LossSettings
 
 pytestmark = pytest.mark.real
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "loss.json").read_text("utf-8"))

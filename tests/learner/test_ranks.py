@@ -26,8 +26,8 @@ from safetensors.numpy import load as load_arrays
 from safetensors.torch import load_file
 
 from agentloop.models import SMALL
-from learner.errors import LearnerError
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
+from learner.errors import LearnerError
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 from learner.weights import verify
 from tests.learner.plain import Plain, load, scores

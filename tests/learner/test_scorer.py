@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentloop.errors import ModelError
 from agentloop.models import SMALL
+from agentloop.training.learner_settings import LearnerSettings, LossSettings
 from learner.attention import packed_attention
 from learner.batch import Batch, make_micro_batch
 from learner.policy import Scorer, load_model
-from agentloop.training.learner_settings import LearnerSettings, LossSettings
 from learner.small_model.tokenizer import VOCAB_SIZE
 from tests.learner import plain
 from tests.learner.ranks import make_batch

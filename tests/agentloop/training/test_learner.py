@@ -1,0 +1,112 @@
+"""The learner's processes as the runtime sees them; small scripts stand in for ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from agentloop.training import learner as learner_module
+from agentloop.training.learner import Learner, LearnerError, LearnerProcesses, started
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
+]
+
+RANK = """
+import json, os, socket, sys, time
+settings = json.load(open(sys.argv[1]))
+if settings.get("dies"):
+    print("out of luck", file=sys.stderr)
+    sys.exit(3)
+if os.environ["RANK"] != "0":
+    time.sleep(600)
+link = socket.socket(socket.AF_UNIX)
+link.connect(os.environ["AGENTLOOP_LEARNER_SOCKET"])
+file = link.makefile("rwb")
+def tell(answer):
+    file.write(json.dumps(answer).encode() + b"\\n")
+    file.flush()
+tell({"ok": True, "ready": True, "num_ranks": int(os.environ["WORLD_SIZE"])})
+for line in file:
+    request = json.loads(line)
+    if request["op"] == "die":
+        os._exit(9)
+    if request["op"] == "hang":
+        time.sleep(600)
+    if request["op"] == "refuse":
+        tell({"ok": False, "error": "no such thing", "fatal": False})
+    else:
+        tell({"ok": True, "echo": request, "pid": os.getpid()})
+"""
+
+
+@asynccontextmanager
+async def ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, count: int = 2, **settings: object
+) -> AsyncIterator[tuple[Learner, LearnerProcesses]]:
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
+    async with started(
+        settings,
+        num_ranks=count,
+        threads=1,
+        log_dir=folder / "logs",
+        start_timeout_s=10,
+        on_progress=lambda line: None,
+    ) as both:
+        yield both
+
+
+async def test_it_is_asked_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks(tmp_path, monkeypatch) as (learner, _):
+        answer = await learner.ask("step", timeout_s=5, batch="x")
+        assert answer["echo"] == {"op": "step", "batch": "x"}
+        pid = answer["pid"]
+        with pytest.raises(LearnerError, match="refuse: no such thing"):
+            await learner.ask("refuse", timeout_s=5)
+        await learner.ask("step", timeout_s=5)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ranks(tmp_path, monkeypatch) as (learner, _):
+        with pytest.raises(LearnerError, match=r"hang: no answer within 0\.1 s"):
+            await learner.ask("hang", timeout_s=0.1)
+
+
+async def test_a_rank_that_dies_says_which_and_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks(tmp_path, monkeypatch) as (learner, processes):
+        with pytest.raises(LearnerError, match="die: rank 0 ended with exit status 9"):
+            await learner.ask("die", timeout_s=5)
+        with anyio.fail_after(5):
+            assert "rank 0" in await processes.wait_dead()
+
+
+async def test_a_start_that_fails_ends_with_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(LearnerError, match=r"exit status 3[\s\S]*out of luck"):
+        async with ranks(tmp_path, monkeypatch, dies=True):
+            pass
+
+
+async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
+        pid = (await learner.ask("step", timeout_s=5))["pid"]
+        os.kill(pid, signal.SIGKILL)
+        with anyio.fail_after(10):
+            assert "exit status 137" in await processes.wait_dead()

@@ -1,0 +1,71 @@
+"""Training end to end with the real parts: SGLang, the sandbox, DeepSpeed with two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentloop.config import load_settings
+from agentloop.train import TrainSettings, train
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.real,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("docker_engine", "sglang_installed"),
+]
+
+RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+
+
+class Said:
+    """Progress, kept."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        print(line)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Path) -> None:
+    overrides = [
+        f"run.folder={tmp_path}",
+        "run.name=first",
+        "loop.steps=2",
+        "loop.tasks_per_step=3",
+        "loop.evaluate_tasks=4",
+        "loop.group_size=6",
+        "roc.down_sample_to_n=4",
+        "roc.reject_equal_reward=false",
+        "sampling.temperature=1.3",  # so that not all are right
+    ]
+    settings = load_settings(TrainSettings, [RECIPE], overrides)
+    said = Said()
+    folder = await train(settings, said)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [one for one in metrics if "reward" in one]
+    assert [one["step"] for one in steps] == [1, 2]
+    for one in steps:
+        assert one["num_rollouts"] == 18
+        assert one["num_without_reward"] == 0
+        assert one["weights/num_failed"] == 0
+        assert one["learner/num_updates"] == one["step"]
+        # The engine's log-probabilities are those of the weights that the learner has.
+        assert abs(one["learner/mismatch_kl"]) < 1e-3
+    rows = (folder / "trajectories" / "step-00002.jsonl").read_text().splitlines()
+    versions = {
+        version
+        for row in map(json.loads, rows)
+        for version in row["trajectory"]["versions"]
+        if version is not None
+    }
+    assert versions == {"1"}
+    assert (folder / "weights" / "2" / "model.safetensors").stat().st_size > 1_000_000
+    assert (folder / "checkpoints" / "step-00002" / "state.json").exists()
+    assert len(said.lines) == 4
