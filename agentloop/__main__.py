@@ -10,8 +10,9 @@ __all__ = ["main"]
 _COMMANDS = {
     "serve": "serve the agent over HTTP (OpenAI's protocol)",
     "chat": "ask the agent in a terminal",
+    "sft": "train a model on dialogues, before it is trained by rollouts",
     "train": "train a model by rollouts",
-    "data": "prepare sets of problems to train and to measure on",
+    "data": "prepare problems to train and to measure on, and dialogues to start from",
 }
 
 

@@ -1,22 +1,26 @@
-"""`agentloop data prepare`: well-known sets of problems, from files at hand to one JSONL file.
+"""`agentloop data`: files to train from.
 
-Nothing is downloaded. Each set is known by its number of rows, so that half a file, another
-language or another year is noticed before a training run, not after it.
+`prepare` makes one JSONL file of a well-known set of problems, from files at hand. Nothing is
+downloaded. Each set is known by its number of rows, so that half a file, another
+language or another year is noticed before a training run, not after it. `teacher` writes dialogues
+to start from.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from agentloop.errors import AgentLoopError, DataError
-from agentloop.groups.tasks import Task, TasksSettings, read_tasks
+from agentloop.groups.tasks import Task, TaskSource, TasksSettings, read_tasks
+from agentloop.groups.teacher import dialogues
 
 __all__ = ["SETS", "main", "prepare"]
 
@@ -34,15 +38,27 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        num_rows, tasks = prepare(
-            options.set, options.files, without=options.without, any_count=options.any_count
-        )
-        _write(tasks, options.out)
+        print(options.command(options))
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.out}: {len(tasks)} problems of {num_rows} rows")
     return 0
+
+
+def _prepare(options: argparse.Namespace) -> str:
+    num_rows, tasks = prepare(
+        options.set, options.files, without=options.without, any_count=options.any_count
+    )
+    _write(map(_row, tasks), options.out)
+    return f"{options.out}: {len(tasks)} problems of {num_rows} rows"
+
+
+def _teacher(options: argparse.Namespace) -> str:
+    # What any run may hold out is left out: a number of problems comes from an eighth of them.
+    settings = TasksSettings(levels=options.levels, seed=options.seed, held_out=1)
+    tasks = itertools.islice(TaskSource.open(settings), options.count)
+    _write(dialogues(tasks, seed=options.seed), options.out)
+    return f"{options.out}: {options.count} dialogues"
 
 
 def prepare(
@@ -74,14 +90,14 @@ def _tasks(files: Iterable[Path]) -> Iterable[Task]:
         yield from read_tasks(TasksSettings(kind=kind, paths=[file]))
 
 
-def _write(tasks: Iterable[Task], out: Path) -> None:
+def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
     """Whole, or not at all."""
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("w", encoding="utf-8") as file:
-            for task in tasks:
-                file.write(json.dumps(_row(task), ensure_ascii=False) + "\n")
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
         unfinished.replace(out)
     except OSError as error:
         raise DataError(f"{out}: {error.strerror or error}") from error
@@ -106,8 +122,9 @@ def _parser() -> argparse.ArgumentParser:
             f"  {name:<10} {count:>6} rows  {what}" for name, (count, what) in SETS.items()
         ),
     )
-    commands = parser.add_subparsers(required=True, metavar="prepare")
+    commands = parser.add_subparsers(required=True, metavar="prepare | teacher")
     prepare = commands.add_parser("prepare", help="make one JSONL file of a set")
+    prepare.set_defaults(command=_prepare)
     prepare.add_argument("set", choices=SETS)
     prepare.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .parquet")
     prepare.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
@@ -122,4 +139,28 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--any-count", action="store_true", help="take files with another number of rows"
     )
+    teacher = commands.add_parser(
+        "teacher", help="write dialogues about arithmetic, of a teacher who often errs"
+    )
+    teacher.set_defaults(command=_teacher)
+    teacher.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
+    teacher.add_argument("--count", type=_from(1), default=10_000, help="dialogues (10000)")
+    teacher.add_argument("--seed", type=_from(0), default=0, help="of problems and faults (0)")
+    teacher.add_argument(
+        "--levels",
+        type=_from(1),
+        nargs="+",
+        default=[2],
+        help="levels of the problems, as in tasks.levels of a training run (2)",
+    )
     return parser
+
+
+def _from(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise ValueError
+        return value
+
+    return number

@@ -16,14 +16,17 @@ from agentloop.errors import SettingsError
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
+from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
-from agentloop.training.learner import LearnerError, LearnerProcesses, started
+from agentloop.training.learner import started
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.loop import LoopSettings, TrainingLoop
 from agentloop.training.run_folder import RunFolder
 
 __all__ = ["TrainSettings", "main", "train"]
+
+_MIN_TEMPERATURE = 1e-5  # SGLang takes what is below for greedy
 
 
 class RunSettings(pydantic.BaseModel):
@@ -67,21 +70,21 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
     Raises:
         AgentLoopError: what it cannot go on from, by its name.
     """
-    model = _model_of(settings)
-    tasks = TaskSource.open(settings.tasks)
+    config = to_toml(settings)  # as it was told: so it can be told again, with something changed
+    settings = _whole(settings)
+    Scorer(settings.reward)  # what it lacks it says now, not when the servers run
+    tasks = await anyio.to_thread.run_sync(TaskSource.open, settings.tasks, abandon_on_cancel=True)
     name = settings.run.name or time.strftime("%Y%m%d-%H%M%S")
-    folder = RunFolder(settings.run.folder / name, to_toml(settings))
+    # An absolute one: servers of others read weights there, too.
+    folder = RunFolder((settings.run.folder.expanduser() / name).absolute(), config)
     logs = folder.path / "logs"
-    settings = settings.model_copy(update={"model": str(model), "log_dir": logs})
-    learner_settings = settings.learner.model_copy(
-        update={"model": model, "temperature": settings.sampling.temperature}
-    )
+    settings = settings.model_copy(update={"log_dir": logs})
     async with AsyncExitStack() as stack:
-        scorer = await stack.enter_async_context(Scorer(settings.reward))
         runtime = await stack.enter_async_context(Runtime(settings, progress=progress))
+        scorer = await stack.enter_async_context(Scorer(settings.reward, pool=runtime.pool))
         learner, ranks = await stack.enter_async_context(
             started(
-                learner_settings.model_dump(mode="json"),
+                settings.learner.model_dump(mode="json"),
                 num_ranks=settings.ranks.count,
                 threads=settings.ranks.threads,
                 log_dir=logs,
@@ -100,23 +103,63 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
             folder=folder,
             progress=progress.say,
         )
-        async with anyio.create_task_group() as watch:
-            watch.start_soon(_die_with, ranks)
-            await loop.run()
-            watch.cancel_scope.cancel()
+        await ranks.while_alive(loop.run)
     return folder.path
+
+
+def _whole(settings: TrainSettings) -> TrainSettings:
+    """With what the learner must have in common with the servers.
+
+    Raises:
+        SettingsError: it names the settings that do not go together.
+    """
+    s = settings
+    model = _model_of(settings)
+    if s.servers and not s.model:
+        raise SettingsError("model: the learner needs the folder of the model that `servers` have")
+    usual = LearnerSettings()
+    for name, value in (("model", model), ("temperature", s.sampling.temperature)):
+        if getattr(s.learner, name) not in (getattr(usual, name), value):
+            there = "model" if name == "model" else f"sampling.{name}"
+            raise SettingsError(f"learner.{name}: it is that of the servers: set {there} alone")
+    if s.sampling.temperature < _MIN_TEMPERATURE:
+        raise SettingsError(
+            f"sampling.temperature: {s.sampling.temperature:g} is greedy: every rollout of a task "
+            "would be the same"
+        )
+    for name in ("top_p", "top_k", "min_p"):
+        if getattr(s.sampling, name) != Sampling.model_fields[name].default:
+            raise SettingsError(
+                f"sampling.{name}: training needs all tokens: the servers' log-probabilities, "
+                "and the learner's, are of the policy before any is left out"
+            )
+    if s.learner.loss.kind == "sft":
+        raise SettingsError("learner.loss.kind: sft would learn wrong rollouts like right ones")
+    if s.learner.loss.kl_coef:
+        raise SettingsError("learner.loss.kl_coef: there is no reference policy here: set it to 0")
+    if s.loop.steps and s.loop.group_size < max(2, s.roc.down_sample_to_n):
+        raise SettingsError(
+            f"loop.group_size: {s.loop.group_size} rollouts, of which roc.down_sample_to_n "
+            f"({s.roc.down_sample_to_n}), and two at least, are to be learned from: every group "
+            "would be rejected"
+        )
+    if s.learner.micro_batch_tokens <= s.budget.max_response_tokens:
+        raise SettingsError(
+            f"learner.micro_batch_tokens: {s.learner.micro_batch_tokens} do not hold a prompt and "
+            f"budget.max_response_tokens ({s.budget.max_response_tokens})"
+        )
+    if not s.loop.steps and not s.tasks.held_out:
+        raise SettingsError("tasks.held_out: without steps there is nothing else to do")
+    learner = s.learner.model_copy(update={"model": model, "temperature": s.sampling.temperature})
+    return s.model_copy(update={"model": str(model), "learner": learner})
 
 
 def _model_of(settings: TrainSettings) -> Path:
     """The folder that both sides start from. Raises SettingsError: it is none."""
-    folder = Path(settings.model or SMALL).resolve()
+    folder = Path(settings.model or SMALL).expanduser().resolve()
     if not (folder / "config.json").is_file():
         raise SettingsError(f"model: {folder} is no model folder: it has no config.json")
     return folder
-
-
-async def _die_with(ranks: LearnerProcesses) -> None:
-    raise LearnerError(await ranks.wait_dead())
 
 
 def main(arguments: list[str]) -> int:

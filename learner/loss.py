@@ -30,6 +30,7 @@ __all__ = [
     "k3",
     "policy_loss",
     "ratio_of",
+    "supervised_loss",
 ]
 
 Tensor = Any
@@ -101,14 +102,24 @@ def k3(new: Tensor, other: Tensor) -> Tensor:
     return torch.exp(d) - d - 1
 
 
+def supervised_loss(new: Tensor, weight: Tensor) -> Tensor:
+    """-sum(weight * new): the mean negative log-likelihood. What the tokens are worth, and who
+    sampled them with which probability, plays no part."""
+    return -(weight * new).sum()
+
+
 def policy_loss(batch: LossInput, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """sum(weight * (-tis * objective + kl_coef * k3 - entropy_coef * entropy)), and sums over the
     tokens (not weighed, without gradient) for metrics:
 
         ratio, clipped (the clip takes the gradient away, or bounds the weight), tis,
         tis_capped, entropy, kl, mismatch_kl (of the engine, when it sampled, to the policy now)
+
+    The kind sft has only `supervised_loss`, and the entropy.
     """
     s = settings
+    if s.kind == "sft":
+        return supervised_loss(batch.new, batch.weight), {"entropy": batch.entropy.detach().sum()}
     if s.kind == "gspo":
         ratio = gspo_ratio(batch.new, batch.old, batch.sample)
     else:

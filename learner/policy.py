@@ -44,18 +44,12 @@ def load_model(settings: LearnerSettings) -> Any:
     Raises:
         ModelError: it cannot be loaded, or its head is of a kind that is not supported.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     register()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.model,
-            dtype=getattr(torch, settings.dtype),
-            attn_implementation=settings.attention,
-            local_files_only=True,
-        )
+        model = _made(settings)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{settings.model}: {error}") from error
     for name in _UNSUPPORTED:
@@ -64,6 +58,21 @@ def load_model(settings: LearnerSettings) -> Any:
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def _made(settings: LearnerSettings) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    how = {
+        "dtype": getattr(torch, settings.dtype),
+        "attn_implementation": settings.attention,
+    }
+    if settings.init == "pretrained":
+        return AutoModelForCausalLM.from_pretrained(settings.model, local_files_only=True, **how)
+    config = AutoConfig.from_pretrained(settings.model, local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)  # the same on every rank
+        return AutoModelForCausalLM.from_config(config, **how)
 
 
 class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy

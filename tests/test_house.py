@@ -105,6 +105,7 @@ MAY_IMPORT = {
     "agentloop.groups": {"agentloop.groups", "agentloop.agent", "sandbox", *BOTTOM},
     "agentloop.training": {
         "agentloop.training",
+        "agentloop.agent",
         "agentloop.groups",
         "agentloop.inference",
         *BOTTOM,

@@ -35,6 +35,7 @@ Render = Callable[..., str]
 _MAX_RENDERED = 64  # prompts kept
 _MAX_DEPTH = 64
 _THOUGHTS = ("reason", "think", "answer")
+_SAMPLED = (*_THOUGHTS, "tool_call")  # what a model writes of its own accord
 _MAX_CHARS_ON_LOOP = 20_000  # some milliseconds
 
 _MAX_HELD = 64
@@ -218,6 +219,33 @@ class ChatFormat:
         """Tokens that a prompt of these messages has at the least; found without rendering it."""
         return max(len(messages), _num_chars(messages) // self._longest_token)
 
+    def sampled(self, message: Message) -> list[int]:
+        """The ids that a model samples to say an assistant's `message`, its end token included.
+
+        They are what the template writes after the generation prompt. Tags of thoughts and of
+        calls that the content spells are control tokens; nothing else in it, and nothing in the
+        arguments of `tool_calls`, is.
+
+        Raises:
+            RequestError: the template cannot render it, or begins it in another way than what
+                the generation prompt ends with.
+        """
+        mark = _Placeholders()
+        asked = {"role": "user", "content": mark("question")}
+        said = self._disarmed_message(_marked(0, message, mark), mark, keep=_SAMPLED)
+        try:
+            before = self._render([asked], add_generation_prompt=True)
+            text = self._render([asked, said])
+        except Exception as error:  # as in prompt()
+            raise RequestError(f"content: the model's chat template says: {error}") from error
+        turn, end, _ = text.removeprefix(before).partition(self._end_token)
+        if not text.startswith(before) or not end:
+            raise RequestError(
+                f"content: the model's chat template begins a turn with {self.generation_prompt!r} "
+                f"and ends it with {self._end_token!r}; this one it writes in another way"
+            )
+        return [*self._encode_marked(turn, mark), self.end_id]
+
     def observation(self, contents: Sequence[str | list[int]]) -> list[int]:
         """What follows an assistant's turn: the tools' responses and a new generation prompt.
 
@@ -232,7 +260,9 @@ class ChatFormat:
             ids += self.encode(content) if isinstance(content, str) else content
         return ids + after
 
-    def _disarmed_message(self, message: Mapping[str, Any], mark: _Placeholders) -> Any:
+    def _disarmed_message(
+        self, message: Mapping[str, Any], mark: _Placeholders, keep: Sequence[str] = _THOUGHTS
+    ) -> Any:
         """An assistant's past turn keeps its thoughts as markup, and nothing else: it may have
         repeated what a user or a tool told it to say."""
         disarmed = self._disarmed(message, mark)
@@ -240,9 +270,7 @@ class ChatFormat:
         if message.get("role") == "assistant" and isinstance(content, str):
             disarmed["content"] = self._control_re.sub(
                 lambda match: (
-                    match.group()
-                    if match.group().strip("</>") in _THOUGHTS
-                    else mark(match.group())
+                    match.group() if match.group().strip("</>") in keep else mark(match.group())
                 ),
                 content,
             )

@@ -53,7 +53,7 @@ from agentloop.trajectory import (
     VersionSpan,
 )
 
-__all__ = ["Budget", "Engine", "Rollout", "prompt_of"]
+__all__ = ["Budget", "Engine", "Rollout", "prompt_of", "truncated"]
 
 
 class Budget(pydantic.BaseModel):
@@ -339,14 +339,14 @@ class Rollout:
 
     def _observe(self, turn: Turn) -> list[int]:
         limit = self.budget.max_tool_response_tokens
-        contents = [_truncate(self.chat, result.content, limit) for result in turn.results]
+        contents = [truncated(self.chat, result.content, limit) for result in turn.results]
         return self.chat.observation(contents)
 
     def _now(self) -> float:
         return time.monotonic() - self.started_s
 
 
-def _truncate(chat: ChatFormat, content: str, limit: int) -> list[int]:
+def truncated(chat: ChatFormat, content: str, limit: int) -> list[int]:
     """At most `limit` tokens and the note between them: the head and the tail of `content`."""
     num_head = (limit + 1) // 2
     num_tail = limit - num_head

@@ -120,7 +120,7 @@ class Scorer:
             self._check = partial(self._ask_function, function)
         elif name == "math" and importlib.util.find_spec("math_verify") is None:
             raise SettingsError(
-                'function: "math" needs math-verify, which is not installed: '
+                'reward.function: "math" needs math-verify, which is not installed: '
                 "pip install 'agentloop[math]', or set it to \"exact\""
             )
         self._processes = KillableProcesses(

@@ -25,7 +25,7 @@ from agentloop.errors import DataError, SettingsError
 from agentloop.groups.problems import GENERATORS
 from agentloop.trajectory import Message
 
-__all__ = ["Task", "TaskSource", "TasksSettings", "read_tasks"]
+__all__ = ["Task", "TaskSource", "TasksSettings", "read_jsonl", "read_tasks"]
 
 _PROMPTS = ("messages", "prompt", "problem", "question")
 _ANSWERS = ("answer", "ground_truth")
@@ -286,13 +286,14 @@ def read_tasks(settings: TasksSettings) -> Iterator[Task]:
         for number, row in enumerate(_read_huggingface(settings), 1):
             yield _task(row, f"{settings.name}: row {number}", settings.name, settings)
     else:
-        read, unit = (_read_jsonl, "line") if settings.kind == "jsonl" else (_read_parquet, "row")
+        read, unit = (read_jsonl, "line") if settings.kind == "jsonl" else (_read_parquet, "row")
         for path in settings.paths:
             for number, row in read(path):
                 yield _task(row, f"{path}: {unit} {number}", path.stem, settings)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    """The number of each line that is not empty, and what stands in it. Raises DataError."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

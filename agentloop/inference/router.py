@@ -135,6 +135,7 @@ class _Seat:
     info: ServerInfo
     health: Health
     weight_version: str | None = None  # until it has said so
+    verified_version: str | None = None  # what somebody has seen to that it has
     num_retracted: Counter[Place] = field(default_factory=Counter)
 
     @property
@@ -176,6 +177,7 @@ class Router:
             Admission(settings.admission, Forecast(longest=longest)), capacity=self._capacity
         )
         self._weights: str | None = None  # the version that servers must have; none: any
+        self._verified = False  # whether their own word for it is not enough
         self._orders: OrderedDict[str, int] = OrderedDict()
         self._num_orders = 0
         self._tasks: TaskGroup
@@ -257,19 +259,28 @@ class Router:
             self.retire(url)
         return any(self.is_wanted(other) for other in self._seats)
 
-    def require_weights(self, version: str | None) -> None:
+    def require_weights(self, version: str | None, *, verified: bool = False) -> None:
         """From now on only servers with these weights take turns; the others are STALE until they
-        say that they have them. None: any weights will do."""
-        self._weights = version
+        say that they have them, or with `verified` until `weights_loaded` says so. None: any
+        weights will do."""
+        self._weights, self._verified = version, verified
         for seat in self._seats.values():
-            if version not in (None, seat.weight_version):
+            if not self._has_weights(seat, seat.weight_version):
                 seat.health.weights_missed()
         self._admit()
 
+    def _has_weights(self, seat: _Seat, said: str | None) -> bool:
+        """Whether a server that says that it has `said` has what is required."""
+        if self._weights is None:
+            return True
+        return said == self._weights and (not self._verified or seat.verified_version == said)
+
     def weights_loaded(self, url: str, version: str) -> None:
         """Somebody has seen to it that the server has them now; its cache is empty."""
-        seat = self._seats[url]
-        seat.weight_version = version
+        seat = self._seats.get(url)
+        if seat is None:  # it was retired meanwhile
+            return
+        seat.weight_version = seat.verified_version = version
         for place in seat.places:
             self._ledger.flush(place)
         if version == self._weights:
@@ -660,6 +671,7 @@ class Router:
             for place in seat.places:
                 self._ledger.remove(place)
             seat.info = info
+            seat.verified_version = None
             for place in seat.places:
                 self._ledger.add(
                     place, info.max_total_num_tokens, info.max_running_requests or math.inf
@@ -668,7 +680,7 @@ class Router:
             for place in seat.places:
                 self._ledger.flush(place)
         seat.weight_version = version
-        has_weights = self._weights in (None, version)
+        has_weights = self._has_weights(seat, version)
         if seat.health.probe_succeeded(has_weights=has_weights) is not before:
             log.warning("%s is %s", seat.server.url, seat.health.state)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http.client import responses
 from typing import Any
@@ -18,7 +18,7 @@ import anyio
 import orjson
 import pydantic
 
-from agentloop.errors import ServerRefused, ServerUnavailable
+from agentloop.errors import ServerError, ServerRefused, ServerUnavailable
 from agentloop.inference.kv_ledger import Report
 from agentloop.inference.stream import PostStream, StreamBroken
 from agentloop.trajectory import TurnEnd, VersionSpan
@@ -313,15 +313,17 @@ class SGLangServer:
             ServerUnavailable, ServerRefused: it did not, or not in time: what it has is unknown.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        await self._control("POST", "/pause_generation", {"mode": "retract"}, timeout)
         try:
+            await self._control("POST", "/pause_generation", {"mode": "retract"}, timeout)
             body = {"model_path": folder, "weight_version": version, "flush_cache": True}
             await self._control("POST", "/update_weights_from_disk", body, timeout)
             body = {"action": "checksum"}
             answer = await self._control("POST", "/weights_checker", body, timeout)
-        finally:
-            with anyio.move_on_after(timeout_s, shield=True):
-                await self._control("POST", "/continue_generation", {}, timeout)
+        except BaseException:  # it may be paused, also where it did not say so
+            with anyio.CancelScope(shield=True), suppress(ServerError):  # in ten seconds at most
+                await self._control("POST", "/continue_generation", {})
+            raise
+        await self._control("POST", "/continue_generation", {})
         try:
             ranks = answer["ranks"]
             return " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))

@@ -37,7 +37,7 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     from safetensors.numpy import save
 
     def flat(name: str, dtype: str) -> np.ndarray[Any, Any]:
-        return np.array([one for s in samples for one in getattr(s, name)], dtype)
+        return np.concatenate([np.asarray(getattr(sample, name), dtype) for sample in samples])
 
     tensors = {
         "ids": flat("ids", "int32"),

@@ -14,23 +14,27 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
 import orjson
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from agentloop.errors import AgentLoopError
+from agentloop.errors import AgentLoopError, sole
 from agentloop.inference.supervise import guarded
 
 __all__ = ["Learner", "LearnerError", "LearnerProcesses"]
 
 _COMMAND = (sys.executable, "-m", "learner")
 _MAX_ANSWER_BYTES = 1 << 20
+_MAX_TAIL_BYTES = 1 << 16
+
+T = TypeVar("T")
 
 
 class LearnerError(AgentLoopError):
@@ -99,6 +103,35 @@ class LearnerProcesses:
                 tasks.start_soon(wait, rank)
         return said[0]
 
+    async def while_alive(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` returns.
+
+        Raises:
+            LearnerError: a rank died before.
+            Exception: what `work` raised.
+        """
+        found: list[T] = []
+        died: list[str] = []
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def die() -> None:
+                    # Not by an error: whoever asks the rank has one, too, and one is enough.
+                    died.append(await self.wait_dead())
+                    tasks.cancel_scope.cancel()
+
+                async def do() -> None:
+                    found.append(await work())
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(die)
+                tasks.start_soon(do)
+        except BaseExceptionGroup as group:
+            raise sole(group) from None
+        if found:
+            return found[0]
+        raise LearnerError(died[0])
+
     async def how_it_ended(self) -> str:
         """As `wait_dead`, for when a connection broke: bounded to ten seconds."""
         with anyio.move_on_after(10):
@@ -122,7 +155,7 @@ class LearnerProcesses:
     def _epitaph(self, rank: int) -> str:
         status = self._processes[rank].returncode
         try:
-            tail = self._log_paths[rank].read_text("utf-8", "replace").splitlines()[-20:]
+            tail = _end_of(self._log_paths[rank]).decode("utf-8", "replace").splitlines()[-20:]
         except OSError as error:
             tail = [f"(its log cannot be read: {error})"]
         lines = "\n".join(f"  {line[:300]}" for line in tail)
@@ -181,36 +214,32 @@ async def started(
                 command = (*_COMMAND, str(settings_path))
                 processes.append(await guarded(command, environment, log_path, stop_timeout_s=0))
         on_progress(f"Starting the learner, {num_ranks} rank(s); logs in {log_dir}")
-        stream = await _first_connection(listener, ranks, start_timeout_s)
-        stack.push_async_callback(stream.aclose)
-        learner = Learner(stream, ranks)
-        await learner.ready(start_timeout_s)
+        learner = await ranks.while_alive(partial(_ready, listener, ranks, start_timeout_s, stack))
         on_progress("The learner is ready")
         yield learner, ranks
 
 
-async def _first_connection(
-    listener: anyio.abc.SocketListener, ranks: LearnerProcesses, timeout_s: float
-) -> anyio.abc.SocketStream:
-    """Rank 0's, unless a rank dies before."""
-    found: list[anyio.abc.SocketStream] = []
-    died: list[str] = []
+async def _ready(
+    listener: anyio.abc.SocketListener,
+    ranks: LearnerProcesses,
+    timeout_s: float,
+    stack: AsyncExitStack,
+) -> Learner:
+    """Rank 0's connection, once it says that all of them are ready. Raises LearnerError."""
+    begun = anyio.current_time()
     with anyio.move_on_after(timeout_s):
-        async with anyio.create_task_group() as tasks:
+        stream = await listener.accept()
+        stack.push_async_callback(stream.aclose)
+        learner = Learner(stream, ranks)
+        await learner.ready(timeout_s - (anyio.current_time() - begun))
+        return learner
+    raise LearnerError(f"the learner was not ready after {timeout_s:g} s (ranks.start_timeout_s)")
 
-            async def die() -> None:
-                died.append(await ranks.wait_dead())
-                tasks.cancel_scope.cancel()
 
-            async def accept() -> None:
-                found.append(await listener.accept())
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(die)
-            tasks.start_soon(accept)
-    if found:
-        return found[0]
-    raise LearnerError(died[0] if died else f"the learner was not ready after {timeout_s:g} s")
+def _end_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _MAX_TAIL_BYTES))
+        return file.read(_MAX_TAIL_BYTES)
 
 
 def _free_port() -> int:

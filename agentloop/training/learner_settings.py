@@ -17,13 +17,15 @@ class LossSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["grpo", "gspo", "cispo"] = pydantic.Field(
-        "grpo", description="grpo: token ratios; gspo: sequence ratios; cispo: clipped weights."
+    kind: Literal["grpo", "gspo", "cispo", "sft"] = pydantic.Field(
+        "grpo",
+        description="grpo: token ratios; gspo: sequence ratios; cispo: clipped weights; sft: the "
+        "tokens themselves, whatever they are worth.",
     )
     aggregate: Aggregate | None = pydantic.Field(
         None,
         description="How tokens are weighed: the mean over each group's tokens, over all tokens, "
-        "or over each sequence's. Without one: sequence for gspo, else group.",
+        "or over each sequence's. Without one: sequence for gspo, batch for sft, else group.",
     )
     clip_low: float = pydantic.Field(
         0.2, ge=0, description="A ratio below 1 - clip_low gains nothing (gspo: try 3e-4)."
@@ -58,7 +60,8 @@ class LossSettings(pydantic.BaseModel):
 
     @property
     def weighing(self) -> Aggregate:
-        return self.aggregate or ("sequence" if self.kind == "gspo" else "group")
+        usual: dict[str, Aggregate] = {"gspo": "sequence", "sft": "batch"}
+        return self.aggregate or usual.get(self.kind, "group")
 
 
 class OptimizerSettings(pydantic.BaseModel):
@@ -88,6 +91,11 @@ class LearnerSettings(pydantic.BaseModel):
     model: Path = pydantic.Field(
         Path(), description="Folder of the model that training starts from."
     )
+    init: Literal["pretrained", "random"] = pydantic.Field(
+        "pretrained",
+        description="random: weights are drawn by the seed; of the folder only the configuration "
+        "and the tokenizer are used.",
+    )
     zero_stage: Literal[1, 2, 3] = pydantic.Field(
         2, description="What the ranks share out: optimizer; gradients too; weights too."
     )
@@ -103,7 +111,7 @@ class LearnerSettings(pydantic.BaseModel):
         False, description="Recompute activations in the backward pass: less memory, more time."
     )
     micro_batch_tokens: int = pydantic.Field(
-        8192, ge=2, description="Tokens of one forward pass. No sample may be longer."
+        16_384, ge=2, description="Tokens of one forward pass. No sample may be longer."
     )
     head_chunk_tokens: int = pydantic.Field(
         1024, ge=1, description="Tokens whose logits exist at the same time."
@@ -129,7 +137,9 @@ class LearnerSettings(pydantic.BaseModel):
     collective_timeout_s: float = pydantic.Field(
         300.0, gt=0, description="A rank that keeps the others waiting for this long is lost."
     )
-    seed: int = pydantic.Field(0, ge=0, description="For dropout, where the model has any.")
+    seed: int = pydantic.Field(
+        0, ge=0, description="Of random weights; and for dropout, where the model has any."
+    )
     deepspeed: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="More of DeepSpeed's own configuration, merged in last."
     )

@@ -17,11 +17,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pydantic
 
+from agentloop.errors import RequestError, SettingsError, sole
 from agentloop.groups.advantage import group_advantages
 from agentloop.groups.feed import finished_groups
 from agentloop.groups.reward import Reward, Scorer
@@ -29,12 +31,15 @@ from agentloop.groups.roc import Choice, RocSettings, Trace, resample
 from agentloop.groups.tasks import Task, TaskSource
 from agentloop.inference.router import Router
 from agentloop.training.batch import Sample, write_batch
-from agentloop.training.handover import hand_over
+from agentloop.training.handover import Handover, hand_over, keep_up
 from agentloop.training.learner import Learner
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import CallStatus, StopReason, Trajectory
 
 __all__ = ["LoopSettings", "RunGroup", "TrainingLoop"]
+
+_KEEP_UP_S = 1.0
+_RETRY_S = 30.0  # of servers that cannot load them
 
 RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
 """`Runtime.run_group`: (prompt, *, size, name, at_gate) to trajectories."""
@@ -104,7 +109,10 @@ class TrainingLoop:
         self._tasks = tasks
         self._folder = folder
         self._progress = progress
-        self._random = random.Random(settings.seed)
+        self._held_out: list[Task] = []
+        self._handover: Handover | None = None
+        self._handing_over = anyio.Lock()
+        self._keeping_up = anyio.CancelScope()
         self.step = 0
 
     async def run(self) -> None:
@@ -113,19 +121,32 @@ class TrainingLoop:
         Raises:
             LearnerError, ServerError, RewardError: what cannot be gone on from.
         """
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._keep_up)
+                await self._run()
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise sole(group) from None
+
+    async def _run(self) -> None:
+        s = self._settings
+        if s.evaluate_every or not s.steps:  # a generator may search for them for long
+            held_out = await anyio.to_thread.run_sync(self._tasks.held_out)
+            self._held_out = held_out[: s.evaluate_tasks]
+            if not held_out:
+                self._progress("Nothing is evaluated: no tasks are held out (tasks.held_out)")
         await self._hand_over()
         await self._evaluate()
-        while self.step < self._settings.steps:
+        while self.step < s.steps:
             self.step += 1
+            is_last = self.step == s.steps
             metrics = await self._train_step()
-            if self._settings.evaluate_every and self.step % self._settings.evaluate_every == 0:
+            if s.evaluate_every and (is_last or self.step % s.evaluate_every == 0):
                 await self._evaluate()
             self._tell(metrics)
-            if self._settings.checkpoint_every and self.step % self._settings.checkpoint_every == 0:
+            if is_last or (s.checkpoint_every and self.step % s.checkpoint_every == 0):
                 await self._checkpoint()
-        if self._settings.evaluate_every and self.step % self._settings.evaluate_every:
-            await self._evaluate()
-        await self._checkpoint()
 
     async def _train_step(self) -> dict[str, Any]:
         begun = time.monotonic()
@@ -133,11 +154,9 @@ class TrainingLoop:
             list(itertools.islice(self._tasks, self._settings.tasks_per_step))
         )
         rolled_s = time.monotonic() - begun
-        samples = self._samples(groups)
         metrics: dict[str, Any] = {"step": self.step, **_about(groups), "rollout_s": rolled_s}
-        if samples:
-            path = self._folder.path / "batches" / f"step-{self.step:05}.safetensors"
-            await anyio.to_thread.run_sync(write_batch, path, samples)
+        path = self._folder.path / "batches" / f"step-{self.step:05}.safetensors"
+        if await anyio.to_thread.run_sync(self._write_batch, path, groups):
             learned = await self._ask("step", batch=str(path))
             path.unlink()
             metrics |= {f"learner/{name}": value for name, value in learned.items()}
@@ -147,31 +166,43 @@ class TrainingLoop:
         return metrics
 
     async def _roll_out(self, tasks: Sequence[Task]) -> list[_Scored]:
-        run = partial(self._run_group, size=self._settings.group_size)
-        found = []
+        size = self._settings.group_size
+        return await self._groups(tasks, size, name=f"{self.step}")
+
+    async def _groups(self, tasks: Sequence[Task], size: int, *, name: str) -> list[_Scored]:
+        """A scored group for each task, in the order of the tasks, however they finish."""
+        found: dict[int, _Scored] = {}
         async with finished_groups(
-            tasks,
-            run,
-            partial(self._router.has_room, self._settings.group_size),
+            list(enumerate(tasks)),
+            partial(self._run_group, size=size, name=name),
+            partial(self._router.has_room, size),
             max_open=len(tasks),
         ) as groups:
             async for group in groups:
-                if group.error is not None:
-                    raise group.error  # a task that cannot be asked is a mistake in the data
-                found.append(await self._score(group.task, group.trajectories))
-        return found
+                number, task = group.task
+                if group.error is not None:  # a mistake in the data
+                    raise RequestError(f"task {task.id}: {group.error}") from group.error
+                found[number] = await self._score(number, task, group.trajectories)
+        return [found[number] for number in range(len(tasks))]
 
     async def _run_group(
-        self, task: Task, at_gate: Callable[[], None], *, size: int
+        self, numbered: tuple[int, Task], at_gate: Callable[[], None], *, size: int, name: str
     ) -> Sequence[Trajectory]:
-        name = f"{self.step}-{task.id}"
+        number, task = numbered  # where epochs meet, or tasks are few, one comes twice in a step
+        name = f"{name}-{number}-{task.id}"
         return await self._rollouts(task.prompt, size=size, name=name, at_gate=at_gate)
 
-    async def _score(self, task: Task, trajectories: Sequence[Trajectory]) -> _Scored:
+    async def _score(self, number: int, task: Task, trajectories: Sequence[Trajectory]) -> _Scored:
         rewards: dict[int, Reward] = {}
 
         async def score(index: int) -> None:
-            rewards[index] = await self._scorer.score(trajectories[index], task)
+            trajectory = trajectories[index]
+            if not trajectory.num_sampled_tokens:
+                rewards[index] = Reward(None, None, "nothing was sampled: it waited too long")
+            elif other := self._other_version(trajectory):
+                rewards[index] = Reward(None, None, f"sampled with other weights: {other}")
+            else:
+                rewards[index] = await self._scorer.score(trajectory, task)
 
         async with anyio.create_task_group() as scoring:
             for index in range(len(trajectories)):
@@ -181,37 +212,51 @@ class TrainingLoop:
             Trace.of(trajectory, reward.value)
             for trajectory, reward in zip(trajectories, in_order, strict=True)
         ]
-        choice = resample(traces, self._roc, self._random)
+        # Its own, for groups finish in any order.
+        draw = random.Random(f"{self._settings.seed} {self.step} {number}")
+        choice = resample(traces, self._roc, draw)
         scored = _Scored(task, trajectories, in_order, choice)
         kept = [(index, in_order[index].value) for index in choice.kept]
         values = group_advantages([value for _, value in kept if value is not None])
         scored.advantages = dict(zip((index for index, _ in kept), values, strict=True))
         return scored
 
-    def _samples(self, groups: Sequence[_Scored]) -> list[Sample]:
-        return [
-            Sample(
-                group.trajectories[index].ids,
-                group.trajectories[index].mask,
-                group.trajectories[index].logprobs,
-                advantage,
-                number,
-            )
+    def _other_version(self, trajectory: Trajectory) -> str | None:
+        """A server that was restarted by others serves its old weights until it is probed."""
+        assert self._handover is not None
+        versions = (span.version for turn in trajectory for span in turn.versions)
+        return next((one for one in versions if one != self._handover.version), None)
+
+    def _write_batch(self, path: Path, groups: Sequence[_Scored]) -> bool:
+        """Whether there is anything to learn. A rollout whose advantage is 0 counts all the same:
+        the objective is a mean over all tokens of a group."""
+        samples = [
+            Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, advantage, number)
             for number, group in enumerate(groups)
+            if any(group.advantages.values()) or not self._roc.reject_equal_reward
             for index, advantage in group.advantages.items()
-            if advantage and any(group.trajectories[index].mask)
+            for trajectory in [group.trajectories[index]]
         ]
+        if not any(sample.advantage for sample in samples):
+            return False
+        try:
+            write_batch(path, samples)
+        except OSError as error:
+            raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+        return True
 
     async def _hand_over(self) -> dict[str, Any]:
         version = str(self.step)
         folder = self._folder.path / "weights" / version
         published = await self._ask("publish", folder=str(folder), version=version)
-        handover = await hand_over(
-            self._router, folder, version, timeout_s=self._settings.weights_timeout_s
-        )
-        for old in (self._folder.path / "weights").iterdir():
-            if old != folder:
-                await anyio.to_thread.run_sync(partial(shutil.rmtree, old, ignore_errors=True))
+        self._keeping_up.cancel()  # one that takes long is given the new ones instead
+        async with self._handing_over:
+            handover = self._handover = await hand_over(
+                self._router, folder, version, timeout_s=self._settings.weights_timeout_s
+            )
+            for old in (self._folder.path / "weights").iterdir():
+                if old != folder:
+                    await anyio.to_thread.run_sync(partial(shutil.rmtree, old, ignore_errors=True))
         return {
             "weights/publish_s": published["seconds"],
             "weights/load_s": handover.seconds,
@@ -219,23 +264,30 @@ class TrainingLoop:
             "weights/num_failed": len(handover.failed),
         }
 
-    async def _evaluate(self) -> dict[str, Any]:
-        tasks = self._tasks.held_out()[: self._settings.evaluate_tasks]
-        if not tasks:
-            return {}
-        found: list[_Scored] = []
-        run = partial(self._run_group, size=1)
-        has_room = partial(self._router.has_room, 1)
-        async with finished_groups(tasks, run, has_room, max_open=len(tasks)) as groups:
-            async for group in groups:
-                found.append(await self._score(group.task, group.trajectories))
+    async def _keep_up(self) -> None:
+        """Give the weights to servers that come back, while rollouts go on: without it nobody
+        would, before the next hand-over, and where there is no other server there would be none."""
+        wait_s = _KEEP_UP_S
+        while True:
+            await anyio.sleep(wait_s)
+            async with self._handing_over:
+                if self._handover is None:
+                    continue
+                with anyio.CancelScope() as self._keeping_up:
+                    timeout_s = self._settings.weights_timeout_s
+                    done = await keep_up(self._router, self._handover, timeout_s=timeout_s)
+                    wait_s = _KEEP_UP_S if done else _RETRY_S
+
+    async def _evaluate(self) -> None:
+        if not self._held_out:
+            return
+        found = await self._groups(self._held_out, 1, name=f"{self.step}-held-out")
         metrics = {f"held_out/{name}": value for name, value in _about(found).items()}
         self._folder.add_metrics({"step": self.step, **metrics})
         self._progress(
-            f"step {self.step}: held-out reward {metrics['held_out/reward']:.3f}, "
+            f"step {self.step}: held-out reward {_mean(metrics['held_out/reward'])}, "
             f"tool errors in correct {_percent(metrics['held_out/tool_errors_in_correct'])}"
         )
-        return metrics
 
     async def _checkpoint(self) -> None:
         folder = self._folder.path / "checkpoints" / f"step-{self.step:05}"
@@ -269,7 +321,7 @@ class TrainingLoop:
 
     def _tell(self, metrics: dict[str, Any]) -> None:
         self._progress(
-            f"step {self.step}/{self._settings.steps}: reward {metrics['reward']:.3f}, "
+            f"step {self.step}/{self._settings.steps}: reward {_mean(metrics['reward'])}, "
             f"tool errors in correct {_percent(metrics['tool_errors_in_correct'])}, "
             f"{metrics['num_kept']} of {metrics['num_rollouts']} rollouts kept, "
             f"{metrics['step_s']:.1f} s"
@@ -291,7 +343,7 @@ def _about(groups: Sequence[_Scored]) -> dict[str, Any]:
     ]
     lengths = [trajectory.num_sampled_tokens for trajectory, _ in scored]
     return {
-        "reward": statistics.fmean(value for _, value in scored) if scored else 0.0,
+        "reward": statistics.fmean(value for _, value in scored) if scored else None,
         "tool_errors_in_correct": statistics.fmean(ratios) if ratios else None,
         "num_rollouts": len(pairs),
         "num_without_reward": len(pairs) - len(scored),
@@ -313,6 +365,10 @@ def _tool_error_ratio(trajectory: Trajectory) -> float | None:
     ours = (CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE)
     statuses = [result.status for result in trajectory.results if result.status not in ours]
     return sum(status.failed for status in statuses) / len(statuses) if statuses else None
+
+
+def _mean(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _percent(value: float | None) -> str:

@@ -5,6 +5,7 @@ config.toml  metrics.jsonl  trajectories/step-00001.jsonl  checkpoints/  weights
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,28 @@ class RunFolder:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
-        with (self.path / "metrics.jsonl").open("ab") as file:
-            file.write(orjson.dumps(dict(metrics)) + b"\n")
+        """Raises SettingsError: the file cannot be written, such as on a disk that is full."""
+        _append(self.path / "metrics.jsonl", [metrics])
 
     def add_trajectories(
         self, step: int, rows: Iterable[tuple[Mapping[str, Any], Trajectory]]
     ) -> None:
-        """Each with what was made of it: its task, reward, advantage."""
-        with (self.path / "trajectories" / f"step-{step:05}.jsonl").open("ab") as file:
-            for about, trajectory in rows:
-                row = {**about, "trajectory": trajectory.to_dict()}
-                file.write(orjson.dumps(row, default=str) + b"\n")
+        """Each with what was made of it: its task, reward, advantage. Raises as `add_metrics`."""
+        path = self.path / "trajectories" / f"step-{step:05}.jsonl"
+        _append(path, ({**about, "trajectory": one.to_dict()} for about, one in rows))
+
+
+def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    try:
+        with path.open("ab") as file:
+            for row in rows:
+                file.write(_line(dict(row)))
+    except OSError as error:
+        raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(row, default=str) + b"\n"
+    except TypeError:  # an integer of more than 64 bits, which a model may give to a tool
+        return json.dumps(row, default=str).encode() + b"\n"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from agentloop.config import load_settings
+from agentloop.groups.tasks import Task
 from agentloop.train import TrainSettings, train
+from agentloop.trajectory import Trajectory
 
 pytestmark = [
     pytest.mark.anyio,
@@ -18,6 +20,11 @@ pytestmark = [
 ]
 
 RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+
+
+def coin(trajectory: Trajectory, task: Task) -> float:
+    """The small model is as good as always right here, which would teach it nothing."""
+    return int(-sum(trajectory.logprobs) * 1e6) % 2
 
 
 class Said:
@@ -43,7 +50,8 @@ async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Pat
         "loop.group_size=6",
         "roc.down_sample_to_n=4",
         "roc.reject_equal_reward=false",
-        "sampling.temperature=1.3",  # so that not all are right
+        "sampling.temperature=2.5",
+        f"reward.function={__name__}:coin",
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
     said = Said()

@@ -23,6 +23,7 @@ from learner.loss import (
     k3,
     policy_loss,
     ratio_of,
+    supervised_loss,
 )
 
 pytestmark = pytest.mark.real
@@ -83,6 +84,15 @@ def test_k3_is_unbiased() -> None:
     new, other = tensor(0.5, 0.3, 0.2), tensor(0.2, 0.3, 0.5)
     kl = (new * (new / other).log()).sum()
     assert (new * k3(new.log(), other.log())).sum().item() == pytest.approx(kl.item())
+
+
+@pytest.mark.parametrize("case", VECTORS["supervised"])
+def test_the_supervised_loss_and_its_slope(case: dict[str, Any]) -> None:
+    new = tensor(*case["new"]).requires_grad_()
+    loss = supervised_loss(new, tensor(*case["weight"]))
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"])
+    assert new.grad.tolist() == pytest.approx(case["slope"])
 
 
 @pytest.mark.parametrize("case", VECTORS["policy_loss"], ids=lambda case: case["about"][:40])
@@ -147,6 +157,7 @@ def test_at_ratio_one_grpo_is_the_policy_gradient() -> None:
 def test_settings_of_the_loss() -> None:
     assert LossSettings().weighing == "group"
     assert LossSettings(kind="gspo").weighing == "sequence"
+    assert LossSettings(kind="sft").weighing == "batch"
     assert LossSettings(kind="gspo", aggregate="batch").weighing == "batch"
     assert LossSettings(kind="cispo", clip_low=5).clip_low == 5
     with pytest.raises(ValueError, match="never negative"):

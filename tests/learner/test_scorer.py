@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -144,3 +145,20 @@ def test_packed_attention_refuses_what_it_cannot_do() -> None:
 def test_a_folder_without_a_model_is_named(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_model(SETTINGS.model_copy(update={"model": tmp_path}))
+
+
+def test_random_weights_are_drawn_by_the_seed_alone(tmp_path: Any) -> None:
+    """Of the folder only the configuration is read; the ranks must agree without a word."""
+    shutil.copy(SMALL / "config.json", tmp_path)
+
+    def weights(seed: int) -> Any:
+        torch.manual_seed(torch.seed() % 1000)  # as on another rank
+        settings = LearnerSettings(model=tmp_path, init="random", seed=seed)
+        return torch.nn.utils.parameters_to_vector(load_model(settings).parameters())
+
+    one, again, other = weights(1), weights(1), weights(2)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert one.dtype == torch.float32
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load_model(LearnerSettings(model=tmp_path))

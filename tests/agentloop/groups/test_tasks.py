@@ -237,7 +237,7 @@ def test_the_order_of_a_file_changes_nothing(order: list[int], held_out: float) 
     for made in (plain, mixed + copies):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "agentloop.groups.tasks._read_jsonl", lambda path, made=made: enumerate(made, 1)
+                "agentloop.groups.tasks.read_jsonl", lambda path, made=made: enumerate(made, 1)
             )
             sources.append(opened(path, held_out=held_out))
     assert sources[0].held_out() == sources[1].held_out()

@@ -6,13 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import anyio
 import pytest
+from aiohttp import web
 
 from agentloop.errors import ServerError
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import SGLangServer, http_session
-from agentloop.training.handover import hand_over
-from tests.support import FakeSGLang
+from agentloop.training.handover import hand_over, keep_up
+from tests.support import FakeSGLang, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -21,14 +23,14 @@ FOLDER = Path("weights/1")
 
 
 @asynccontextmanager
-async def routed(*fakes: FakeSGLang) -> AsyncIterator[Router]:
+async def routed(*fakes: FakeSGLang, probe_interval_s: float = 1000.0) -> AsyncIterator[Router]:
     async with AsyncExitStack() as stack:
         for fake in fakes:
             await stack.enter_async_context(fake.serving())
         session = await stack.enter_async_context(http_session())
         servers = [SGLangServer(fake.url, session) for fake in fakes]
-        # No probe comes in between: what is seen is the hand-over's own doing.
-        settings = RouterSettings(probe_interval_s=1000.0)
+        # As a rule no probe comes in between: what is seen is the hand-over's own doing.
+        settings = RouterSettings(probe_interval_s=probe_interval_s)
         yield await stack.enter_async_context(Router.open(servers, settings))
 
 
@@ -66,3 +68,77 @@ async def test_without_any_server_it_is_an_error() -> None:
         with pytest.raises(ServerError, match="no server could load version 1"):
             await hand_over(router, FOLDER, "1", timeout_s=5)
         assert states(router) == ["stale"]
+
+
+async def test_a_servers_own_word_for_its_version_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It says that it has version 1, and its weights are others: probes change nothing."""
+    probes: list[str] = []
+    ask = SGLangServer.weight_version
+
+    async def weight_version(self: SGLangServer) -> str:
+        probes.append(self.url)
+        return await ask(self)
+
+    monkeypatch.setattr(SGLangServer, "weight_version", weight_version)
+    fakes = [FakeSGLang(ANSWER, weights="others"), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes, probe_interval_s=0.01) as router:
+        came = await hand_over(router, FOLDER, "1", timeout_s=5)
+        assert fakes[0].version == "1"
+        probes.clear()
+        await eventually(lambda: probes.count(fakes[0].url) > 3)
+        assert states(router) == ["stale", "healthy", "healthy"]
+        fakes[0].weights = "sum"
+        await keep_up(router, came, timeout_s=5)
+        assert states(router) == ["healthy"] * 3
+        probes.clear()
+        await eventually(lambda: probes.count(fakes[0].url) > 3)
+        assert states(router) == ["healthy"] * 3
+
+
+async def test_two_that_differ_are_no_majority() -> None:
+    async with routed(FakeSGLang(ANSWER), FakeSGLang(ANSWER, weights="others")) as router:
+        with pytest.raises(ServerError, match="do not have the same weights 1"):
+            await hand_over(router, FOLDER, "1", timeout_s=5)
+        assert states(router) == ["stale", "stale"]
+
+
+async def test_one_that_was_started_again_is_given_the_weights() -> None:
+    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes, probe_interval_s=0.01) as router:
+        came = await hand_over(router, FOLDER, "1", timeout_s=5)
+        fakes[0].version = "default"
+        await eventually(lambda: states(router) == ["stale", "healthy"])
+        fakes[0].weights = None
+        assert not await keep_up(router, came, timeout_s=5)
+        assert states(router) == ["stale", "healthy"]
+        fakes[0].weights = "sum"
+        assert await keep_up(router, came, timeout_s=5)
+        assert states(router) == ["healthy", "healthy"]
+        assert fakes[0].version == "1"
+
+
+async def test_it_waits_for_a_server_that_is_started_again() -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake, probe_interval_s=0.01) as router:
+        fake.ready = False
+        router.exited(fake.url, "killed")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: hand_over(router, FOLDER, "1", timeout_s=5))
+            await eventually(lambda: not router.servers)
+            fake.ready = True
+        assert states(router) == ["healthy"]
+
+
+async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
+    class Silent(FakeSGLang):
+        async def _pause(self, request: web.Request) -> web.Response:
+            self.paused = True
+            return web.Response(status=500)
+
+    fake = Silent(ANSWER)
+    async with routed(fake) as router:
+        with pytest.raises(ServerError, match="no server could load"):
+            await hand_over(router, FOLDER, "1", timeout_s=5)
+    assert not fake.paused

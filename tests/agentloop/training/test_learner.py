@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -23,10 +24,14 @@ pytestmark = [
 RANK = """
 import json, os, socket, sys, time
 settings = json.load(open(sys.argv[1]))
-if settings.get("dies"):
+if settings.get("dies") and os.environ["RANK"] == str(settings.get("rank", 0)):
     print("out of luck", file=sys.stderr)
     sys.exit(3)
 if os.environ["RANK"] != "0":
+    time.sleep(600)
+if settings.get("late"):
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(os.environ["AGENTLOOP_LEARNER_SOCKET"])
     time.sleep(600)
 link = socket.socket(socket.AF_UNIX)
 link.connect(os.environ["AGENTLOOP_LEARNER_SOCKET"])
@@ -102,6 +107,35 @@ async def test_a_start_that_fails_ends_with_the_log(
     with pytest.raises(LearnerError, match=r"exit status 3[\s\S]*out of luck"):
         async with ranks(tmp_path, monkeypatch, dies=True):
             pass
+
+
+async def test_a_start_ends_where_another_rank_dies_than_the_one_that_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with anyio.fail_after(8), pytest.raises(LearnerError, match="rank 1 ended with exit status 3"):
+        async with ranks(tmp_path, monkeypatch, dies=True, rank=1, late=True):
+            pass
+
+
+async def test_one_death_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ranks(tmp_path, monkeypatch) as (learner, processes):
+        with pytest.raises(LearnerError, match="rank 0 ended with exit status 9"):
+            await processes.while_alive(partial(learner.ask, "die", timeout_s=5))
+        with pytest.raises(LearnerError, match="rank 0 ended with exit status 9"):
+            await processes.while_alive(anyio.sleep_forever)
+
+
+async def test_while_it_lives_work_is_let_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse() -> None:
+        raise ValueError("its own")
+
+    async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
+        answer = await processes.while_alive(partial(learner.ask, "step", timeout_s=5))
+        assert answer["echo"]["op"] == "step"
+        with pytest.raises(ValueError, match="its own"):
+            await processes.while_alive(refuse)
 
 
 async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agentloop.errors import RequestError
-from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.reward import RewardFunction, RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.router import Router, RouterSettings
@@ -27,8 +27,9 @@ from agentloop.trajectory import (
     Trajectory,
     Turn,
     TurnEnd,
+    VersionSpan,
 )
-from tests.support import FakeSGLang
+from tests.support import FakeSGLang, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -73,6 +74,7 @@ class Played:
 
     def __init__(self, tasks: TaskSource, *, right: float = 0.5) -> None:
         self.sizes: list[int] = []
+        self.names: list[str] = []
         self._answers = {task.prompt: task.answer for task in tasks.held_out()}
         self._right = right
 
@@ -81,6 +83,7 @@ class Played:
     ) -> Sequence[Trajectory]:
         at_gate()
         self.sizes.append(size)
+        self.names.append(name)
         answer = self.answer(prompt)
         group = []
         for index in range(size):
@@ -98,22 +101,36 @@ class Played:
         return str(value(int(left), int(right)))
 
 
+ARITHMETIC = TasksSettings(kind="arithmetic", held_out=4)
+
+
 async def played(
-    folder: Path, *, right: float = 0.5, **settings: Any
+    folder: Path,
+    *,
+    right: float = 0.5,
+    tasks: TaskSource | None = None,
+    run_group: Any = None,
+    reward: RewardFunction | None = None,
+    roc: RocSettings | None = None,
+    fake: FakeSGLang | None = None,
+    **settings: Any,
 ) -> tuple[PlayedLearner, Played, RunFolder]:
-    tasks = TaskSource.open(TasksSettings(kind="arithmetic", held_out=4))
-    run_group = Played(tasks, right=right)
+    tasks = tasks or TaskSource.open(ARITHMETIC)
+    run_group = run_group or Played(tasks, right=right)
     learner = PlayedLearner()
     run = RunFolder(folder / "run", "")
-    fake = FakeSGLang([5])
+    fake = fake or FakeSGLang([5])
+    router_settings = RouterSettings(probe_interval_s=0.01)
     async with fake.serving(), http_session() as session:
         async with (
-            Router.open([SGLangServer(fake.url, session)], RouterSettings()) as router,
-            Scorer(RewardSettings(function="exact")) as scorer,
+            Router.open([SGLangServer(fake.url, session)], router_settings) as router,
+            Scorer(RewardSettings(function="exact"), reward) as scorer,
         ):
             loop = TrainingLoop(
-                LoopSettings(tasks_per_step=3, group_size=8, evaluate_tasks=4, **settings),
-                RocSettings(down_sample_to_n=4),
+                LoopSettings(
+                    **{"tasks_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
+                ),
+                roc or RocSettings(down_sample_to_n=4),
                 run_group=run_group,
                 router=router,
                 learner=cast(Learner, learner),
@@ -172,6 +189,155 @@ async def test_a_step_that_teaches_nothing_asks_nothing(tmp_path: Path) -> None:
     assert state["cursor"]["position"] == 3
 
 
+async def test_without_evaluations_there_are_none_and_the_end_is_saved_once(
+    tmp_path: Path,
+) -> None:
+    learner, run_group, _ = await played(tmp_path, steps=2, evaluate_every=0, checkpoint_every=1)
+    assert set(run_group.sizes) == {8}
+    assert [op for op, _ in learner.asked].count("save") == 2
+
+
+async def test_no_steps_only_evaluate(tmp_path: Path) -> None:
+    learner, run_group, run = await played(tmp_path, steps=0, evaluate_every=0)
+    assert [op for op, _ in learner.asked] == ["publish"]
+    assert run_group.sizes == [1] * 4
+    (metrics,) = lines(run.path / "metrics.jsonl")
+    assert metrics["held_out/reward"] == 1.0
+
+
+async def test_a_task_that_comes_twice_in_a_step_is_two_groups(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"problem": "What is 1 plus 2?", "answer": "3"}\r\n')
+    tasks = TaskSource.open(TasksSettings(kind="jsonl", paths=[file]))
+    learner, run_group, _ = await played(tmp_path, tasks=tasks, steps=1)
+    assert len(set(run_group.names)) == 3
+    assert learner.batches[0]["groups"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+async def test_what_is_chosen_does_not_depend_on_who_is_first(tmp_path: Path) -> None:
+    batches = []
+    for name, order in (("a", [0, 1, 2]), ("b", [2, 0, 1])):
+        ended = [anyio.Event() for _ in range(4)]
+        ended[3].set()
+
+        class InOrder(Played):
+            async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+                options["at_gate"]()
+                number = int(options["name"].split("-")[1])
+                place = order.index(number)  # noqa: B023
+                await ended[place - 1].wait()  # noqa: B023
+                found = await super().__call__(prompt, **options | {"at_gate": lambda: None})
+                for index, one in enumerate(found):
+                    one.prompt_ids = [number, index]
+                ended[place].set()  # noqa: B023
+                return found
+
+        tasks = TaskSource.open(ARITHMETIC)
+        learner, _, _ = await played(
+            tmp_path / name, tasks=tasks, run_group=InOrder(tasks), steps=1, evaluate_every=0
+        )
+        batches.append({key: array.tolist() for key, array in learner.batches[0].items()})
+    assert batches[0] == batches[1]
+
+
+async def test_a_rollout_at_the_mean_counts_in_the_objective(tmp_path: Path) -> None:
+    """Its advantage is 0, and its tokens stand below the mean over its group."""
+
+    def thirds(trajectory: Trajectory, task: object) -> float:
+        return int(trajectory.id.rpartition(".")[2]) % 3 / 2
+
+    settings: dict[str, Any] = {
+        "group_size": 7,
+        "steps": 1,
+        "evaluate_every": 0,
+    }  # the last one is broken
+    roc = RocSettings(down_sample_to_n=0)
+    learner, _, _ = await played(tmp_path, reward=thirds, roc=roc, **settings)
+    advantages = learner.batches[0]["advantages"].tolist()
+    assert len(advantages) == 18
+    assert advantages.count(0.0) == 6
+
+
+async def test_groups_without_a_difference_count_where_they_are_not_rejected(
+    tmp_path: Path,
+) -> None:
+    def of_one_task(trajectory: Trajectory, task: Any) -> float:
+        number, index = int(trajectory.id.split("-")[1]), int(trajectory.id.rpartition(".")[2])
+        return float(number == 0 and index % 2)
+
+    for rejects, num_samples in ((True, 4), (False, 12)):
+        roc = RocSettings(down_sample_to_n=4, reject_equal_reward=rejects)
+        learner, _, _ = await played(
+            tmp_path / str(rejects), reward=of_one_task, roc=roc, steps=1, evaluate_every=0
+        )
+        assert len(learner.batches[0]["lengths"]) == num_samples
+
+
+async def test_a_rollout_that_never_spoke_has_no_reward(tmp_path: Path) -> None:
+    class Silent(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            found = await super().__call__(prompt, **options)
+            found[0].turns, found[0].stop_reason = [Turn()], StopReason.TIME_BUDGET
+            return found
+
+    tasks = TaskSource.open(ARITHMETIC)
+    _, _, run = await played(
+        tmp_path, tasks=tasks, run_group=Silent(tasks), steps=1, evaluate_every=0
+    )
+    (metrics,) = lines(run.path / "metrics.jsonl")
+    assert metrics["num_without_reward"] == 6
+
+
+async def test_what_was_sampled_with_other_weights_has_no_reward(tmp_path: Path) -> None:
+    class Mixed(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            found = await super().__call__(prompt, **options)
+            found[0].turns[0].versions = [VersionSpan("0", 0, 2)]
+            found[1].turns[0].versions = [VersionSpan("0", 0, 1), VersionSpan("default", 1, 2)]
+            return found
+
+    tasks = TaskSource.open(ARITHMETIC)
+    _, _, run = await played(
+        tmp_path, tasks=tasks, run_group=Mixed(tasks), steps=1, evaluate_every=0
+    )
+    rows = lines(run.path / "trajectories" / "step-00001.jsonl")
+    assert [row["reward"] for row in rows[:3]] == [1.0, None, 1.0]
+    assert rows[1]["reason"] == "sampled with other weights: default"
+
+
+async def test_a_server_that_comes_back_is_given_the_weights_while_rollouts_wait(
+    tmp_path: Path,
+) -> None:
+    fake = FakeSGLang([5])
+
+    class Waiting(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            if not self.sizes:
+                fake.version = "default"  # it was started again
+                await eventually(lambda: fake.version == "0")
+            return await super().__call__(prompt, **options)
+
+    tasks = TaskSource.open(ARITHMETIC)
+    learner, _, _ = await played(
+        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, steps=1, evaluate_every=0
+    )
+    assert len(learner.batches) == 1
+
+
+async def test_without_any_reward_none_is_reported(tmp_path: Path) -> None:
+    class Broken(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            found = await super().__call__(prompt, **options)
+            for one in found:
+                one.stop_reason = StopReason.INFRASTRUCTURE
+            return found
+
+    tasks = TaskSource.open(ARITHMETIC)
+    _, _, run = await played(tmp_path, tasks=tasks, run_group=Broken(tasks), steps=1)
+    held_out, trained, *_ = lines(run.path / "metrics.jsonl")
+    assert (held_out["held_out/reward"], trained["reward"]) == (None, None)
+
+
 async def test_a_task_that_cannot_be_asked_ends_the_run(tmp_path: Path) -> None:
     class Refused(Played):
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
@@ -192,5 +358,5 @@ async def test_a_task_that_cannot_be_asked_ends_the_run(tmp_path: Path) -> None:
                 folder=RunFolder(tmp_path / "run", ""),
                 progress=lambda line: None,
             )
-            with pytest.raises(RequestError, match="9000 tokens"):
+            with pytest.raises(RequestError, match=r"task arithmetic-\d+: .*9000 tokens"):
                 await loop.run()

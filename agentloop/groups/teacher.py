@@ -1,0 +1,151 @@
+"""A noisy teacher: dialogues in which arithmetic is left to Python, and often goes wrong. Pure.
+
+Somewhat more than a third ends with the right answer; two calls of three are faulty on purpose. A
+model that imitates them knows what a call looks like and what to do with a result, and has as much
+left to learn from rewards. What the tool answers is written as the runtime and the sandbox write
+it (a test holds it against them), so nothing has to run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from agentloop.agent.sandbox_tools import PythonCode
+from agentloop.agent.tool_stream import decode_call
+from agentloop.groups.tasks import Task
+
+__all__ = ["dialogues"]
+
+_SIGNS = {
+    "plus": "+",
+    "add": "+",
+    "minus": "-",
+    "subtract": "-",
+    "times": "*",
+    "multiply by": "*",
+}
+_APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+# How often a call goes which way, in percent.
+_CALLS = {
+    "right": 33,
+    "silent": 23,  # it forgets to print
+    "broken": 14,  # not JSON
+    "unknown tool": 12,
+    "syntax": 12,
+    "wrong": 4,  # another operation: nothing looks amiss
+    "no tool": 2,
+}
+_UNKNOWN = ("python", "calculator", "run_code")
+_TRIES_AGAIN = 0.2
+_MAX_CALLS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A first number, and what is done to it, step by step."""
+
+    first: int
+    steps: tuple[tuple[str, int], ...]
+
+    @property
+    def value(self) -> int:
+        value = self.first
+        for sign, number in self.steps:
+            value = _APPLY[sign](value, number)
+        return value
+
+    def __str__(self) -> str:
+        text = str(self.first)
+        for index, (sign, number) in enumerate(self.steps):
+            text = f"({text}) {sign} {number}" if index else f"{text} {sign} {number}"
+        return text
+
+    def changed(self, rng: Random) -> _Sum:
+        """With another last operation."""
+        *before, (sign, number) = self.steps
+        other = rng.choice([one for one in _APPLY if one != sign])
+        return _Sum(self.first, (*before, (other, number)))
+
+
+def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """A dialogue about each task of the kind `arithmetic`: {"messages": [...], "tools": [...]}.
+
+    The same task and seed give the same dialogue.
+    """
+    for task in tasks:
+        assert isinstance(task.prompt, str)
+        rng = Random(f"{seed} {task.id} {task.prompt}")
+        messages = [{"role": "user", "content": task.prompt}, *_turns(_read(task.prompt), rng)]
+        yield {"messages": messages, "tools": [PythonCode.schema]}
+
+
+def _read(text: str) -> _Sum:
+    first, *numbers = map(int, re.findall(r"\d+", text))
+    signs = [_SIGNS[word] for word in re.findall("|".join(_SIGNS), text)]
+    return _Sum(first, tuple(zip(signs, numbers, strict=True)))
+
+
+def _turns(asked: _Sum, rng: Random) -> Iterator[dict[str, str]]:
+    for attempt in range(_MAX_CALLS):
+        how = rng.choices(list(_CALLS), list(_CALLS.values()))[0]
+        if how == "no tool":
+            break
+        sum_ = asked.changed(rng) if how == "wrong" else asked
+        call, response = _call(how, sum_, rng)
+        reason = f"It failed. I compute {sum_} again." if attempt else f"I compute {sum_}."
+        yield _says(f"<reason>{reason}</reason>\n<tool_call>\n{call}\n</tool_call>")
+        yield {"role": "tool", "content": response}
+        if how in ("right", "wrong"):
+            yield _answers("The result is", sum_.value)
+            return
+        if rng.random() >= _TRIES_AGAIN:
+            break
+    yield _answers("I guess", _guess(asked.value, rng))
+
+
+def _call(how: str, sum_: _Sum, rng: Random) -> tuple[str, str]:
+    """What stands between the tags of a call, and what the tool answers."""
+    code = f"print({sum_})"
+    if how == "silent":
+        return _json(PythonCode.name, f"x = {sum_}"), "(no output)"
+    if how == "syntax":
+        code = code[:-1]
+        said = "SyntaxError: '(' was never closed"
+        trace = f'  File "<call>", line 1\n    {code}\n         ^\n{said}'
+        ending = f"[error] {said} (<call>, line 1) (line 1)"
+        return _json(PythonCode.name, code), f"[stderr]\n{trace}\n{ending}"
+    if how == "unknown tool":
+        name = rng.choice(_UNKNOWN)
+        known = PythonCode.name
+        return _json(name, code), (
+            f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
+        )
+    call = _json(PythonCode.name, code)
+    if how == "broken":
+        call = rng.choice((call[:-1], call.replace(json.dumps(code), code)))
+        _, _, error = decode_call(f"\n{call}\n")
+        return call, f"[malformed tool call] {error}"
+    return call, str(sum_.value)
+
+
+def _json(name: str, code: str) -> str:
+    return json.dumps({"name": name, "arguments": {"code": code}})
+
+
+def _guess(value: int, rng: Random) -> int:
+    """A number of about that size, and another one."""
+    guessed = rng.randrange(10 ** len(str(abs(value))))
+    return guessed + 1 if guessed == value else guessed
+
+
+def _says(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def _answers(reason: str, value: int) -> dict[str, str]:
+    return _says(f"<reason>{reason} {value}.</reason>\n<answer>\\boxed{{{value}}}</answer>")

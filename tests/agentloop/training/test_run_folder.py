@@ -1,0 +1,37 @@
+"""What a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentloop.errors import SettingsError
+from agentloop.training.run_folder import RunFolder
+from agentloop.trajectory import ToolCall, Trajectory, Turn
+
+
+def test_what_a_model_may_write_can_be_written_down(tmp_path: Path) -> None:
+    """Integers of any size: a rollout that uses one must not end the run."""
+    call = ToolCall("c", "python", {"n": 10**40}, "", 0, 1)
+    one = Trajectory("t", [1], [Turn(calls=[call])])
+    folder = RunFolder(tmp_path / "a run", "")
+    folder.add_trajectories(1, [({"task": "a"}, one), ({"task": "b"}, Trajectory("u", [1]))])
+    text = (folder.path / "trajectories" / "step-00001.jsonl").read_text()
+    first, second = map(json.loads, text.splitlines())
+    assert first["trajectory"]["turns"][0]["calls"][0]["arguments"] == {"n": 10**40}
+    assert second["task"] == "b"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    (folder.path / "metrics.jsonl").mkdir()
+    with pytest.raises(SettingsError, match=r"run\.folder: .*metrics\.jsonl: Is a directory"):
+        folder.add_metrics({"step": 1})
+
+
+def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run", "")
+    with pytest.raises(SettingsError, match=r"run\.name: there is a run"):
+        RunFolder(tmp_path / "run", "")

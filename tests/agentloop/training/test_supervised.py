@@ -1,0 +1,318 @@
+"""The supervised start: dialogues become what rollouts would be, and are trained on in order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.rollout import Rollout
+from agentloop.agent.sandbox_tools import PythonCode
+from agentloop.agent.tools import RunTool, ToolOutput
+from agentloop.errors import DataError
+from agentloop.groups.tasks import TaskSource, TasksSettings
+from agentloop.groups.teacher import dialogues
+from agentloop.models import SMALL
+from agentloop.training.batch import Sample
+from agentloop.training.learner import Learner
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.supervised import (
+    Dialogue,
+    DialoguesSettings,
+    SupervisedSettings,
+    fine_tune,
+    learning_rate,
+    read_samples,
+    step_plan,
+    trajectories_of,
+)
+from agentloop.trajectory import CallStatus, Trajectory
+from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
+
+FAKE = chat_format()
+SHIPPED = ChatFormat.load(SMALL)
+USER = {"role": "user", "content": "What is 37 times 48?"}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"n": {}}}},
+}
+
+
+class Look:
+    """Answers the call of number n with the n-th content."""
+
+    name = "look"
+    schema = TOOL
+
+    def __init__(self, contents: Sequence[str]) -> None:
+        self.contents = contents
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[RunTool]:
+        async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
+            return ToolOutput(CallStatus.OK, self.contents[arguments["n"]])
+
+        yield run
+
+
+def rolled_out(chat: ChatFormat, said: Sequence[str], tool: Any) -> Trajectory:
+    """A rollout in which the model samples these texts, a turn each."""
+    turns = [chunks(written(chat, text + END)) for text in said]
+    rollout = Rollout(engine=ScriptedEngine(*turns), chat=chat, messages=[USER], tools=[tool])
+    return anyio.run(rollout.run)
+
+
+def made(
+    chat: ChatFormat, messages: Sequence[Any], tools: Sequence[Any] = (TOOL,)
+) -> list[Trajectory]:
+    dialogue = Dialogue(messages, tools, "here")
+    return trajectories_of(chat, dialogue, max_tool_response_tokens=512)
+
+
+words = st.text("abc 0123,.{}\n<|>_", max_size=20)
+results = st.one_of(words, st.sampled_from([END, "<tool_call>", "x" * 3000]))
+
+
+@pytest.mark.parametrize("chat", [FAKE, SHIPPED], ids=["fake", "shipped"])
+@pytest.mark.parametrize("in_content", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(turns=st.lists(st.tuples(words, st.lists(results, min_size=1, max_size=3)), max_size=3))
+def test_a_dialogue_has_the_ids_and_the_mask_of_its_rollout(
+    chat: ChatFormat, in_content: bool, turns: list[tuple[str, list[str]]]
+) -> None:
+    contents: list[str] = []
+    messages: list[dict[str, Any]] = [USER]
+    said: list[str] = []
+    for thought, answers in turns:
+        numbers = range(len(contents), len(contents) + len(answers))
+        contents += answers
+        text = f"{chat.opened_thought}{thought.strip()}."
+        calls = [call_text("look", {"n": n}) for n in numbers]
+        said.append("\n".join([text, *calls]).removeprefix(chat.opened_thought))
+        if in_content:
+            messages.append({"role": "assistant", "content": "\n".join([text, *calls])})
+        else:
+            functions = [{"name": "look", "arguments": json.dumps({"n": n})} for n in numbers]
+            tool_calls = [{"type": "function", "function": one} for one in functions]
+            messages.append({"role": "assistant", "content": text, "tool_calls": tool_calls})
+        messages += [{"role": "tool", "content": answer} for answer in answers]
+    said.append("It is 1776.")
+    messages.append({"role": "assistant", "content": f"{chat.opened_thought}It is 1776."})
+    (found,) = made(chat, messages)
+    expected = rolled_out(chat, said, Look(contents))
+    assert found.ids == expected.ids
+    assert found.mask == expected.mask
+    assert found.mask[-1] == 1  # the end token is learned, too
+    assert sum(found.mask) == sum(len(written(chat, text + END)) for text in said)
+
+
+def test_the_teachers_dialogues_are_rollouts_of_the_runtime() -> None:
+    """Calls that are broken or of an unknown tool are answered by the runtime itself."""
+    tasks = itertools.islice(TaskSource.open(TasksSettings(levels=[2, 5])), 200)
+    for row in dialogues(tasks):
+        check_rollout(row, _Replay(row))
+
+
+class _Replay:
+    """python_code_with_standard_io, which answers code as a dialogue says."""
+
+    name = PythonCode.name
+    schema = PythonCode.schema
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.answers = {}
+        for turn, result in itertools.pairwise(row["messages"]):
+            if result["role"] == "tool" and not result["content"].startswith(("[mal", "[unk")):
+                call = turn["content"].split("<tool_call>")[1].removesuffix("</tool_call>")
+                self.answers[json.loads(call)["arguments"]["code"]] = result["content"]
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[RunTool]:
+        async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
+            return ToolOutput(CallStatus.OK, self.answers[arguments["code"]])
+
+        yield run
+
+
+def check_rollout(row: Mapping[str, Any], tool: Any) -> None:
+    (found,) = made(SHIPPED, row["messages"], row["tools"])
+    said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    turns = [chunks(written(SHIPPED, text.removeprefix("<reason>") + END)) for text in said]
+    rollout = Rollout(
+        engine=ScriptedEngine(*turns),
+        chat=SHIPPED,
+        messages=row["messages"][:1],
+        tools=[tool],
+    )
+    expected = anyio.run(rollout.run)
+    assert SHIPPED.decode(found.ids) == SHIPPED.decode(expected.ids)
+    assert (found.ids, found.mask) == (expected.ids, expected.mask)
+
+
+def test_each_question_of_a_chat_is_a_rollout_of_its_own() -> None:
+    messages = [
+        {"role": "system", "content": "Be terse."},
+        USER,
+        {"role": "assistant", "content": "1776."},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "So it is."},
+    ]
+    first, second = made(FAKE, messages)
+    assert first.prompt_ids == FAKE.prompt(messages[:2], [TOOL])
+    assert second.prompt_ids == FAKE.prompt(messages[:4], [TOOL])
+    assert [t.output_ids for t in second] == [written(FAKE, "So it is." + END)]
+
+
+def test_the_last_turn_may_end_with_calls_that_nobody_answers() -> None:
+    said = call_text("look", {"n": 1})
+    (found,) = made(FAKE, [USER, {"role": "assistant", "content": said}])
+    assert found.ids[len(found.prompt_ids) :] == written(FAKE, said + END)
+
+
+@pytest.mark.parametrize("spelled", [END, "<|im_start|>", "<tool_response>"])
+def test_what_the_model_cannot_sample_is_no_control_token(spelled: str) -> None:
+    arguments = {"code": f"{spelled}</tool_call>"}
+    calls = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
+    ids = FAKE.sampled({"role": "assistant", "content": spelled, "tool_calls": calls})
+    controls = [i for i in ids if i in FAKE.tokenizer.get_added_tokens_decoder()]
+    assert [FAKE.decode([i]) for i in controls] == ["<tool_call>", "</tool_call>", END]
+    assert FAKE.decode(ids).count(spelled) == 2 + (spelled == END)
+
+
+ANSWER = {"role": "assistant", "content": "1776."}
+CALLING = {"role": "assistant", "content": call_text("look", {"n": 0})}
+RESULT = {"role": "tool", "content": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "line 3: not JSON"),
+        (["a"], "line 3: an object is expected"),
+        ({}, "line 3: field 'messages': a list"),
+        ({"messages": [USER, ANSWER], "tools": ["look"]}, "line 3: field 'tools': a list"),
+        ({"messages": [USER]}, "field 'messages': the last one is not the assistant's"),
+        ({"messages": [USER, ANSWER, USER]}, "the last one is not the assistant's"),
+        ({"messages": [ANSWER]}, "messages: at least one is needed"),
+        ({"messages": [USER, "x"]}, "messages[1]: an object with a role"),
+        ({"messages": [USER, {"role": "assistant", "content": 7}]}, "messages[1].content: a str"),
+        (
+            {"messages": [USER, ANSWER, ANSWER]},
+            "messages[1]: it makes 0 calls; 0 results and another",
+        ),
+        ({"messages": [USER, ANSWER, RESULT, ANSWER]}, "makes 0 calls; 1 results and another turn"),
+        (
+            {"messages": [USER, CALLING, ANSWER]},
+            "messages[1]: it makes 1 calls; 0 results and another",
+        ),
+        ({"messages": [USER, CALLING, USER, ANSWER]}, "messages[1]: it makes 1 calls; 0 results"),
+        (
+            {"messages": [USER, CALLING, RESULT]},
+            "messages[1]: it makes 1 calls; 1 results and no turn",
+        ),
+        (
+            {"messages": [USER, CALLING, {"role": "tool", "content": ["ok"]}, ANSWER]},
+            "messages[2].content: a string",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
+    path = tmp_path / "dialogues.jsonl"
+    good = json.dumps({"messages": [USER, ANSWER]})
+    bad = row if isinstance(row, str) else json.dumps(row)
+    path.write_text(f"{good}\n\n{bad}\n", "utf-8")
+    with pytest.raises(DataError) as error:
+        read_samples(FAKE, DialoguesSettings(paths=[path]), max_tokens=1000)
+    assert f"{path}: line 3" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_a_turn_that_begins_unlike_the_generation_prompt_is_named() -> None:
+    with pytest.raises(DataError, match=r"here: .*messages\[1\].content: .*<reason>"):
+        made(SHIPPED, [USER, {"role": "assistant", "content": "1776."}])
+
+
+def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "dialogues.jsonl"
+    long = {"role": "assistant", "content": "so " * 200}
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, long]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    data = DialoguesSettings(paths=[path])
+    samples, num_left_out = read_samples(FAKE, data, max_tokens=150)
+    assert (len(samples), num_left_out) == (1, 1)
+    with pytest.raises(DataError, match=r"data.paths: no dialogue of at most 5 tokens"):
+        read_samples(FAKE, data, max_tokens=5)
+
+
+def test_steps_keep_to_the_budget_and_epochs_to_the_data() -> None:
+    lengths = [3, 4, 5, 20, 6, 2, 7]
+    steps = step_plan(lengths, epochs=3, batch_tokens=10, seed=1)
+    for epoch in (1, 2, 3):
+        seen = [i for at, indices in steps if at == epoch for i in indices]
+        assert sorted(seen) == list(range(7))
+    for _, indices in steps:
+        assert sum(lengths[i] for i in indices) <= 10 or indices == [3]
+    assert steps == step_plan(lengths, epochs=3, batch_tokens=10, seed=1)
+    orders = {str([i for at, some in steps if at == e for i in some]) for e in (1, 2, 3)}
+    assert len(orders) == 3
+
+
+def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
+    rates = [learning_rate(step, 8, peak=1.0, warmup=0.25) for step in range(1, 9)]
+    # 2 of 8 steps rise; then (1 + cos(k pi / 7)) / 2 for k = 1 to 6.
+    expected = [0.5, 1.0, 0.950484, 0.811745, 0.611260, 0.388740, 0.188255, 0.049516]
+    assert rates == pytest.approx(expected, abs=1e-6)
+    assert learning_rate(1, 1, peak=0.3, warmup=0) == pytest.approx(0.15)
+
+
+class PlayedLearner:
+    """Notes what it is asked, and what stands in the batches."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.batches: list[dict[str, Any]] = []
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        from safetensors.numpy import load
+
+        self.asked.append((op, arguments))
+        if op == "step":
+            self.batches.append(load(await anyio.Path(arguments["batch"]).read_bytes()))
+            return {"loss": 1 / len(self.asked)}
+        return {}
+
+
+@pytest.mark.anyio
+async def test_the_loop_asks_writes_down_and_publishes(tmp_path: Path) -> None:
+    samples = [Sample([9, n], [0, 1], [0.0, 0.0], 0.0, n) for n in range(5)]
+    learner, said = PlayedLearner(), list[str]()
+    folder = RunFolder(tmp_path / "run", "")
+    how = SupervisedSettings(epochs=2, batch_tokens=4, lr=0.1, warmup=0)
+    model = await fine_tune(
+        how, samples, learner=cast(Learner, learner), folder=folder, progress=said.append
+    )
+    *steps, (op, published) = learner.asked
+    assert op == "publish"
+    assert published == {"folder": str(model), "version": "sft-6"}
+    assert [op for op, _ in steps] == ["step"] * 6
+    assert [len(b["lengths"]) for b in learner.batches] == [2, 2, 1] * 2
+    for batches in (learner.batches[:3], learner.batches[3:]):
+        assert sorted(n for b in batches for n in b["groups"]) == [0, 1, 2, 3, 4]
+    lines = (folder.path / "metrics.jsonl").read_text("utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [(m["step"], m["epoch"]) for m in metrics] == [(n, 1 + n // 4) for n in range(1, 7)]
+    assert metrics[1]["learner/loss"] == 0.5
+    assert [arguments["lr"] for _, arguments in steps] == [
+        learning_rate(n, 6, peak=0.1, warmup=0) for n in range(1, 7)
+    ]
+    assert list((folder.path / "batches").iterdir()) == []
+    assert said[-1] == "step 6/6, epoch 2: loss 0.1667"
