@@ -14,7 +14,7 @@ import pytest
 
 from agentloop.agent.rollout import Budget
 from agentloop.errors import AgentLoopError
-from agentloop.events import Event, TokensSampled
+from agentloop.events import CallStarted, Event
 from agentloop.inference.health import ServerState
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
@@ -147,18 +147,19 @@ async def test_the_only_server_dies_and_the_rollout_goes_on_when_it_is_back(
         async with runtime:
             assert runtime.router.view()[0].capacity_tokens == 2 * 16_384
             undisturbed = await runtime.rollout(question)
+            pid = runtime.processes[0].pid
             killed = False
 
             def on_event(event: Event) -> None:
+                # In mid-turn, if what is left of it is not in our socket's buffer already.
                 nonlocal killed
-                if isinstance(event, TokensSampled) and event.turn == 1 and not killed:
+                if isinstance(event, CallStarted) and not killed:
                     killed = True
                     kill(runtime.processes[0])
 
             trajectory = await runtime.rollout(question, on_event=on_event)
             assert killed
-            (url,) = (view.url for view in runtime.router.view())
-            assert [turn.servers for turn in trajectory.turns] == [[url], [url, url]]
+            assert runtime.processes[0].pid != pid
             assert trajectory.ids == undisturbed.ids
             assert trajectory.stop_reason is StopReason.ANSWERED
             kill(runtime.processes[0])
