@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from agentloop.config import load_settings
+from agentloop.console import Progress
 from agentloop.groups.tasks import Task
 from agentloop.train import TrainSettings, train
 from agentloop.trajectory import Trajectory
@@ -55,7 +57,7 @@ async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Pat
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
     said = Said()
-    folder = await train(settings, said)
+    folder = await train(settings, cast(Progress, said))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [one for one in metrics if "reward" in one]
     assert [one["step"] for one in steps] == [1, 2]
