@@ -267,7 +267,7 @@ class Simulation:
         assert not len(self.room)
         assert all(pool.num_live == pool.num_reserved == 0 for pool in self.ledger.pools.values())
         result.makespan_s = self.now
-        result.goodput /= self.now
+        result.goodput /= max(self.now, 1e-9)  # a rollout may take no time at all
         result.makespan_90_s = sorted(self._ended_s)[int(0.9 * (len(self._ended_s) - 1))]
         result.num_retractions = sum(server.num_retracted for server in self.servers)
         result.prefix_hits = self._num_hit / max(1, self._num_prompt)

@@ -128,6 +128,11 @@ class SocketProtocol(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Close it, also where the other end has not read what was written."""
+        if self._transport is not None:
+            self._transport.abort()
+
 
 async def wait_ready(link: Link, timeout_s: float) -> None:
     """Until the worker says that it is ready. Raises SandboxUnavailable with what is known."""

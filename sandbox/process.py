@@ -81,6 +81,7 @@ class ProcessBackend:
             with anyio.CancelScope(shield=True):
                 if process is not None:
                     await _see_end(process)
+                protocol.abort()  # one that was frozen, and killed, will not read any more
                 await anyio.to_thread.run_sync(remove_tree, scratch)
 
     async def _start(self, far: socket.socket, scratch: Path, uid_base: int) -> anyio.abc.Process:
