@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -16,10 +15,9 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.config import load_settings, to_toml
 from agentloop.errors import SettingsError
 from agentloop.models import SMALL
-from agentloop.train import RanksSettings, RunSettings
-from agentloop.training.learner import started
+from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_folder import RunFolder, RunSettings
 from agentloop.training.supervised import (
     DialoguesSettings,
     SupervisedSettings,
@@ -83,14 +81,11 @@ async def sft(settings: SftSettings, progress: console.Progress) -> Path:
         f"{len(samples)} samples{left_out}, {sum(len(s.ids) for s in samples)} tokens, "
         f"{sum(sum(s.mask) for s in samples)} of them to learn"
     )
-    name = settings.run.name or time.strftime("%Y%m%d-%H%M%S")
-    folder = RunFolder((settings.run.folder.expanduser() / name).absolute(), to_toml(settings))
+    folder = RunFolder.of(settings.run, to_toml(settings))
     async with started(
         learner_settings.model_dump(mode="json"),
-        num_ranks=settings.ranks.count,
-        threads=settings.ranks.threads,
+        settings.ranks,
         log_dir=folder.path / "logs",
-        start_timeout_s=settings.ranks.start_timeout_s,
         on_progress=progress,
     ) as (learner, ranks):
         train = partial(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,37 +18,14 @@ from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
-from agentloop.training.learner import started
+from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.loop import LoopSettings, TrainingLoop
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_folder import RunFolder, RunSettings
 
 __all__ = ["TrainSettings", "main", "train"]
 
 _MIN_TEMPERATURE = 1e-5  # SGLang takes what is below for greedy
-
-
-class RunSettings(pydantic.BaseModel):
-    """Where a run's files go."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-    folder: Path = pydantic.Field(Path("runs"), description="Folder of all runs.")
-    name: str = pydantic.Field(
-        "", pattern=r"^[\w.-]*$", description="Of this run; none: the time of its start."
-    )
-
-
-class RanksSettings(pydantic.BaseModel):
-    """The learner's processes."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-    count: int = pydantic.Field(1, ge=1, description="Ranks on this machine, a process each.")
-    threads: int = pydantic.Field(1, ge=1, description="OpenMP threads of a rank, on a CPU.")
-    start_timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="From the start until all ranks are ready."
-    )
 
 
 class TrainSettings(Settings):
@@ -74,9 +50,7 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
     settings = _whole(settings)
     Scorer(settings.reward)  # what it lacks it says now, not when the servers run
     tasks = await anyio.to_thread.run_sync(TaskSource.open, settings.tasks, abandon_on_cancel=True)
-    name = settings.run.name or time.strftime("%Y%m%d-%H%M%S")
-    # An absolute one: servers of others read weights there, too.
-    folder = RunFolder((settings.run.folder.expanduser() / name).absolute(), config)
+    folder = RunFolder.of(settings.run, config)
     logs = folder.path / "logs"
     settings = settings.model_copy(update={"log_dir": logs})
     async with AsyncExitStack() as stack:
@@ -85,10 +59,8 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
         learner, ranks = await stack.enter_async_context(
             started(
                 settings.learner.model_dump(mode="json"),
-                num_ranks=settings.ranks.count,
-                threads=settings.ranks.threads,
+                settings.ranks,
                 log_dir=logs,
-                start_timeout_s=settings.ranks.start_timeout_s,
                 on_progress=progress,
             )
         )

@@ -297,7 +297,7 @@ class Simulation:
         if self.holds_back:
             capacity = sum(pool.capacity for pool in self.ledger.pools.values())
             group = self._source[0]
-            return self.admission.num_free(capacity, len(group), group[0].spec.num_prompt) > 0
+            return self.admission.may_start(capacity, len(group), group[0].spec.num_prompt)
         most = self.options.in_flight * self.options.num_servers
         num_running = self._num_started - len(self._ended_s)
         return not most or num_running + len(self._source[0]) <= max(most, len(self._source[0]))

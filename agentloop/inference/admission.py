@@ -169,21 +169,13 @@ class Admission:
         return change
 
     def may_start(self, capacity: int, group_size: int, num_prompt: int = 0) -> bool:
-        """Whether `num_free` is at least 1, in one look at the forecast instead of one a group."""
+        """Whether one more group may start now, of `group_size` with a prompt of `num_prompt`
+        tokens. `capacity` is that of all servers that take requests. One may always be in flight.
+        """
         if not self.num_in_flight:
             return True
         peak = self.forecast.peak(group_size) + (self.num_in_flight + 1) * num_prompt
         return peak <= self.target * capacity
-
-    def num_free(self, capacity: int, group_size: int, num_prompt: int = 0) -> int:
-        """Groups that may start now, of `group_size` with prompts of `num_prompt` tokens: what the
-        task source is to deliver. `capacity` is that of all servers that take requests. One group
-        may always be in flight."""
-        room = self.target * capacity - self.num_in_flight * num_prompt
-        num_free = 0
-        while self.forecast.peak((num_free + 1) * group_size) + (num_free + 1) * num_prompt <= room:
-            num_free += 1
-        return max(num_free, 0 if self.num_in_flight else 1)
 
     def start(self) -> None:
         """A group started. It counts until it ends, also where it was not free to."""

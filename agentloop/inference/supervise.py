@@ -5,25 +5,22 @@
          └─ on the way out: closes each guardian's stdin, waits, kills
 
 A server that dies while it starts for the first time fails the start, with its log's tail. One that
-dies later is started again by `keep_alive`, a few times.
+dies later is started again by keep_alive.py, a few times.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import random
 import socket
 import subprocess
 import sys
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import anyio
 import httpx
@@ -31,23 +28,18 @@ import orjson
 from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
-from agentloop.errors import ModelError, ServerError, ServerStartError
+from agentloop.errors import ModelError, ServerStartError
 from agentloop.inference.cpu import OVERLAY, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
 
 __all__ = [
-    "Clients",
     "Launch",
-    "Restarts",
     "ServerProcess",
     "ServerSettings",
-    "keep_alive",
     "plan",
     "running",
     "sglang_servers",
 ]
-
-log = logging.getLogger(__name__)
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_S = 0.1
@@ -299,103 +291,6 @@ async def running(
         yield servers
     finally:
         await _stop_all(servers)
-
-
-class Restarts:
-    """Pure: whether a server that died is started again, and how long to wait before."""
-
-    def __init__(self, max_restarts: int, *, window_s: float = 600.0) -> None:
-        self._max_restarts = max_restarts
-        self._window_s = window_s
-        self._when: deque[float] = deque()
-
-    def died(self, now: float) -> float | None:
-        """Seconds to wait until the next start: 0, 1, 2, 4, ... 30; None: give it up."""
-        while self._when and now - self._when[0] >= self._window_s:
-            self._when.popleft()
-        if len(self._when) >= self._max_restarts:
-            return None
-        delay_s = 0.0 if not self._when else min(30.0, 2.0 ** (len(self._when) - 1))
-        self._when.append(now)
-        return delay_s
-
-
-class Clients(Protocol):
-    """Who uses the servers, and knows how they are: `agentloop.inference.router.Router`."""
-
-    def exited(self, url: str, reason: str) -> None:
-        """The process is gone."""
-
-    def restarting(self, url: str) -> None:
-        """Its next process is started."""
-
-    def is_dead(self, url: str) -> bool:
-        """Whether it answers nothing. Not asked while it is being started again."""
-
-    def is_wanted(self, url: str) -> bool:
-        """Whether it should be started again."""
-
-    def give_up(self, url: str) -> bool:
-        """It won't be. Whether any other server is left."""
-
-
-async def keep_alive(
-    servers: Sequence[ServerProcess], settings: ServerSettings, clients: Clients
-) -> None:
-    """Until cancelled: start servers that die again, and kill those that only seem to live.
-
-    Raises:
-        ServerError: one was given up, and there is no other, not of others either; the message
-            ends with its log's tail.
-    """
-    starting: set[ServerProcess] = set()
-
-    async def kill_if_unresponsive(server: ServerProcess) -> None:
-        dead_since_s: float | None = None
-        while True:
-            await anyio.sleep(min(1.0, settings.unresponsive_s / 4))
-            now = time.monotonic()
-            if not server.alive or server in starting or not clients.is_dead(server.url):
-                dead_since_s = None
-            elif dead_since_s is None:
-                dead_since_s = now
-            elif now - dead_since_s >= settings.unresponsive_s:
-                log.error("%s answers nothing: its process is killed", server.url)
-                await server.stop()
-                dead_since_s = None
-
-    async def keep(server: ServerProcess) -> None:
-        restarts = Restarts(settings.max_restarts)
-        while True:
-            how = await server.wait_dead()
-            while True:
-                clients.exited(server.url, how.splitlines()[0])
-                if not clients.is_wanted(server.url):
-                    return
-                delay_s = restarts.died(time.monotonic())
-                if delay_s is None:
-                    log.error("%s is given up: %s", server.url, how)
-                    if not clients.give_up(server.url):
-                        raise ServerError(f"no server is left: {server.url}: {how}")
-                    return
-                log.error("%s died and is started again: %s", server.url, how)
-                await anyio.sleep(delay_s)
-                clients.restarting(server.url)
-                starting.add(server)
-                try:
-                    await server.restart(log.info)
-                    break
-                except ServerStartError as error:
-                    how = str(error)
-                    await server.stop()
-                finally:
-                    starting.discard(server)
-            log.warning("%s runs again", server.url)
-
-    async with anyio.create_task_group() as tasks:
-        for server in servers:
-            tasks.start_soon(keep, server)
-            tasks.start_soon(kill_if_unresponsive, server)
 
 
 async def _spawn(launch: Launch) -> Process:

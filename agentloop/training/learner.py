@@ -1,9 +1,9 @@
 """The learner, as the runtime sees it: processes that are started, asked and stopped.
 
-    Learner.start ──> a guardian a rank ──> python -m learner (DeepSpeed)
-         │  one request at a time, JSON lines over a unix socket to rank 0, which tells the others;
-         │  batches and weights go by files
-         └─ a rank that dies, or an answer that is late, is a LearnerError; on the way out, all end
+    started ──> a guardian a rank ──> python -m learner (DeepSpeed)
+      │  one request at a time, JSON lines over a unix socket to rank 0, which tells the others;
+      │  batches and weights go by files
+      └─ a rank that dies, or an answer that is late, is a LearnerError; on the way out, all end
 
 Torch is nowhere here: the learner has it to itself.
 """
@@ -23,18 +23,31 @@ from typing import Any, TypeVar
 import anyio
 import anyio.abc
 import orjson
+import pydantic
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentloop.errors import AgentLoopError, sole
 from agentloop.inference.supervise import guarded
 
-__all__ = ["Learner", "LearnerError", "LearnerProcesses"]
+__all__ = ["Learner", "LearnerError", "LearnerProcesses", "RanksSettings", "started"]
 
 _COMMAND = (sys.executable, "-m", "learner")
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_TAIL_BYTES = 1 << 16
 
 T = TypeVar("T")
+
+
+class RanksSettings(pydantic.BaseModel):
+    """The learner's processes."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    count: int = pydantic.Field(1, ge=1, description="Ranks on this machine, a process each.")
+    threads: int = pydantic.Field(1, ge=1, description="OpenMP threads of a rank, on a CPU.")
+    start_timeout_s: float = pydantic.Field(
+        300.0, gt=0, description="From the start until all ranks are ready."
+    )
 
 
 class LearnerError(AgentLoopError):
@@ -168,18 +181,15 @@ class LearnerProcesses:
 @asynccontextmanager
 async def started(
     settings: Mapping[str, Any],
+    ranks_settings: RanksSettings,
     *,
-    num_ranks: int,
-    threads: int,
     log_dir: Path,
-    start_timeout_s: float,
     on_progress: Callable[[str], None],
 ) -> AsyncIterator[tuple[Learner, LearnerProcesses]]:
     """Start a learner on this machine; yields once rank 0 has said that it is ready.
 
     Args:
         settings: those of `agentloop.training.learner_settings.LearnerSettings`, as plain data.
-        threads: OpenMP threads a rank.
 
     Raises:
         LearnerError: a rank died, or it was not ready in time.
@@ -189,7 +199,7 @@ async def started(
         path = Path(folder) / "socket"
         listener = await anyio.create_unix_listener(path)
         stack.push_async_callback(listener.aclose)
-        log_paths = [log_dir / f"learner-{rank}.log" for rank in range(num_ranks)]
+        log_paths = [log_dir / f"learner-{rank}.log" for rank in range(ranks_settings.count)]
         settings_path = anyio.Path(log_dir) / "learner.json"
         await settings_path.parent.mkdir(parents=True, exist_ok=True)
         await settings_path.write_bytes(orjson.dumps(dict(settings)))
@@ -202,19 +212,21 @@ async def started(
                 **os.environ,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_SIZE": str(num_ranks),
+                "WORLD_SIZE": str(ranks_settings.count),
+                "LOCAL_SIZE": str(ranks_settings.count),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": str(threads),
+                "OMP_NUM_THREADS": str(ranks_settings.threads),
                 "PYTHONUNBUFFERED": "1",
                 "AGENTLOOP_LEARNER_SOCKET": str(path),
             }
             with anyio.CancelScope(shield=True):  # or a process that was started would be lost
                 command = (*_COMMAND, str(settings_path))
                 processes.append(await guarded(command, environment, log_path, stop_timeout_s=0))
-        on_progress(f"Starting the learner, {num_ranks} rank(s); logs in {log_dir}")
-        learner = await ranks.while_alive(partial(_ready, listener, ranks, start_timeout_s, stack))
+        on_progress(f"Starting the learner, {ranks_settings.count} rank(s); logs in {log_dir}")
+        learner = await ranks.while_alive(
+            partial(_ready, listener, ranks, ranks_settings.start_timeout_s, stack)
+        )
         on_progress("The learner is ready")
         yield learner, ranks
 

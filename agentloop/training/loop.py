@@ -150,9 +150,8 @@ class TrainingLoop:
 
     async def _train_step(self) -> dict[str, Any]:
         begun = time.monotonic()
-        groups = await self._roll_out(
-            list(itertools.islice(self._tasks, self._settings.tasks_per_step))
-        )
+        tasks = list(itertools.islice(self._tasks, self._settings.tasks_per_step))
+        groups = await self._groups(tasks, self._settings.group_size, name=f"{self.step}")
         rolled_s = time.monotonic() - begun
         metrics: dict[str, Any] = {"step": self.step, **_about(groups), "rollout_s": rolled_s}
         path = self._folder.path / "batches" / f"step-{self.step:05}.safetensors"
@@ -164,10 +163,6 @@ class TrainingLoop:
         metrics["step_s"] = time.monotonic() - begun
         await anyio.to_thread.run_sync(self._write, groups, metrics)
         return metrics
-
-    async def _roll_out(self, tasks: Sequence[Task]) -> list[_Scored]:
-        size = self._settings.group_size
-        return await self._groups(tasks, size, name=f"{self.step}")
 
     async def _groups(self, tasks: Sequence[Task], size: int, *, name: str) -> list[_Scored]:
         """A scored group for each task, in the order of the tasks, however they finish."""

@@ -6,16 +6,29 @@ config.toml  metrics.jsonl  trajectories/step-00001.jsonl  checkpoints/  weights
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
+import pydantic
 
 from agentloop.errors import SettingsError
 from agentloop.trajectory import Trajectory
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "RunSettings"]
+
+
+class RunSettings(pydantic.BaseModel):
+    """Where a run's files go."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    folder: Path = pydantic.Field(Path("runs"), description="Folder of all runs.")
+    name: str = pydantic.Field(
+        "", pattern=r"^[\w.-]*$", description="Of this run; none: the time of its start."
+    )
 
 
 class RunFolder:
@@ -36,6 +49,12 @@ class RunFolder:
             raise SettingsError(f"run.name: there is a run at {path} already") from None
         except OSError as error:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+
+    @classmethod
+    def of(cls, settings: RunSettings, config: str) -> Self:
+        """As the settings say. Its path is absolute: servers of others read weights there, too."""
+        name = settings.name or time.strftime("%Y%m%d-%H%M%S")
+        return cls((settings.folder.expanduser() / name).absolute(), config)
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Raises SettingsError: the file cannot be written, such as on a disk that is full."""

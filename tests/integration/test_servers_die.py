@@ -16,12 +16,12 @@ from agentloop.agent.rollout import Budget
 from agentloop.errors import AgentLoopError
 from agentloop.events import CallStarted, Event
 from agentloop.inference.health import ServerState
+from agentloop.inference.keep_alive import keep_alive
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import (
     ServerProcess,
     ServerSettings,
-    keep_alive,
     sglang_servers,
 )
 from agentloop.runtime import Runtime, Settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -105,21 +106,22 @@ def admission(**options: float) -> Admission:
 @given(st.integers(1000, 100_000), st.integers(1, 32), st.integers(0, 500))
 def test_what_may_start_fits_at_its_peak(capacity: int, size: int, num_prompt: int) -> None:
     made = admission()
-    for group in range(made.num_free(capacity, size, num_prompt)):
-        made.start()
+    while made.may_start(capacity, size, num_prompt):
         for member in range(size):
-            made.forecast.start(f"{group}.{member}")
+            made.forecast.start(f"{made.num_in_flight}.{member}")
+        made.start()
     assert made.num_in_flight >= 1  # or nothing would ever begin
     held = made.forecast.peak() + num_prompt * made.num_in_flight
     assert made.num_in_flight == 1 or held <= capacity
-    assert made.num_free(capacity, size, num_prompt) == 0
 
 
 def test_a_retraction_cuts_and_calm_grows_back() -> None:
     made = admission(cut=0.5, growth=0.1)
-    before = made.num_free(20_000, 4)
+    made.start()
+    room = math.ceil(made.forecast.peak(4))  # what one more group of four takes
+    assert made.may_start(room, 4)
     assert made.observe(0.0, 3, 0.0) == "cut"
-    assert made.num_free(20_000, 4) < before
+    assert not made.may_start(room, 4)
     assert made.observe(1.0, 1, 1.0) == "hold"  # the first one has not shown its effect
     assert made.observe(2.0, 0, 2.0) == "cut"  # but it is not forgotten
     assert made.target == 0.25

@@ -22,12 +22,11 @@ from hypothesis import strategies as st
 from agentloop.errors import ModelError, ServerError, ServerStartError
 from agentloop.inference import supervise
 from agentloop.inference.cpu import OVERLAY
+from agentloop.inference.keep_alive import Restarts, keep_alive
 from agentloop.inference.supervise import (
     Launch,
-    Restarts,
     ServerProcess,
     ServerSettings,
-    keep_alive,
     plan,
     running,
 )

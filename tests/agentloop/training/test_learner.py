@@ -14,7 +14,13 @@ import anyio
 import pytest
 
 from agentloop.training import learner as learner_module
-from agentloop.training.learner import Learner, LearnerError, LearnerProcesses, started
+from agentloop.training.learner import (
+    Learner,
+    LearnerError,
+    LearnerProcesses,
+    RanksSettings,
+    started,
+)
 
 pytestmark = [
     pytest.mark.anyio,
@@ -62,10 +68,8 @@ async def ranks(
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
     async with started(
         settings,
-        num_ranks=count,
-        threads=1,
+        RanksSettings(count=count, start_timeout_s=10),
         log_dir=folder / "logs",
-        start_timeout_s=10,
         on_progress=lambda line: None,
     ) as both:
         yield both
