@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sized
+from pathlib import Path
 
 import anyio
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.markup import escape
 
 from agentloop import console as commands
 from agentloop.agent.channels import Channel, Channels
-from agentloop.config import load_settings
+from agentloop.config import load_known, load_settings
 from agentloop.events import (
     CallFinished,
     CallStarted,
@@ -25,6 +26,7 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.runtime import Runtime, Settings
+from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import CallStatus, Message, StopReason, ToolCall, Trajectory
 
 __all__ = ["Transcript", "ask", "main"]
@@ -138,6 +140,13 @@ def main(arguments: list[str]) -> int:
         "Without a question it asks for one, and for more, until the end of the input.",
     )
     parser.add_argument("question", nargs="?", help='such as "What is 37 times 48?"')
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="FOLDER",
+        help="a run of `agentloop train` or `agentloop sft`, such as runs/latest: its newest "
+        "model, with its tools and budget",
+    )
     commands.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     question, settings = options.question, list(options.settings)
@@ -146,15 +155,25 @@ def main(arguments: list[str]) -> int:
     if options.list_settings:
         print(commands.settings_text(Settings))
         return 0
-    return commands.run(lambda: _chat(question, settings), explain=options.explain)
+    return commands.run(lambda: _chat(question, settings, options.run), explain=options.explain)
 
 
 def _is_setting(text: str) -> bool:
     return " " not in text and ("=" in text or text.endswith(".toml"))
 
 
-async def _chat(question: str | None, arguments: list[str]) -> int:
-    settings = load_settings(Settings, *commands.split_settings(arguments))
+def _settings(arguments: list[str], run: Path | None) -> Settings:
+    files, overrides = commands.split_settings(arguments)
+    if run is None:
+        return load_settings(Settings, files, overrides)
+    model = RunFolder.model_in(run)
+    # What training alone is told, chat would not know.
+    told = load_known(Settings, run / "config.toml") | {"model": str(model), "servers": []}
+    return load_settings(Settings, files, overrides, base=told)
+
+
+async def _chat(question: str | None, arguments: list[str], run: Path | None) -> int:
+    settings = _settings(arguments, run)
     out = Console()
     async with commands.started(settings) as runtime:
         if question is not None:

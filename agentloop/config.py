@@ -8,12 +8,13 @@ nearest that somebody does.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import pydantic
 import pydantic_settings
@@ -21,23 +22,33 @@ from pydantic_settings import EnvSettingsSource
 
 from agentloop.errors import SettingsError
 
-__all__ = ["describe_settings", "load_settings", "to_toml", "with_values"]
+__all__ = ["describe_settings", "load_known", "load_settings", "to_toml", "with_values"]
 
 _ENV_PREFIX = "AGENTLOOP_"
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
+def load_known(model: type[pydantic.BaseModel], file: Path) -> dict[str, Any]:
+    """What stands in `file`, at its top level, that `model` knows. Raises SettingsError."""
+    return {key: value for key, value in _read_toml(file).items() if key in model.model_fields}
+
+
 def load_settings(
-    model: type[M], files: Sequence[Path | str] = (), overrides: Sequence[str] = ()
+    model: type[M],
+    files: Sequence[Path | str] = (),
+    overrides: Sequence[str] = (),
+    *,
+    base: Mapping[str, Any] | None = None,
 ) -> M:
-    """Build `model` from every source.
+    """Build `model` from every source; `base` is in place of the class's defaults.
 
     Raises:
         SettingsError: names the key, the value and the source of the first thing wrong.
     """
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for source, values in _layers(model, files, overrides):
+    layers = _layers(model, files, overrides)
+    for source, values in itertools.chain([("the base", dict(base or {}))], layers):
         _check_keys(model, values, source)
         _merge(merged, values, sources, source)
     try:
@@ -152,7 +163,18 @@ def _check_keys(
             continue
         if not isinstance(value, Mapping):
             raise SettingsError(f"{source}: {path!r} is a section: set {path}.KEY")
-        _check_keys(section, value, source, path)
+        if not _has_names(field.annotation):
+            _check_keys(section, value, source, path)
+            continue
+        for name, named in value.items():
+            if not isinstance(named, Mapping):
+                raise SettingsError(f"{source}: '{path}.{name}' is a section: set its keys")
+            _check_keys(section, named, source, f"{path}.{name}")
+
+
+def _has_names(annotation: Any) -> bool:
+    """Whether it is not a section, but sections by names that are free to choose."""
+    return get_origin(annotation) is dict
 
 
 def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
@@ -198,7 +220,8 @@ def describe_settings(
         path = f"{at}.{name}" if at else name
         section = _section(field.annotation)
         if section is not None:
-            yield from describe_settings(section, path)
+            names = _has_names(field.annotation)
+            yield from describe_settings(section, f"{path}.NAME" if names else path)
         else:
             default = field.get_default(call_default_factory=True)
             yield path, _toml_value(default), field.description or ""

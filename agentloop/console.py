@@ -6,6 +6,7 @@ import argparse
 import logging
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 
 from agentloop.errors import AgentLoopError, sole
+from agentloop.training.standing import Standing, clock
 
 if TYPE_CHECKING:
     import pydantic
+    from rich.console import RenderableType
 
     from agentloop.runtime import Runtime, Settings
 
@@ -66,50 +69,92 @@ def settings_text(model: type[pydantic.BaseModel]) -> str:
 
 
 class Progress:
-    """Plain words on stderr about what is going on; on a terminal with a spinner and a clock.
+    """Plain words on stderr about what is going on; on a terminal with a spinner, a clock and,
+    while something is trained, a panel that says where it stands.
 
     Use as a context manager; call it with what is done at the moment; `stop()` ends it early.
     """
 
     def __init__(self, title: str) -> None:
         from rich.console import Console
-        from rich.progress import Progress as RichProgress
-        from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.live import Live
 
-        self._title = title
-        self._last = ""
-        console = Console(stderr=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._spinner = RichProgress(*columns, console=console, transient=True)
-        self._plain = not console.is_terminal
-        self._task = self._spinner.add_task(title)
+        self._line = title
+        self._standing: Standing | None = None
+        self._begun = time.monotonic()
+        self._console = Console(stderr=True)
+        self._plain = not self._console.is_terminal
+        self._live = Live(
+            get_renderable=self._picture, console=self._console, transient=True, auto_refresh=True
+        )
 
     def __enter__(self) -> Self:
         if self._plain:
-            self(self._title)
+            print(self._line, file=sys.stderr, flush=True)
         else:
-            self._spinner.start()
+            self._live.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     def __call__(self, line: str) -> None:
-        if self._plain and line != self._last:
+        if self._plain and line != self._line:
             print(line, file=sys.stderr, flush=True)
-        self._last = line
-        self._spinner.update(self._task, description=line)
+        self._line = line
 
     def say(self, line: str) -> None:
         """A line that stays."""
         if self._plain:
             print(line, file=sys.stderr, flush=True)
         else:
-            self._spinner.console.print(line, highlight=False, markup=False)
+            self._console.print(line, highlight=False, markup=False)
+
+    def show(self, standing: Standing) -> None:
+        """Where it stands, until it stands elsewhere. Only a terminal shows it."""
+        self._standing = standing
+
+    def refresh(self) -> None:
+        """Draw now, not at the next tick."""
+        self._live.refresh()
 
     def stop(self) -> None:
         if not self._plain:
-            self._spinner.stop()
+            self._live.stop()
+
+    def _picture(self) -> RenderableType:
+        from rich.console import Group
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        elapsed = clock(time.monotonic() - self._begun)
+        if self._standing is None:
+            return Spinner("dots", Text(f"{self._line}  {elapsed}"))
+        spinner = Spinner("dots", Text(f"{self._standing.waits}  {elapsed}"))
+        return Group(_panel(self._standing), spinner)
+
+
+def _panel(standing: Standing) -> RenderableType:
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    bar = Table.grid(padding=(0, 1))
+    left = "" if standing.left_s is None else f"about {clock(standing.left_s)} left"
+    bar.add_row(
+        f"step {standing.step} of {standing.num_steps}",
+        ProgressBar(total=standing.num_steps, completed=standing.step, width=30),
+        left,
+    )
+    values = [
+        Text.assemble((f"{name} ", "dim"), (value, "bold"))
+        for name, value in standing.values.items()
+    ]
+    content = Group(bar, Columns(values, padding=(0, 3))) if values else bar
+    return Panel(content, title=standing.stage, title_align="left", expand=False)
 
 
 @asynccontextmanager

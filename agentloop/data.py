@@ -9,7 +9,6 @@ to start from.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.errors import AgentLoopError, DataError
-from agentloop.groups.tasks import Task, TaskSource, TasksSettings, read_tasks
-from agentloop.groups.teacher import dialogues
+from agentloop.groups.tasks import Task, TasksSettings, read_tasks
+from agentloop.groups.teacher import lessons
 
 __all__ = ["SETS", "main", "prepare"]
 
@@ -54,10 +53,7 @@ def _prepare(options: argparse.Namespace) -> str:
 
 
 def _teacher(options: argparse.Namespace) -> str:
-    # What any run may hold out is left out: a number of problems comes from an eighth of them.
-    settings = TasksSettings(levels=options.levels, seed=options.seed, held_out=1)
-    tasks = itertools.islice(TaskSource.open(settings), options.count)
-    _write(dialogues(tasks, seed=options.seed), options.out)
+    _write(lessons(options.count, levels=options.levels, seed=options.seed), options.out)
     return f"{options.out}: {options.count} dialogues"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.config import load_settings, to_toml
 from agentloop.errors import SettingsError
 from agentloop.models import SMALL
+from agentloop.training.batch import Sample
 from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
 from agentloop.training.run_folder import RunFolder, RunSettings
@@ -25,29 +27,23 @@ from agentloop.training.supervised import (
     read_samples,
 )
 
-__all__ = ["SftSettings", "main", "sft"]
+__all__ = ["SftSettings", "StartSettings", "imitate", "main", "model_folder", "samples_of", "sft"]
 
 
-class SftSettings(pydantic.BaseModel):
-    """Everything that a supervised run can be told."""
+class StartSettings(pydantic.BaseModel):
+    """A supervised start: dialogues, and how they are imitated."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    model: Path = pydantic.Field(
-        SMALL,
-        description="Folder of the model to start from; with learner.init = random it needs a "
-        "configuration and a tokenizer alone.",
-    )
     data: DialoguesSettings = pydantic.Field(default_factory=DialoguesSettings)
     loop: SupervisedSettings = pydantic.Field(default_factory=SupervisedSettings)
     learner: LearnerSettings = pydantic.Field(default_factory=LearnerSettings)
     ranks: RanksSettings = pydantic.Field(default_factory=RanksSettings)
-    run: RunSettings = pydantic.Field(default_factory=RunSettings)
 
     @pydantic.model_validator(mode="after")
     def _says_each_thing_once(self) -> Self:
-        if not self.data.paths:
-            raise ValueError("data.paths: name a file of dialogues at least")
+        if not self.data.paths and not self.data.teacher:
+            raise ValueError("data.paths: name a file of dialogues at least (or set data.teacher)")
         if self.learner.loss not in (LossSettings(), LossSettings(kind="sft")):
             raise ValueError("learner.loss: it is that of the kind sft, which has no settings")
         if self.learner.model != LearnerSettings().model:
@@ -58,22 +54,45 @@ class SftSettings(pydantic.BaseModel):
         return self
 
 
+class SftSettings(StartSettings):
+    """Everything that a supervised run can be told."""
+
+    model: Path = pydantic.Field(
+        SMALL,
+        description="Folder of the model to start from; with learner.init = random it needs a "
+        "configuration and a tokenizer alone.",
+    )
+    run: RunSettings = pydantic.Field(default_factory=RunSettings)
+
+
 async def sft(settings: SftSettings, progress: console.Progress) -> Path:
     """Run it to the end; returns the folder of the new model.
 
     Raises:
         AgentLoopError: what it cannot go on from, by its name.
     """
-    model = settings.model.expanduser().resolve()
-    if not (model / "config.json").is_file():
-        raise SettingsError(f"model: {model} is no model folder: it has no config.json")
-    learner_settings = settings.learner.model_copy(
-        update={"model": model, "loss": LossSettings(kind="sft")}
-    )
+    model = model_folder(settings.model)
+    samples = await samples_of(settings, model, progress)
+    folder = RunFolder.of(settings.run, to_toml(settings))
+    return await imitate(settings, model, samples, folder, progress)
+
+
+def model_folder(path: Path | str) -> Path:
+    """Raises SettingsError: there is no model in it."""
+    folder = Path(path).expanduser().resolve()
+    if not (folder / "config.json").is_file():
+        raise SettingsError(f"model: {folder} is no model folder: it has no config.json")
+    return folder
+
+
+async def samples_of(
+    settings: StartSettings, model: Path, progress: console.Progress
+) -> list[Sample]:
+    """The dialogues as `model` would read them. Raises DataError."""
     progress("Reading the dialogues")
     chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
     read = partial(
-        read_samples, chat, settings.data, max_tokens=learner_settings.micro_batch_tokens
+        read_samples, chat, settings.data, max_tokens=settings.learner.micro_batch_tokens
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
     left_out = f", {num_left_out} left out as too long" if num_left_out else ""
@@ -81,7 +100,20 @@ async def sft(settings: SftSettings, progress: console.Progress) -> Path:
         f"{len(samples)} samples{left_out}, {sum(len(s.ids) for s in samples)} tokens, "
         f"{sum(sum(s.mask) for s in samples)} of them to learn"
     )
-    folder = RunFolder.of(settings.run, to_toml(settings))
+    return samples
+
+
+async def imitate(
+    settings: StartSettings,
+    model: Path,
+    samples: Sequence[Sample],
+    folder: RunFolder,
+    progress: console.Progress,
+) -> Path:
+    """Start a learner, train `model` on the samples, stop it; returns the new model's folder."""
+    learner_settings = settings.learner.model_copy(
+        update={"model": model, "loss": LossSettings(kind="sft")}
+    )
     async with started(
         learner_settings.model_dump(mode="json"),
         settings.ranks,
@@ -89,12 +121,7 @@ async def sft(settings: SftSettings, progress: console.Progress) -> Path:
         on_progress=progress,
     ) as (learner, ranks):
         train = partial(
-            fine_tune,
-            settings.loop,
-            samples,
-            learner=learner,
-            folder=folder,
-            progress=progress.say,
+            fine_tune, settings.loop, samples, learner=learner, folder=folder, report=progress
         )
         return await ranks.while_alive(train)
 

@@ -1,4 +1,7 @@
-"""`agentloop train`: a model, tasks and settings in; a run's folder and a better model out."""
+"""`agentloop train`: a model, tasks and settings in; a run's folder and a better model out.
+
+supervised start, where the settings have one ──> stages of rollouts and learning ──> plots
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
+from agentloop.sft import StartSettings, imitate, model_folder, samples_of
 from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
-from agentloop.training.loop import LoopSettings, TrainingLoop
+from agentloop.training.loop import LoopSettings, StageSettings, TrainingLoop
+from agentloop.training.plots import plot_run
 from agentloop.training.run_folder import RunFolder, RunSettings
 
 __all__ = ["TrainSettings", "main", "train"]
@@ -31,6 +36,12 @@ _MIN_TEMPERATURE = 1e-5  # SGLang takes what is below for greedy
 class TrainSettings(Settings):
     """Everything that a training run can be told, and all that serving can be."""
 
+    start: StartSettings | None = pydantic.Field(
+        None, description="A supervised start, before the rollouts."
+    )
+    stages: dict[str, StageSettings] = pydantic.Field(
+        default_factory=dict, description="Stages by their names, one after the other."
+    )
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     roc: RocSettings = pydantic.Field(default_factory=lambda: RocSettings())
@@ -51,6 +62,27 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
     Scorer(settings.reward)  # what it lacks it says now, not when the servers run
     tasks = await anyio.to_thread.run_sync(TaskSource.open, settings.tasks, abandon_on_cancel=True)
     folder = RunFolder.of(settings.run, config)
+    if settings.start is not None:
+        model = await _start(settings.start, settings.learner.model, folder, progress)
+        learner = settings.learner.model_copy(update={"model": model})
+        settings = settings.model_copy(update={"model": str(model), "learner": learner})
+    await _roll_out_and_learn(settings, tasks, folder, progress)
+    path = folder.path / "plots.png"
+    await anyio.to_thread.run_sync(plot_run, folder.path, path)
+    return folder.path
+
+
+async def _start(
+    start: StartSettings, model: Path, folder: RunFolder, progress: console.Progress
+) -> Path:
+    """The model that the rollouts begin with."""
+    samples = await samples_of(start, model, progress)
+    return await imitate(start, model, samples, folder.within("start"), progress)
+
+
+async def _roll_out_and_learn(
+    settings: TrainSettings, tasks: TaskSource, folder: RunFolder, progress: console.Progress
+) -> None:
     logs = folder.path / "logs"
     settings = settings.model_copy(update={"log_dir": logs})
     async with AsyncExitStack() as stack:
@@ -73,10 +105,11 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
             scorer=scorer,
             tasks=tasks,
             folder=folder,
-            progress=progress.say,
+            report=progress,
+            stages=settings.stages,
+            budget=settings.budget,
         )
         await ranks.while_alive(loop.run)
-    return folder.path
 
 
 def _whole(settings: TrainSettings) -> TrainSettings:
@@ -86,7 +119,9 @@ def _whole(settings: TrainSettings) -> TrainSettings:
         SettingsError: it names the settings that do not go together.
     """
     s = settings
-    model = _model_of(settings)
+    model = model_folder(s.model or SMALL)
+    if s.servers and s.start:
+        raise SettingsError("start: `servers` have a model already: run `agentloop sft` first")
     if s.servers and not s.model:
         raise SettingsError("model: the learner needs the folder of the model that `servers` have")
     usual = LearnerSettings()
@@ -109,29 +144,26 @@ def _whole(settings: TrainSettings) -> TrainSettings:
         raise SettingsError("learner.loss.kind: sft would learn wrong rollouts like right ones")
     if s.learner.loss.kl_coef:
         raise SettingsError("learner.loss.kl_coef: there is no reference policy here: set it to 0")
-    if s.loop.steps and s.loop.group_size < max(2, s.roc.down_sample_to_n):
+    learns = s.loop.learn and (s.loop.steps or s.stages)
+    if learns and s.loop.group_size < max(2, s.roc.down_sample_to_n):
         raise SettingsError(
             f"loop.group_size: {s.loop.group_size} rollouts, of which roc.down_sample_to_n "
             f"({s.roc.down_sample_to_n}), and two at least, are to be learned from: every group "
             "would be rejected"
         )
-    if s.learner.micro_batch_tokens <= s.budget.max_response_tokens:
+    budgets = [s.budget, *(stage.budget(s.budget) for stage in s.stages.values())]
+    most = max(budget.max_response_tokens for budget in budgets)
+    if s.learner.micro_batch_tokens <= most:
         raise SettingsError(
             f"learner.micro_batch_tokens: {s.learner.micro_batch_tokens} do not hold a prompt and "
-            f"budget.max_response_tokens ({s.budget.max_response_tokens})"
+            f"max_response_tokens ({most})"
         )
-    if not s.loop.steps and not s.tasks.held_out:
+    if s.stages and "steps" in s.loop.model_fields_set:
+        raise SettingsError("loop.steps: each of the stages has its own")
+    if not s.loop.steps and not s.stages and not s.tasks.held_out:
         raise SettingsError("tasks.held_out: without steps there is nothing else to do")
     learner = s.learner.model_copy(update={"model": model, "temperature": s.sampling.temperature})
     return s.model_copy(update={"model": str(model), "learner": learner})
-
-
-def _model_of(settings: TrainSettings) -> Path:
-    """The folder that both sides start from. Raises SettingsError: it is none."""
-    folder = Path(settings.model or SMALL).expanduser().resolve()
-    if not (folder / "config.json").is_file():
-        raise SettingsError(f"model: {folder} is no model folder: it has no config.json")
-    return folder
 
 
 def main(arguments: list[str]) -> int:
@@ -151,5 +183,12 @@ async def _train(arguments: list[str]) -> int:
     settings = load_settings(TrainSettings, *console.split_settings(arguments))
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress)
-    print(f"The run is in {folder}")
+    print(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")
+    print(f'  agentloop chat --run {shown(folder)} "What is 37 times 48?"')
     return 0
+
+
+def shown(path: Path) -> str:
+    """From here, where it is below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

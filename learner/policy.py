@@ -11,6 +11,7 @@ What is the same on every rank stays so: all do as many forward and backward pas
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import defaultdict
@@ -32,7 +33,7 @@ from learner.errors import BatchError, TrainingBroken
 from learner.loss import LossInput, policy_loss
 from learner.world import World
 
-__all__ = ["Policy", "Scorer", "load_model"]
+__all__ = ["Policy", "Scorer", "config_of", "load_model"]
 
 # What a model may do to its logits, and the head here would not.
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
@@ -69,10 +70,19 @@ def _made(settings: LearnerSettings) -> Any:
     }
     if settings.init == "pretrained":
         return AutoModelForCausalLM.from_pretrained(settings.model, local_files_only=True, **how)
-    config = AutoConfig.from_pretrained(settings.model, local_files_only=True)
+    config = AutoConfig.for_model(**config_of(settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # the same on every rank
         return AutoModelForCausalLM.from_config(config, **how)
+
+
+def config_of(settings: LearnerSettings) -> dict[str, Any]:
+    """The model's config.json: that of its folder, with what `settings.config` says otherwise."""
+    config: dict[str, Any] = json.loads((settings.model / "config.json").read_text("utf-8"))
+    config |= settings.config
+    if "num_hidden_layers" in settings.config and "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+    return config
 
 
 class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -260,6 +270,14 @@ class Policy:
     def _rate(self) -> float:
         o = self.settings.optimizer
         return o.lr * min(1.0, (self.num_updates + 1) / max(1, o.warmup_steps))
+
+    def reset_optimizer(self) -> None:
+        """AdamW as it was before its first step: no moments, bias correction from the start. The
+        rate does not warm up again."""
+        for state in self.engine.optimizer.optimizer.state.values():
+            for value in state.values():
+                if torch.is_tensor(value):
+                    value.zero_()
 
     def logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
         """float32 [T]: of the sampled tokens; 0 elsewhere. On every rank."""

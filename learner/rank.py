@@ -155,6 +155,8 @@ def _prepare(policy: Policy, request: Request) -> Callable[[], Answer]:
                 raise LearnerError("state: an object expected")
             _check_target(policy, Path(folder))
             return lambda: _save(policy, Path(folder), state)
+        case {"op": "reset_optimizer"}:
+            return lambda: _reset_optimizer(policy)
         case {"op": "load", "folder": str(folder)}:
             kept = read_state(policy, Path(folder))
             return lambda: _load(policy, Path(folder), kept)
@@ -198,6 +200,11 @@ def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
 def _save(policy: Policy, folder: Path, state: dict[str, Any]) -> Answer:
     save_checkpoint(policy, folder, state)
     return {"folder": str(folder), **policy.counters()}
+
+
+def _reset_optimizer(policy: Policy) -> Answer:
+    policy.reset_optimizer()
+    return {}
 
 
 def _load(policy: Policy, folder: Path, kept: dict[str, Any]) -> Answer:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from agentloop.training.learner_settings import LearnerSettings
 from learner.errors import LearnerError
 from learner.files import appear, fresh_partial
-from learner.policy import Policy
+from learner.policy import Policy, config_of
 
 __all__ = ["MANIFEST", "publish", "verify"]
 
@@ -52,7 +53,7 @@ def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
         return {}
     if len(shards) > 1:
         _write_index(partial, names, shards)
-    _copy_others(policy.settings.model, partial, policy.settings.publish_dtype)
+    _copy_others(policy.settings, partial)
     manifest = {"version": version, "sha256": sha256}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
     num_bytes = sum((partial / file).stat().st_size for file in names)
@@ -127,14 +128,14 @@ def _write_index(partial: Path, names: list[str], shards: list[Shard]) -> None:
     (partial / "model.safetensors.index.json").write_text(text, "utf-8")
 
 
-def _copy_others(source: Path, target: Path, dtype: str) -> None:
-    for file in source.iterdir():
+def _copy_others(settings: LearnerSettings, target: Path) -> None:
+    for file in settings.model.iterdir():
         known = file.suffix in _COPIED and not file.name.endswith(".index.json")
         if file.is_file() and known and file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
-    config = json.loads((target / "config.json").read_text("utf-8"))
+    config = config_of(settings)
     config.pop("torch_dtype", None)  # its name of old
-    config["dtype"] = dtype
+    config["dtype"] = settings.publish_dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 

@@ -1,25 +1,28 @@
 """A noisy teacher: dialogues in which arithmetic is left to Python, and often goes wrong. Pure.
 
-Somewhat more than a third ends with the right answer; two calls of three are faulty on purpose. A
-model that imitates them knows what a call looks like and what to do with a result, and has as much
-left to learn from rewards. What the tool answers is written as the runtime and the sandbox write
-it (a test holds it against them), so nothing has to run.
+Half of its calls fail, on purpose, and are tried again; half of those that do not fail compute
+something else than was asked for. So somewhat less than half of the dialogues end with the right
+answer, and a right answer says little about the calls before it: who imitates this teacher has to
+learn from rewards what to compute, and from Resample-on-Correct to make no failing calls. What the
+tool answers is written as the runtime and the sandbox write it (a test holds it against them), so
+nothing has to run.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tool_stream import decode_call
-from agentloop.groups.tasks import Task
+from agentloop.groups.tasks import Task, TaskSource, TasksSettings
 
-__all__ = ["dialogues"]
+__all__ = ["dialogues", "lessons"]
 
 _SIGNS = {
     "plus": "+",
@@ -32,17 +35,14 @@ _SIGNS = {
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 # How often a call goes which way, in percent.
 _CALLS = {
-    "right": 33,
-    "silent": 23,  # it forgets to print
-    "broken": 14,  # not JSON
-    "unknown tool": 12,
-    "syntax": 12,
-    "wrong": 4,  # another operation: nothing looks amiss
-    "no tool": 2,
+    "right": 25,
+    "wrong": 25,  # another operation: nothing looks amiss
+    "broken": 22,  # not JSON
+    "unknown tool": 22,
+    "syntax": 6,
 }
 _UNKNOWN = ("python", "calculator", "run_code")
-_TRIES_AGAIN = 0.2
-_MAX_CALLS = 3
+_MAX_CALLS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,13 @@ class _Sum:
         return _Sum(self.first, (*before, (other, number)))
 
 
+def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[dict[str, Any]]:
+    """`count` dialogues about problems of these levels, none of which any run may hold out: a
+    number of held-out problems comes from an eighth of all, and that eighth is left out here."""
+    settings = TasksSettings(levels=list(levels), seed=seed, held_out=1)
+    yield from dialogues(itertools.islice(TaskSource.open(settings), count), seed=seed)
+
+
 def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[dict[str, Any]]:
     """A dialogue about each task of the kind `arithmetic`: {"messages": [...], "tools": [...]}.
 
@@ -93,26 +100,20 @@ def _read(text: str) -> _Sum:
 def _turns(asked: _Sum, rng: Random) -> Iterator[dict[str, str]]:
     for attempt in range(_MAX_CALLS):
         how = rng.choices(list(_CALLS), list(_CALLS.values()))[0]
-        if how == "no tool":
-            break
         sum_ = asked.changed(rng) if how == "wrong" else asked
         call, response = _call(how, sum_, rng)
-        reason = f"It failed. I compute {sum_} again." if attempt else f"I compute {sum_}."
+        reason = "It failed. I try again." if attempt else "I compute it."
         yield _says(f"<reason>{reason}</reason>\n<tool_call>\n{call}\n</tool_call>")
         yield {"role": "tool", "content": response}
         if how in ("right", "wrong"):
-            yield _answers("The result is", sum_.value)
+            yield _answers("The tool says so.", sum_.value)
             return
-        if rng.random() >= _TRIES_AGAIN:
-            break
-    yield _answers("I guess", _guess(asked.value, rng))
+    yield _answers("I guess.", _guess(asked.value, rng))
 
 
 def _call(how: str, sum_: _Sum, rng: Random) -> tuple[str, str]:
     """What stands between the tags of a call, and what the tool answers."""
     code = f"print({sum_})"
-    if how == "silent":
-        return _json(PythonCode.name, f"x = {sum_}"), "(no output)"
     if how == "syntax":
         code = code[:-1]
         said = "SyntaxError: '(' was never closed"
@@ -148,4 +149,4 @@ def _says(content: str) -> dict[str, str]:
 
 
 def _answers(reason: str, value: int) -> dict[str, str]:
-    return _says(f"<reason>{reason} {value}.</reason>\n<answer>\\boxed{{{value}}}</answer>")
+    return _says(f"<reason>{reason}</reason>\n<answer>\\boxed{{{value}}}</answer>")

@@ -96,6 +96,11 @@ class LearnerSettings(pydantic.BaseModel):
         description="random: weights are drawn by the seed; of the folder only the configuration "
         "and the tokenizer are used.",
     )
+    config: dict[str, Any] = pydantic.Field(
+        default_factory=dict,
+        description="With init = random: what is other in this model than in the folder's "
+        "config.json, such as num_hidden_layers.",
+    )
     zero_stage: Literal[1, 2, 3] = pydantic.Field(
         2, description="What the ranks share out: optimizer; gradients too; weights too."
     )
@@ -145,3 +150,12 @@ class LearnerSettings(pydantic.BaseModel):
     )
     loss: LossSettings = pydantic.Field(default_factory=LossSettings)
     optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
+
+    @pydantic.field_validator("config")
+    @classmethod
+    def _of_random_weights(
+        cls, value: dict[str, Any], info: pydantic.ValidationInfo
+    ) -> dict[str, Any]:
+        if value and info.data.get("init") != "random":
+            raise ValueError("weights that are there have the form that they have: init = random")
+        return value

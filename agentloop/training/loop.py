@@ -1,4 +1,4 @@
-"""The training loop, in step: roll out, choose, learn, hand over.
+"""The training loop, in step: roll out, choose, learn, hand over; stage by stage.
 
     tasks ──> groups of rollouts ──> rewards ──> Resample-on-Correct ──> batch ──> learner
       ▲                                                                              │
@@ -14,7 +14,7 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import anyio
 import pydantic
 
+from agentloop.agent.rollout import Budget
 from agentloop.errors import RequestError, SettingsError, sole
 from agentloop.groups.advantage import group_advantages
 from agentloop.groups.feed import finished_groups
@@ -34,15 +35,16 @@ from agentloop.training.batch import Sample, write_batch
 from agentloop.training.handover import Handover, hand_over, keep_up
 from agentloop.training.learner import Learner
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.standing import Report, Standing
 from agentloop.trajectory import CallStatus, StopReason, Trajectory
 
-__all__ = ["LoopSettings", "RunGroup", "TrainingLoop"]
+__all__ = ["LoopSettings", "RunGroup", "StageSettings", "TrainingLoop"]
 
 _KEEP_UP_S = 1.0
 _RETRY_S = 30.0  # of servers that cannot load them
 
 RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
-"""`Runtime.run_group`: (prompt, *, size, name, at_gate) to trajectories."""
+"""`Runtime.run_group`: (prompt, *, size, name, budget, at_gate) to trajectories."""
 
 
 class LoopSettings(pydantic.BaseModel):
@@ -50,10 +52,17 @@ class LoopSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    steps: int = pydantic.Field(510, ge=0, description="Optimizer steps; 0 only evaluates.")
+    steps: int = pydantic.Field(
+        510, ge=0, description="Steps of a run without stages; 0 only evaluates."
+    )
     tasks_per_step: int = pydantic.Field(512, ge=1, description="Tasks, a group of rollouts each.")
     group_size: int = pydantic.Field(
         32, ge=1, description="Rollouts of a task; roc.down_sample_to_n of them are learned from."
+    )
+    learn: bool = pydantic.Field(
+        True,
+        description="false: roll out and write the trajectories alone, such as for "
+        "`agentloop data filter`.",
     )
     evaluate_every: int = pydantic.Field(
         10, ge=0, description="Steps between two evaluations on held-out tasks; 0: never."
@@ -71,6 +80,36 @@ class LoopSettings(pydantic.BaseModel):
     weights_timeout_s: float = pydantic.Field(
         300.0, gt=0, description="For a server to load new weights."
     )
+
+
+class StageSettings(pydantic.BaseModel):
+    """A part of a run, with settings of its own; what it leaves out is as in the rest of them."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    steps: int = pydantic.Field(ge=1, description="Steps of this stage.")
+    max_turns: int | None = pydantic.Field(
+        None, ge=1, description="In place of budget.max_turns, in this stage."
+    )
+    max_response_tokens: int | None = pydantic.Field(
+        None, ge=1, description="In place of budget.max_response_tokens, in this stage."
+    )
+    reset_optimizer: bool = pydantic.Field(
+        False, description="Forget the optimizer's moments before it."
+    )
+    filter_tasks: int = pydantic.Field(
+        0,
+        ge=0,
+        description="Before it, roll out so many tasks; those that every rollout solves are "
+        "dropped, and the stage learns of the others, over and over. 0: it takes all as they come.",
+    )
+    filter_rollouts: int = pydantic.Field(
+        8, ge=1, description="Rollouts of each of the tasks that are filtered."
+    )
+
+    def budget(self, usual: Budget) -> Budget:
+        own = {"max_turns": self.max_turns, "max_response_tokens": self.max_response_tokens}
+        return usual.model_copy(update={k: v for k, v in own.items() if v is not None})
 
 
 @dataclass(slots=True)
@@ -98,22 +137,29 @@ class TrainingLoop:
         scorer: Scorer,
         tasks: TaskSource,
         folder: RunFolder,
-        progress: Callable[[str], None],
+        report: Report,
+        stages: Mapping[str, StageSettings] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self._settings = settings
+        self._stages = dict(stages or {})
+        if not self._stages and settings.steps:
+            self._stages = {"": StageSettings(steps=settings.steps)}
+        self._usual_budget = self._budget = budget or Budget()
         self._roc = roc
         self._rollouts = run_group
         self._router = router
         self._learner = learner
         self._scorer = scorer
         self._tasks = tasks
+        self._source: Iterator[Task] = tasks
         self._folder = folder
-        self._progress = progress
+        self._pace = _Pace(report, sum(stage.steps for stage in self._stages.values()))
         self._held_out: list[Task] = []
         self._handover: Handover | None = None
         self._handing_over = anyio.Lock()
         self._keeping_up = anyio.CancelScope()
-        self.step = 0
+        self.step = self._saved_step = 0
 
     async def run(self) -> None:
         """To the last step.
@@ -131,42 +177,108 @@ class TrainingLoop:
 
     async def _run(self) -> None:
         s = self._settings
-        if s.evaluate_every or not s.steps:  # a generator may search for them for long
+        if s.evaluate_every or not self._stages:  # a generator may search for them for long
             held_out = await anyio.to_thread.run_sync(self._tasks.held_out)
             self._held_out = held_out[: s.evaluate_tasks]
             if not held_out:
-                self._progress("Nothing is evaluated: no tasks are held out (tasks.held_out)")
+                self._say("Nothing is evaluated: no tasks are held out (tasks.held_out)")
         await self._hand_over()
         await self._evaluate()
-        while self.step < s.steps:
+        for number, (name, stage) in enumerate(self._stages.items(), 1):
+            title = f"stage {number} of {len(self._stages)}: {name}" if name else "training"
+            await self._run_stage(title, stage)
+        if s.learn and self.step > self._saved_step:
+            await self._checkpoint()
+
+    async def _run_stage(self, title: str, stage: StageSettings) -> None:
+        s = self._settings
+        self._pace.enter(title, stage.steps)
+        self._budget = stage.budget(self._usual_budget)
+        if len(self._stages) > 1:
+            self._say(f"{title[0].upper()}{title[1:]}, {stage.steps} steps")
+        self._source = self._tasks
+        if stage.filter_tasks:
+            hard = await self._unsolved(stage)
+            if not hard:
+                self._say("Nothing is left to learn there: every task is solved each time")
+                self._pace.skip()
+                return
+            self._source = _over_and_over(hard, random.Random(f"{s.seed} {title}"))
+        if stage.reset_optimizer:
+            await self._ask("reset_optimizer")
+        for number in range(1, stage.steps + 1):
             self.step += 1
-            is_last = self.step == s.steps
             metrics = await self._train_step()
+            self._pace.stepped(metrics)
+            self._tell(metrics)
+            is_last = number == stage.steps
             if s.evaluate_every and (is_last or self.step % s.evaluate_every == 0):
                 await self._evaluate()
-            self._tell(metrics)
-            if is_last or (s.checkpoint_every and self.step % s.checkpoint_every == 0):
+            if s.learn and s.checkpoint_every and self.step % s.checkpoint_every == 0:
                 await self._checkpoint()
+
+    async def _unsolved(self, stage: StageSettings) -> list[Task]:
+        """Of the next tasks, those that a rollout fails. One without any reward stays, too."""
+        tasks = list(itertools.islice(self._tasks, stage.filter_tasks))
+        groups = await self._groups(
+            tasks,
+            stage.filter_rollouts,
+            name=f"{self.step}-filter",
+            what="the tasks to be filtered",
+        )
+        left = []
+        for group in groups:
+            values = [reward.value for reward in group.rewards if reward.value is not None]
+            if not values or min(values) <= 0:
+                left.append(group.task)
+        self._folder.add_metrics(
+            {"step": self.step, "filter/num_tasks": len(tasks), "filter/num_left": len(left)}
+        )
+        self._say(
+            f"{len(left)} of {len(tasks)} tasks are not solved by "
+            f"{stage.filter_rollouts} of {stage.filter_rollouts} rollouts"
+        )
+        return left
 
     async def _train_step(self) -> dict[str, Any]:
         begun = time.monotonic()
-        tasks = list(itertools.islice(self._tasks, self._settings.tasks_per_step))
-        groups = await self._groups(tasks, self._settings.group_size, name=f"{self.step}")
+        tasks = list(itertools.islice(self._source, self._settings.tasks_per_step))
+        size = self._settings.group_size
+        groups = await self._groups(tasks, size, name=f"{self.step}", what="rollouts")
         rolled_s = time.monotonic() - begun
         metrics: dict[str, Any] = {"step": self.step, **_about(groups), "rollout_s": rolled_s}
-        path = self._folder.path / "batches" / f"step-{self.step:05}.safetensors"
-        if await anyio.to_thread.run_sync(self._write_batch, path, groups):
-            learned = await self._ask("step", batch=str(path))
-            path.unlink()
-            metrics |= {f"learner/{name}": value for name, value in learned.items()}
-            metrics |= await self._hand_over()
+        metrics["rollout_tokens_per_s"] = metrics["num_sampled_tokens"] / rolled_s
+        if self._settings.learn:
+            metrics |= await self._learn(groups)
         metrics["step_s"] = time.monotonic() - begun
         await anyio.to_thread.run_sync(self._write, groups, metrics)
         return metrics
 
-    async def _groups(self, tasks: Sequence[Task], size: int, *, name: str) -> list[_Scored]:
+    async def _learn(self, groups: Sequence[_Scored]) -> dict[str, Any]:
+        """A step of the learner's, and new weights; nothing where there is nothing to learn."""
+        begun = time.monotonic()
+        metrics: dict[str, Any] = {}
+        path = self._folder.path / "batches" / f"step-{self.step:05}.safetensors"
+        num_learned = await anyio.to_thread.run_sync(self._write_batch, path, groups)
+        metrics["num_learned"] = num_learned
+        if num_learned:
+            self._pace.waits("rollouts wait for the learner")
+            learned = await self._ask("step", batch=str(path))
+            path.unlink()
+            metrics |= {f"learner/{name}": value for name, value in learned.items()}
+            learned_at = time.monotonic()
+            metrics["learn_s"] = learned_at - begun
+            self._pace.waits("everybody waits for the new weights to be loaded")
+            metrics |= await self._hand_over()
+            metrics["hand_over_s"] = time.monotonic() - learned_at
+        return metrics
+
+    async def _groups(
+        self, tasks: Sequence[Task], size: int, *, name: str, what: str
+    ) -> list[_Scored]:
         """A scored group for each task, in the order of the tasks, however they finish."""
         found: dict[int, _Scored] = {}
+        self._pace.waits(f"the learner waits for {what}: 0 of {len(tasks) * size}")
         async with finished_groups(
             list(enumerate(tasks)),
             partial(self._run_group, size=size, name=name),
@@ -178,6 +290,8 @@ class TrainingLoop:
                 if group.error is not None:  # a mistake in the data
                     raise RequestError(f"task {task.id}: {group.error}") from group.error
                 found[number] = await self._score(number, task, group.trajectories)
+                done, total = len(found) * size, len(tasks) * size
+                self._pace.waits(f"the learner waits for {what}: {done} of {total}")
         return [found[number] for number in range(len(tasks))]
 
     async def _run_group(
@@ -185,7 +299,9 @@ class TrainingLoop:
     ) -> Sequence[Trajectory]:
         number, task = numbered  # where epochs meet, or tasks are few, one comes twice in a step
         name = f"{name}-{number}-{task.id}"
-        return await self._rollouts(task.prompt, size=size, name=name, at_gate=at_gate)
+        return await self._rollouts(
+            task.prompt, size=size, name=name, budget=self._budget, at_gate=at_gate
+        )
 
     async def _score(self, number: int, task: Task, trajectories: Sequence[Trajectory]) -> _Scored:
         rewards: dict[int, Reward] = {}
@@ -222,8 +338,8 @@ class TrainingLoop:
         versions = (span.version for turn in trajectory for span in turn.versions)
         return next((one for one in versions if one != self._handover.version), None)
 
-    def _write_batch(self, path: Path, groups: Sequence[_Scored]) -> bool:
-        """Whether there is anything to learn. A rollout whose advantage is 0 counts all the same:
+    def _write_batch(self, path: Path, groups: Sequence[_Scored]) -> int:
+        """How many rollouts there are to learn from. One whose advantage is 0 counts all the same:
         the objective is a mean over all tokens of a group."""
         samples = [
             Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, advantage, number)
@@ -233,12 +349,12 @@ class TrainingLoop:
             for trajectory in [group.trajectories[index]]
         ]
         if not any(sample.advantage for sample in samples):
-            return False
+            return 0
         try:
             write_batch(path, samples)
         except OSError as error:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
-        return True
+        return len(samples)
 
     async def _hand_over(self) -> dict[str, Any]:
         version = str(self.step)
@@ -276,11 +392,14 @@ class TrainingLoop:
     async def _evaluate(self) -> None:
         if not self._held_out:
             return
-        found = await self._groups(self._held_out, 1, name=f"{self.step}-held-out")
+        name = f"{self.step}-held-out"
+        found = await self._groups(self._held_out, 1, name=name, what="held-out tasks")
         metrics = {f"held_out/{name}": value for name, value in _about(found).items()}
         self._folder.add_metrics({"step": self.step, **metrics})
-        self._progress(
-            f"step {self.step}: held-out reward {_mean(metrics['held_out/reward'])}, "
+        reward = _mean(metrics["held_out/reward"])
+        self._pace.values |= {"held-out reward": reward}
+        self._say(
+            f"step {self.step}: held-out reward {reward}, "
             f"tool errors in correct {_percent(metrics['held_out/tool_errors_in_correct'])}"
         )
 
@@ -288,6 +407,7 @@ class TrainingLoop:
         folder = self._folder.path / "checkpoints" / f"step-{self.step:05}"
         state = {"step": self.step, "cursor": self._tasks.cursor()}
         await self._ask("save", folder=str(folder), state=state)
+        self._saved_step = self.step
 
     async def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
         timeout_s = self._settings.step_timeout_s
@@ -315,12 +435,69 @@ class TrainingLoop:
         )
 
     def _tell(self, metrics: dict[str, Any]) -> None:
-        self._progress(
-            f"step {self.step}/{self._settings.steps}: reward {_mean(metrics['reward'])}, "
+        self._say(
+            f"step {self.step}/{self._pace.num_steps}: reward {_mean(metrics['reward'])}, "
             f"tool errors in correct {_percent(metrics['tool_errors_in_correct'])}, "
-            f"{metrics['num_kept']} of {metrics['num_rollouts']} rollouts kept, "
-            f"{metrics['step_s']:.1f} s"
+            f"{metrics.get('num_learned', 0)} of {metrics['num_rollouts']} rollouts learned, "
+            f"{metrics['rollout_tokens_per_s']:,.0f} tokens/s, {metrics['step_s']:.1f} s"
         )
+
+    def _say(self, line: str) -> None:
+        self._pace.report.say(line)
+
+
+class _Pace:
+    """Where the run stands, as it is shown."""
+
+    def __init__(self, report: Report, num_steps: int) -> None:
+        self.report = report
+        self.num_steps = self._num_left = num_steps
+        self.values: dict[str, str] = {}
+        self._stage, self._step, self._num_stage = "evaluation", 0, 0
+        self._begun: float | None = None
+        self._num_done = 0
+
+    def enter(self, stage: str, num_steps: int) -> None:
+        self._stage, self._step, self._num_stage = stage, 0, num_steps
+        self._begun = self._begun or time.monotonic()
+
+    def skip(self) -> None:
+        """The rest of this stage."""
+        self._num_left -= self._num_stage - self._step
+
+    def stepped(self, metrics: Mapping[str, Any]) -> None:
+        self._step += 1
+        self._num_done += 1
+        self._num_left -= 1
+        shares = [
+            f"{100 * metrics.get(name, 0.0) / metrics['step_s']:.0f}% {what}"
+            for name, what in (
+                ("rollout_s", "rolling out"),
+                ("learn_s", "learning"),
+                ("hand_over_s", "loading weights"),
+            )
+        ]
+        self.values |= {
+            "reward": _mean(metrics["reward"]),
+            "tool errors in correct": _percent(metrics["tool_errors_in_correct"]),
+            "sampled tokens/s": f"{metrics['rollout_tokens_per_s']:,.0f}",
+            "learned tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
+            "time": ", ".join(shares),
+        }
+
+    def waits(self, what: str) -> None:
+        left_s = None
+        if self._begun is not None and self._num_done:
+            left_s = (time.monotonic() - self._begun) / self._num_done * self._num_left
+        self.report.show(
+            Standing(self._stage, self._step, self._num_stage, what, dict(self.values), left_s)
+        )
+
+
+def _over_and_over(tasks: Sequence[Task], draw: random.Random) -> Iterator[Task]:
+    """Each epoch in an order of its own."""
+    while True:
+        yield from draw.sample(tasks, len(tasks))
 
 
 def _about(groups: Sequence[_Scored]) -> dict[str, Any]:
@@ -342,7 +519,6 @@ def _about(groups: Sequence[_Scored]) -> dict[str, Any]:
         "tool_errors_in_correct": statistics.fmean(ratios) if ratios else None,
         "num_rollouts": len(pairs),
         "num_without_reward": len(pairs) - len(scored),
-        "num_kept": sum(len(group.choice.kept) for group in groups),
         "num_groups_rejected": sum(group.choice.rejected is not None for group in groups),
         "num_sampled_tokens": sum(lengths),
         "length_mean": statistics.fmean(lengths) if lengths else 0.0,

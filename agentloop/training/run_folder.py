@@ -6,8 +6,10 @@ config.toml  metrics.jsonl  trajectories/step-00001.jsonl  checkpoints/  weights
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,13 +42,13 @@ class RunFolder:
             SettingsError: there is a run of that name, or the folder cannot be made.
         """
         self.path = path
+        if (path / "metrics.jsonl").exists():
+            raise SettingsError(f"run.name: there is a run at {path} already")
         try:
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)  # one that never came to anything is no run
             for name in ("trajectories", "checkpoints", "weights", "logs", "batches"):
-                (path / name).mkdir()
+                (path / name).mkdir(exist_ok=True)
             (path / "config.toml").write_text(config, "utf-8")
-        except FileExistsError:
-            raise SettingsError(f"run.name: there is a run at {path} already") from None
         except OSError as error:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
 
@@ -54,7 +56,35 @@ class RunFolder:
     def of(cls, settings: RunSettings, config: str) -> Self:
         """As the settings say. Its path is absolute: servers of others read weights there, too."""
         name = settings.name or time.strftime("%Y%m%d-%H%M%S")
-        return cls((settings.folder.expanduser() / name).absolute(), config)
+        run = cls((settings.folder.expanduser() / name).absolute(), config)
+        run._become_latest()
+        return run
+
+    def _become_latest(self) -> None:
+        """`latest` beside it leads here; where that cannot be, nobody misses it much."""
+        link, new = self.path.with_name("latest"), self.path.with_name(f".latest.{os.getpid()}")
+        with suppress(OSError):
+            if link.is_symlink() or not link.exists():
+                new.symlink_to(self.path.name)
+                new.replace(link)
+
+    def within(self, name: str) -> RunFolder:
+        """A run that is a part of this one. Raises as the constructor."""
+        return RunFolder(self.path / name, (self.path / "config.toml").read_text("utf-8"))
+
+    @staticmethod
+    def model_in(path: Path) -> Path:
+        """The folder of the newest model of the run at `path`.
+
+        Raises:
+            SettingsError: there is none.
+        """
+        published = [one for one in (path / "weights").glob("*") if one.name.isdigit()]
+        newest = sorted(published, key=lambda one: int(one.name))[-1:]
+        for folder in (*newest, path / "model", path / "start" / "model"):
+            if (folder / "config.json").is_file():
+                return folder
+        raise SettingsError(f"{path}: no run with a model is there")
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Raises SettingsError: the file cannot be written, such as on a disk that is full."""

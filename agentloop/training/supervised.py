@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -29,9 +29,11 @@ from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema
 from agentloop.errors import DataError, RequestError
 from agentloop.groups.tasks import read_jsonl
+from agentloop.groups.teacher import lessons
 from agentloop.training.batch import Sample, write_batch
 from agentloop.training.learner import Learner
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.standing import Report, Standing
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
 
 __all__ = [
@@ -46,7 +48,7 @@ __all__ = [
     "trajectories_of",
 ]
 
-_NUM_TOLD = 20  # lines of progress of a run
+_NUM_TOLD = 10  # lines of progress of a run
 
 
 class DialoguesSettings(pydantic.BaseModel):
@@ -57,6 +59,16 @@ class DialoguesSettings(pydantic.BaseModel):
     paths: list[Path] = pydantic.Field(
         default_factory=list, description="JSONL files of dialogues: messages and tools."
     )
+    teacher: int = pydantic.Field(
+        0,
+        ge=0,
+        description="So many dialogues about arithmetic, of a teacher who often errs, besides "
+        "(those of `agentloop data teacher`).",
+    )
+    levels: list[int] = pydantic.Field(
+        default_factory=lambda: [2], min_length=1, description="Levels of the teacher's problems."
+    )
+    seed: int = pydantic.Field(0, ge=0, description="Of the teacher's problems and mistakes.")
     max_tool_response_tokens: int = pydantic.Field(
         512,
         ge=8,
@@ -93,13 +105,13 @@ class Dialogue:
     where: str
 
 
-def read_dialogues(paths: Iterable[Path]) -> Iterator[Dialogue]:
-    """The dialogues of JSONL files.
+def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
+    """The dialogues of JSONL files, and the teacher's.
 
     Raises:
         DataError: names the file, the line and the field.
     """
-    for path in paths:
+    for path in settings.paths:
         for number, row in read_jsonl(path):
             where = f"{path}: line {number}"
             if not isinstance(row, Mapping):
@@ -110,6 +122,9 @@ def read_dialogues(paths: Iterable[Path]) -> Iterator[Dialogue]:
             if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
                 raise DataError(f"{where}: field 'tools': a list of schemas is expected")
             yield Dialogue(messages, tools, where)
+    taught = lessons(settings.teacher, levels=settings.levels, seed=settings.seed)
+    for number, row in enumerate(taught, 1):
+        yield Dialogue(row["messages"], row["tools"], f"the teacher's dialogue {number}")
 
 
 def trajectories_of(
@@ -212,7 +227,7 @@ def read_samples(
     """
     samples: list[Sample] = []
     num_left_out = 0
-    for dialogue in read_dialogues(settings.paths):
+    for dialogue in read_dialogues(settings):
         for trajectory in trajectories_of(
             chat, dialogue, max_tool_response_tokens=settings.max_tool_response_tokens
         ):
@@ -260,7 +275,7 @@ async def fine_tune(
     *,
     learner: Learner,
     folder: RunFolder,
-    progress: Callable[[str], None],
+    report: Report,
 ) -> Path:
     """Train on all samples, `settings.epochs` times; returns the folder of the published model.
 
@@ -272,6 +287,7 @@ async def fine_tune(
     steps = step_plan(
         lengths, epochs=settings.epochs, batch_tokens=settings.batch_tokens, seed=settings.seed
     )
+    started = time.monotonic()
     for step, (epoch, indices) in enumerate(steps, 1):
         begun = time.monotonic()
         path = folder.path / "batches" / f"step-{step:05}.safetensors"
@@ -283,10 +299,25 @@ async def fine_tune(
         metrics |= {f"learner/{name}": value for name, value in learned.items()}
         metrics["step_s"] = time.monotonic() - begun
         folder.add_metrics(metrics)
+        loss = learned.get("loss")
+        said = "none" if loss is None else f"{loss:.4f}"
+        left_s = (time.monotonic() - started) / step * (len(steps) - step)
+        report.show(
+            Standing(
+                "supervised start",
+                step,
+                len(steps),
+                waits="The learner imitates the dialogues",
+                values={
+                    "epoch": f"{epoch} of {settings.epochs}",
+                    "loss": said,
+                    "learned tokens/s": f"{learned.get('tokens_per_s') or 0:,.0f}",
+                },
+                left_s=left_s,
+            )
+        )
         if step % max(1, len(steps) // _NUM_TOLD) == 0 or step == len(steps):
-            loss = learned.get("loss")
-            said = "none" if loss is None else f"{loss:.4f}"
-            progress(f"step {step}/{len(steps)}, epoch {epoch}: loss {said}")
+            report.say(f"step {step}/{len(steps)}, epoch {epoch}: loss {said}")
     model = folder.path / "model"
     await ask("publish", folder=str(model), version=f"sft-{len(steps)}", timeout_s=timeout_s)
     return model

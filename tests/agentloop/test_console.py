@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
+import re
 import signal
+import sys
 from collections.abc import Iterator
 
 import anyio
@@ -15,6 +18,7 @@ import pytest
 from agentloop import console
 from agentloop.console import Progress, add_settings_arguments, settings_text, split_settings
 from agentloop.errors import SettingsError
+from agentloop.training.standing import Standing
 from sandbox import SandboxUnavailable
 
 
@@ -61,6 +65,24 @@ def test_progress_without_a_terminal_is_a_line_once(capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert out == ""
     assert err.split() == ["Starting", "Loading", "Ready"]
+
+
+def test_on_a_terminal_a_panel_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    standing = Standing(
+        "stage 2 of 3: longer", 3, 15, "the learner waits", {"reward": "0.812"}, left_s=95
+    )
+    with Progress("Starting") as progress:
+        progress.show(standing)
+        progress.say("step 3 of 15")
+        progress.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue())
+    for part in ("stage 2 of 3: longer", "about 1:35 left", "reward 0.812", "the learner waits"):
+        assert part in text
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -20,6 +20,7 @@ from agentloop.models import SMALL
 from agentloop.train import TrainSettings, _whole, train
 from agentloop.training import learner
 from agentloop.training.learner_settings import LearnerSettings
+from agentloop.training.standing import Standing
 from tests.agentloop.training.test_learner import RANK
 from tests.support import FakeSGLang, eventually
 
@@ -38,6 +39,10 @@ from tests.support import FakeSGLang, eventually
         ("loop.group_size=8", "loop.group_size: 8 .* roc.down_sample_to_n .16."),
         ("budget.max_response_tokens=20000", "learner.micro_batch_tokens"),
         ("loop.steps=0", "tasks.held_out"),
+        ("start.data.teacher=0", "start: .*data.paths: name a file"),
+        ("stages.one.max_turns=3", "stages.one.steps: Field required"),
+        ("stages.one.step=3", "did you mean 'stages.one.steps'"),
+        ("stages.one=3", "'stages.one' is a section"),
         ("servers=['http://127.0.0.1:1']", "model: the learner needs the folder"),
         ("model=/no/such/folder", "model: /no/such/folder"),
     ],
@@ -91,6 +96,9 @@ class Said:
         self.lines.append(line)
 
     say = __call__
+
+    def show(self, standing: Standing) -> None:
+        pass
 
 
 @pytest.fixture

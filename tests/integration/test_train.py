@@ -12,6 +12,7 @@ from agentloop.config import load_settings
 from agentloop.console import Progress
 from agentloop.groups.tasks import Task
 from agentloop.train import TrainSettings, train
+from agentloop.training.standing import Standing
 from agentloop.trajectory import Trajectory
 
 pytestmark = [
@@ -40,6 +41,9 @@ class Said:
 
     def say(self, line: str) -> None:
         self.lines.append(line)
+
+    def show(self, standing: Standing) -> None:
+        pass
 
 
 async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Path) -> None:

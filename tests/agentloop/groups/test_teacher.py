@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -22,22 +23,27 @@ def tasks(count: int, *levels: int) -> list[Task]:
 
 
 @pytest.mark.parametrize("level", [1, 2, 6])
-def test_a_third_is_right_and_most_calls_are_faulty(level: int) -> None:
+def test_less_than_half_is_right_and_half_of_the_calls_are_faulty(level: int) -> None:
     asked = tasks(3000, level)
     num_right = num_calls = num_faulty = 0
+    ratios = []
     for task, row in zip(asked, dialogues(asked), strict=True):
         *_, last = row["messages"]
         boxed = re.search(r"<answer>\\boxed\{(-?\d+)\}</answer>$", last["content"])
         assert boxed is not None
-        num_right += boxed[1] == task.answer
         results = [m["content"] for m in row["messages"] if m["role"] == "tool"]
+        faulty = sum(not re.fullmatch(r"-?\d+", result) for result in results)
         num_calls += len(results)
-        num_faulty += sum(not re.fullmatch(r"-?\d+", result) for result in results)
+        num_faulty += faulty
+        if boxed[1] == task.answer:
+            num_right += 1
+            ratios.append(faulty / len(results))
         # Who got a result says it; nobody is right who saw none.
-        seen = results and re.fullmatch(r"-?\d+", results[-1])
+        seen = re.fullmatch(r"-?\d+", results[-1])
         assert (boxed[1] == results[-1]) if seen else (boxed[1] != task.answer)
-    assert 0.28 < num_right / 3000 < 0.40
-    assert 0.5 < num_faulty / num_calls < 0.7
+    assert 0.4 < num_right / 3000 < 0.5 + 0.1 * (level == 1)  # 1 + 0 is 1 - 0, whatever the call
+    assert 0.45 < num_faulty / num_calls < 0.55
+    assert 0.25 < statistics.fmean(ratios) < 0.33  # a failed call costs nothing but another
 
 
 def test_the_same_seed_writes_the_same() -> None:
@@ -51,12 +57,11 @@ def test_the_same_seed_writes_the_same() -> None:
 async def test_results_are_those_of_the_sandbox() -> None:
     """Local processes say what containers say, whatever they isolate."""
     ran: dict[str, str] = {}
-    for row in dialogues(tasks(60, 2, 5)):
+    for row in dialogues(tasks(120, 2, 5)):
         for turn, result in itertools.pairwise(row["messages"]):
             if result["role"] == "tool" and not result["content"].startswith(("[mal", "[unk")):
                 call = turn["content"].split("<tool_call>")[1].removesuffix("</tool_call>")
                 ran[json.loads(call)["arguments"]["code"]] = result["content"]
-    assert {"(no output)"} < set(ran.values())
     assert any(content.startswith("[stderr]") for content in ran.values())
     async with Pool(PoolSettings(backend="process", workers=1)) as pool:
         async with PythonCode(pool).open() as run:

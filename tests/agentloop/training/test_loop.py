@@ -10,6 +10,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
+from agentloop.agent.rollout import Budget
 from agentloop.errors import RequestError
 from agentloop.groups.reward import RewardFunction, RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
@@ -17,8 +18,9 @@ from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import SGLangServer, http_session
 from agentloop.training.learner import Learner
-from agentloop.training.loop import LoopSettings, TrainingLoop
+from agentloop.training.loop import LoopSettings, StageSettings, TrainingLoop
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.standing import Standing
 from agentloop.trajectory import (
     CallStatus,
     StopReason,
@@ -32,6 +34,23 @@ from agentloop.trajectory import (
 from tests.support import FakeSGLang, eventually
 
 pytestmark = pytest.mark.anyio
+
+
+class Told:
+    """What was reported."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.standings: list[Standing] = []
+
+    def __call__(self, line: str) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def show(self, standing: Standing) -> None:
+        self.standings.append(standing)
 
 
 class PlayedLearner:
@@ -75,14 +94,18 @@ class Played:
     def __init__(self, tasks: TaskSource, *, right: float = 0.5) -> None:
         self.sizes: list[int] = []
         self.names: list[str] = []
+        self.prompts: list[str] = []
+        self.budgets: list[Budget] = []
         self._answers = {task.prompt: task.answer for task in tasks.held_out()}
         self._right = right
 
     async def __call__(
-        self, prompt: object, *, size: int, name: str, at_gate: Any
+        self, prompt: object, *, size: int, name: str, budget: Budget, at_gate: Any
     ) -> Sequence[Trajectory]:
         at_gate()
         self.sizes.append(size)
+        self.prompts.append(str(prompt))
+        self.budgets.append(budget)
         self.names.append(name)
         answer = self.answer(prompt)
         group = []
@@ -113,6 +136,8 @@ async def played(
     reward: RewardFunction | None = None,
     roc: RocSettings | None = None,
     fake: FakeSGLang | None = None,
+    stages: dict[str, StageSettings] | None = None,
+    told: Told | None = None,
     **settings: Any,
 ) -> tuple[PlayedLearner, Played, RunFolder]:
     tasks = tasks or TaskSource.open(ARITHMETIC)
@@ -137,10 +162,12 @@ async def played(
                 scorer=scorer,
                 tasks=tasks,
                 folder=run,
-                progress=lambda line: None,
+                report=told or Told(),
+                stages=stages,
+                budget=Budget(max_turns=10, max_response_tokens=100),
             )
             await loop.run()
-    assert fake.version == str(settings["steps"] if learner.batches else 0)
+    assert fake.version == str(len(learner.batches))
     return learner, run_group, run
 
 
@@ -168,7 +195,7 @@ async def test_each_step_learns_from_what_was_kept(tmp_path: Path) -> None:
     assert [one["step"] for one in trained] == [1, 2]
     assert trained[0]["reward"] == pytest.approx(4 / 7)  # the broken one has none
     assert trained[0]["num_without_reward"] == 3
-    assert trained[0]["num_kept"] == 12
+    assert trained[0]["num_learned"] == 12
     assert trained[0]["learner/loss"] == 0.5
     assert [one["step"] for one in metrics if "held_out/reward" in one] == [0, 2]
     rows = lines(run.path / "trajectories" / "step-00001.jsonl")
@@ -356,7 +383,65 @@ async def test_a_task_that_cannot_be_asked_ends_the_run(tmp_path: Path) -> None:
                 scorer=Scorer(RewardSettings(function="exact")),
                 tasks=tasks,
                 folder=RunFolder(tmp_path / "run", ""),
-                progress=lambda line: None,
+                report=Told(),
             )
             with pytest.raises(RequestError, match=r"task arithmetic-\d+: .*9000 tokens"):
                 await loop.run()
+
+
+async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> None:
+    stages = {
+        "short": StageSettings(steps=1, max_turns=2, max_response_tokens=50),
+        "long": StageSettings(steps=2, reset_optimizer=True),
+    }
+    told = Told()
+    learner, run_group, run = await played(tmp_path, stages=stages, told=told, evaluate_every=5)
+    ops = [op for op, _ in learner.asked]
+    short, long = ["step", "publish"], ["reset_optimizer", "step", "publish", "step", "publish"]
+    assert ops == ["publish", *short, *long, "save"]
+    budgets = [(b.max_turns, b.max_response_tokens) for b in run_group.budgets]
+    # Held-out tasks at the start, and at the end of each stage.
+    assert budgets == [(10, 100)] * 4 + [(2, 50)] * 7 + [(10, 100)] * 10
+    assert [one["step"] for one in lines(run.path / "metrics.jsonl")] == [0, 1, 1, 2, 3, 3]
+    last = told.standings[-1]
+    assert (last.stage, last.step, last.num_steps) == ("stage 2 of 2: long", 2, 2)
+    assert last.left_s == 0
+    assert {"reward", "held-out reward", "time"} <= set(last.values)
+    assert any("3/3: reward" in line for line in told.lines)
+
+
+async def test_a_stage_learns_from_what_is_not_solved_each_time(tmp_path: Path) -> None:
+    class HalfSolved(Played):
+        """Every other task is, when they are filtered."""
+
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            number = int(options["name"].split("-")[2]) if "filter" in options["name"] else 1
+            self._right = 0.5 if number % 2 else 1.0
+            return await super().__call__(prompt, **options)
+
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = HalfSolved(tasks)
+    stages = {"hard": StageSettings(steps=2, filter_tasks=4, filter_rollouts=4)}
+    _, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0
+    )
+    assert run_group.sizes == [4] * 4 + [8] * 6
+    hard = {run_group.prompts[1], run_group.prompts[3]}
+    assert set(run_group.prompts[4:]) == hard
+    filtered, *_ = lines(run.path / "metrics.jsonl")
+    assert (filtered["filter/num_tasks"], filtered["filter/num_left"]) == (4, 2)
+
+
+async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path) -> None:
+    stages = {"hard": StageSettings(steps=9, filter_tasks=2), "then": StageSettings(steps=1)}
+    told = Told()
+    _, run_group, _ = await played(tmp_path, right=1.0, stages=stages, told=told, evaluate_every=0)
+    assert run_group.sizes == [8] * 2 + [8] * 3
+    assert any("every task is solved each time" in line for line in told.lines)
+    assert told.standings[-1].left_s is None
+
+
+async def test_without_learning_rollouts_are_written_down_alone(tmp_path: Path) -> None:
+    learner, _, run = await played(tmp_path, steps=2, learn=False, evaluate_every=0)
+    assert [op for op, _ in learner.asked] == ["publish"]
+    assert len(lines(run.path / "trajectories" / "step-00002.jsonl")) == 24

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.errors import SettingsError
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_folder import RunFolder, RunSettings
 from agentloop.trajectory import ToolCall, Trajectory, Turn
 
 
@@ -32,6 +32,26 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_is_never_written_over(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run", "")
+    RunFolder(tmp_path / "run", "")  # it ended before anything came of it
+    RunFolder(tmp_path / "run", "").add_metrics({"step": 0})
     with pytest.raises(SettingsError, match=r"run\.name: there is a run"):
         RunFolder(tmp_path / "run", "")
+
+
+def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
+    def model(path: Path) -> Path:
+        path.mkdir(parents=True)
+        (path / "config.json").write_text("{}")
+        return path
+
+    with pytest.raises(SettingsError, match="no run with a model"):
+        RunFolder.model_in(tmp_path)
+    for name in ("a", "b"):
+        RunFolder.of(RunSettings(folder=tmp_path, name=name), "")
+    latest = tmp_path / "latest"
+    assert latest.resolve() == tmp_path / "b"
+    first = model(tmp_path / "b" / "start" / "model")
+    assert RunFolder.model_in(latest).resolve() == first
+    model(tmp_path / "b" / "weights" / "9")
+    newest = model(tmp_path / "b" / "weights" / "10")
+    assert RunFolder.model_in(latest).resolve() == newest

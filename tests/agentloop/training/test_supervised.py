@@ -25,6 +25,7 @@ from agentloop.models import SMALL
 from agentloop.training.batch import Sample
 from agentloop.training.learner import Learner
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.standing import Standing
 from agentloop.training.supervised import (
     Dialogue,
     DialoguesSettings,
@@ -291,14 +292,30 @@ class PlayedLearner:
         return {}
 
 
+class Said:
+    """What was reported."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def show(self, standing: Standing) -> None:
+        self.last = standing
+
+
 @pytest.mark.anyio
 async def test_the_loop_asks_writes_down_and_publishes(tmp_path: Path) -> None:
     samples = [Sample([9, n], [0, 1], [0.0, 0.0], 0.0, n) for n in range(5)]
-    learner, said = PlayedLearner(), list[str]()
+    learner, said = PlayedLearner(), Said()
     folder = RunFolder(tmp_path / "run", "")
     how = SupervisedSettings(epochs=2, batch_tokens=4, lr=0.1, warmup=0)
     model = await fine_tune(
-        how, samples, learner=cast(Learner, learner), folder=folder, progress=said.append
+        how, samples, learner=cast(Learner, learner), folder=folder, report=said
     )
     *steps, (op, published) = learner.asked
     assert op == "publish"
@@ -315,4 +332,5 @@ async def test_the_loop_asks_writes_down_and_publishes(tmp_path: Path) -> None:
         learning_rate(n, 6, peak=0.1, warmup=0) for n in range(1, 7)
     ]
     assert list((folder.path / "batches").iterdir()) == []
-    assert said[-1] == "step 6/6, epoch 2: loss 0.1667"
+    assert said.lines[-1] == "step 6/6, epoch 2: loss 0.1667"
+    assert (said.last.step, said.last.num_steps, said.last.left_s) == (6, 6, 0)
