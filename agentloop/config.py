@@ -3,6 +3,9 @@
 Later sources win: the class's defaults, the environment (`AGENTLOOP_SECTION__KEY`), files from
 left to right, overrides (`section.key=value`). A key that nobody knows is refused, with the
 nearest that somebody does.
+
+A file may stand on others: `extends = "base.toml"`, or a list of them, relative to the file. They
+lie below it; one that two files extend counts once, below both.
 """
 
 from __future__ import annotations
@@ -66,8 +69,9 @@ def _layers(
     model: type[pydantic.BaseModel], files: Sequence[Path | str], overrides: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "the environment", _environment(model)
+    read: set[Path] = set()
     for file in files:
-        yield str(file), _read_toml(Path(file))
+        yield from _file_layers(Path(file), read)
     for override in overrides:
         yield f"override {override!r}", _parse_override(override)
 
@@ -92,13 +96,37 @@ def _field_of(error: pydantic_settings.SettingsError) -> str:
     return _ENV_PREFIX + named.group(1).upper() if named else str(error)
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
+def _file_layers(
+    file: Path, read: set[Path], above: tuple[Path, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`file` and, before it, those that it extends, less those that were `read` already.
+
+    `above` are the files that led here.
+    """
+    where = f"{above[-1]}: extends: " if above else ""
+    if file.resolve() in (one.resolve() for one in above):
+        raise SettingsError(f"{where}a circle: {' -> '.join(map(str, (*above, file)))}")
+    values = _read_toml(file, where)
+    extends = values.pop("extends", [])
+    bases = [extends] if isinstance(extends, str) else extends
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+        raise SettingsError(f"{file}: extends: a file's name, or a list of them, is expected")
+    for base in bases:
+        path = file.parent / Path(base).expanduser()
+        # What another file stands on, too, would else lie above that one.
+        if path.resolve() not in read:
+            yield from _file_layers(path, read, (*above, file))
+    read.add(file.resolve())
+    yield str(file), values
+
+
+def _read_toml(file: Path, where: str = "") -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise SettingsError(f"{file}: {error.strerror or error}") from error
+        raise SettingsError(f"{where}{file}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file}: {error}") from error
+        raise SettingsError(f"{where}{file}: {error}") from error
 
 
 def _parse_override(override: str) -> dict[str, Any]:

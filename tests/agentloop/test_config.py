@@ -142,6 +142,58 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_settings(Everything, [tmp_path])
 
 
+def test_a_file_stands_on_those_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    file(tmp_path / "base", "lowest.toml", 'model = "lowest"\n[server]\nport = 1\nnames = ["a"]')
+    file(tmp_path / "base", "base.toml", 'extends = "lowest.toml"\n[server]\nport = 2')
+    file(tmp_path, "other.toml", "wing.flag = true\nserver.port = 3")
+    top = file(tmp_path, "top.toml", 'extends = ["base/base.toml", "other.toml"]\nmodel = "top"')
+    got = load_settings(Everything, [top])
+    assert (got.model, got.server.port, got.server.names) == ("top", 3, ["a"])
+    assert got.wing.flag
+    assert load_settings(Everything, [top], ["server.port=4"]).server.port == 4
+    under = file(tmp_path, "under.toml", "server.port = 9")
+    assert load_settings(Everything, [under, top]).server.port == 3
+    assert load_settings(Everything, [top, under]).server.port == 9
+
+
+def test_what_two_files_extend_lies_below_both(tmp_path: Path) -> None:
+    file(tmp_path, "base.toml", "server.port = 1")
+    first = file(tmp_path, "first.toml", 'extends = "base.toml"\nserver.port = 2')
+    second = file(tmp_path, "second.toml", 'extends = "base.toml"\nwing.flag = true')
+    assert load_settings(Everything, [first, second]).server.port == 2
+    both = file(tmp_path, "both.toml", 'extends = ["first.toml", "second.toml"]')
+    assert load_settings(Everything, [both]).server.port == 2
+    # What is named by itself lies where it is named.
+    assert load_settings(Everything, [first, tmp_path / "base.toml"]).server.port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("extends = 3", r"top\.toml: extends: a file's name, or a list of them, is expected"),
+        ('extends = [""]', r"top\.toml: extends: a file's name, or a list"),
+        ("extends = {a = 1}", r"top\.toml: extends: a file's name, or a list"),
+        ('extends = "gone.toml"', r"top\.toml: extends: .*gone\.toml: No such file"),
+        ('extends = "top.toml"', r"top\.toml: extends: a circle: .*top\.toml -> .*top\.toml"),
+        ('extends = "around.toml"', r"around\.toml: extends: a circle: .*top.* -> .*around.* -> "),
+        ('extends = "bad.toml"', r"^[^:]*bad\.toml: unknown setting 'server\.prot'"),
+        ('extends = "worse.toml"', r"server\.port: .*not 'x' \(from [^ ]*worse\.toml\)"),
+        ('extends = "worst.toml"', r"top\.toml: extends: .*worst\.toml: Expected"),
+        ('[server]\nextends = "bad.toml"', r"top\.toml: unknown setting 'server\.extends'"),
+    ],
+)
+def test_what_is_wrong_with_an_extended_file_is_said_of_it(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file(tmp_path, "around.toml", 'extends = "./top.toml"')
+    file(tmp_path, "bad.toml", "server.prot = 1")
+    file(tmp_path, "worse.toml", 'server.port = "x"')
+    file(tmp_path, "worst.toml", "[server")
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Everything, [file(tmp_path, "top.toml", text)])
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
