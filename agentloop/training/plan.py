@@ -8,7 +8,8 @@ P are the parameters, R the ranks, w the bytes of `learner.dtype`. A rank holds,
                  1            2            3
     weights      w P          w P          w P / R
     gradients    w P          4 P / R      4 P / R
-    optimizer    12 P / R     12 P / R     12 P / R  (8 P / R in float32, which needs no copy)
+    optimizer    12 P / R     12 P / R     12 P / R
+    checkpoint   (w + 12) P   (w + 12) P   12 P          of all ranks, on the disk
 
 and in stage 3 what is gathered at a time: w min(P, stage3_max_live_parameters). The optimizer's
 are float32 weights and AdamW's two moments. Offloaded, they and a rank's share of the gradients lie
@@ -358,7 +359,7 @@ def _learner_memory(
     share = math.ceil(p / num_ranks)
     weights = w * (share if stage == 3 else p)
     gradients = w * p if stage == 1 else 4 * share
-    optimizer = (8 if stage == 3 and learner.dtype == "float32" else 12) * share
+    optimizer = 12 * share
     # A GPU's is taken whole; of a CPU's only the pages that are written to.
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     buffers = w * (bucket if on_gpus else min(bucket, p))
@@ -415,7 +416,8 @@ def _server_memory(shape: ModelShape, settings: PlanSettings, on_gpus: bool) -> 
 
 def _disk(shape: ModelShape, settings: PlanSettings) -> Disk:
     loop, learner = settings.loop, settings.learner
-    checkpoint = (_WIDTHS[learner.dtype] + 12) * shape.num_parameters
+    weights = 0 if learner.zero_stage == 3 else _WIDTHS[learner.dtype]
+    checkpoint = (weights + 12) * shape.num_parameters
     every = loop.checkpoint_every or max(1, loop.steps)
     num_checkpoints = math.ceil(loop.steps / every)
     if learner.keep_checkpoints:

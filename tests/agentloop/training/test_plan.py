@@ -110,7 +110,7 @@ def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
         (3, "bfloat16", 4, (0.5, 1, 3)),
         (1, "float32", 1, (4, 4, 12)),
         (2, "float32", 2, (4, 2, 6)),
-        (3, "float32", 2, (2, 2, 4)),
+        (3, "float32", 2, (2, 2, 6)),
     ],
 )
 def test_what_the_ranks_share_out(
@@ -176,6 +176,8 @@ def test_tokens_and_disk() -> None:
     assert made.disk.checkpoints == 4 * made.disk.checkpoint  # three kept, one being written
     assert made.disk.trajectories_per_step == 512 * 32 * 8192 * 64
     assert made.disk.trajectories == 300 * made.disk.trajectories_per_step
+    sharded = planned("loop.steps=300", "learner.zero_stage=3").disk
+    assert sharded.checkpoint == 12 * 853_376
     rare = planned("loop.steps=300", "loop.checkpoint_every=0").disk
     assert rare.checkpoints == rare.checkpoint
     every = planned("loop.steps=300", "learner.keep_checkpoints=0", "loop.checkpoint_every=7").disk
