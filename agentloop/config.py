@@ -4,6 +4,7 @@ Later sources win: the class's defaults, the environment (`AGENTLOOP_SECTION__KE
 left to right, overrides (`section.key=value`). A key that nobody knows is refused, with the
 nearest that somebody does.
 
+TOML has no word for nothing: a number, say, that can be left out is left out by "none".
 A file may stand on others: `extends = "base.toml"`, or a list of them, relative to the file. They
 lie below it; one that two files extend counts once, below both.
 """
@@ -42,7 +43,7 @@ def load_settings(
     sources: dict[str, str] = {}
     for source, values in _layers(model, files, overrides):
         _check_keys(model, values, source)
-        _merge(merged, values, sources, source)
+        _merge(merged, _with_nothing(model, values), sources, source)
     try:
         return model.model_validate(merged)
     except pydantic.ValidationError as error:
@@ -183,6 +184,28 @@ def _check_keys(
         _check_keys(section, value, source, path)
 
 
+def _with_nothing(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """None for "none", where that is a value and the text is not."""
+    found = dict(values)
+    for key, value in values.items():
+        annotation = model.model_fields[key].annotation
+        section = _section(annotation)
+        if section is not None:
+            found[key] = _with_nothing(section, value)
+        elif value == "none" and type(None) in get_args(annotation) and not _takes_text(annotation):
+            found[key] = None
+    return found
+
+
+def _takes_text(annotation: Any) -> bool:
+    """Whether "none" could be meant as it stands."""
+    try:
+        pydantic.TypeAdapter(annotation).validate_python("none")
+    except pydantic.ValidationError:
+        return False
+    return True
+
+
 def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
@@ -233,16 +256,18 @@ def describe_settings(
 
 
 def to_toml(settings: pydantic.BaseModel) -> str:
-    """The settings as a TOML file that `load_settings` reads back; without None and secrets."""
+    """The settings as a TOML file that `load_settings` reads back; without secrets."""
     return "\n".join(_toml_section(_without_secrets(settings), "")).strip() + "\n"
 
 
 def _without_secrets(settings: pydantic.BaseModel) -> dict[str, Any]:
     values = settings.model_dump(mode="json")
-    for name in type(settings).model_fields:
+    for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if isinstance(value, pydantic.BaseModel):
             values[name] = _without_secrets(value)
+        elif value is None and field.get_default(call_default_factory=True) is not None:
+            values[name] = "none"  # else the default would be read back
         elif isinstance(value, pydantic.SecretStr):
             del values[name]  # else its asterisks would be read back as the secret
     return values

@@ -19,6 +19,7 @@ class Server(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     port: int = pydantic.Field(8000, ge=0, description="Where it listens.")
+    cap: float | None = pydantic.Field(2.0, gt=0)
     names: list[str] = pydantic.Field(default_factory=list)
     token: pydantic.SecretStr | None = None
 
@@ -239,7 +240,12 @@ made = st.builds(
     Everything,
     model=st.none() | texts,
     servers=st.lists(texts, max_size=3),
-    server=st.builds(Server, port=st.integers(14, 99999), names=st.lists(texts, max_size=2)),
+    server=st.builds(
+        Server,
+        port=st.integers(14, 99999),
+        cap=st.none() | st.floats(1, 9),
+        names=st.lists(texts, max_size=2),
+    ),
     wing=st.builds(
         Wing,
         inner=st.builds(Inner, depth=st.floats(allow_nan=False)),
@@ -251,7 +257,20 @@ made = st.builds(
 @settings(max_examples=80, deadline=None)
 @given(made)
 def test_settings_survive_being_written_and_read(value: Everything) -> None:
-    assert Everything.model_validate(tomllib.loads(to_toml(value))) == value
+    with pytest.MonkeyPatch.context() as patch:
+        text = to_toml(value)
+        patch.setattr("agentloop.config._read_toml", lambda file, where: tomllib.loads(text))
+        assert load_settings(Everything, ["unused.toml"]) == value
+
+
+def test_none_is_nothing_where_nothing_can_be(tmp_path: Path) -> None:
+    path = file(tmp_path, "1.toml", 'model = "none"\nserver.cap = "none"')
+    got = load_settings(Everything, [path])
+    assert (got.model, got.server.cap) == ("none", None)
+    assert load_settings(Everything, [path], ["server.cap=3"]).server.cap == 3
+    assert load_settings(Everything, overrides=["server.cap=none"]).server.cap is None
+    with pytest.raises(SettingsError, match=r"server\.port: .*not 'none'"):
+        load_settings(Everything, overrides=["server.port=none"])
 
 
 def test_a_token_is_not_written_out_nor_replaced_by_asterisks() -> None:
