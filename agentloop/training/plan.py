@@ -500,7 +500,8 @@ def _gpu_warnings(
     server_gpus = _server_gpus(s)
     needed = max(server_gpus, s.ranks.count)
     if needed > machine.num_gpus:
-        yield f"{needed} GPUs are needed; this machine has {machine.num_gpus or 'none that tells'}"
+        there = machine.num_gpus or "none that nvidia-smi knows"
+        yield f"{_count_of(needed, 'GPU')} needed; this machine has {there}"
     fraction = _mem_fraction(s)
     if server_gpus and fraction is None:
         yield (
@@ -537,23 +538,25 @@ def _lines(p: Plan) -> Iterator[str]:
     )
     yield (
         f"  learn    from at most {_number(p.num_kept)} of them, {_amount(p.max_kept_tokens)} "
-        f"tokens: {_number(_micro_batches(p))} micro-batches a rank, "
-        f"{learner.updates_per_batch} optimizer steps"
+        f"tokens: {_number(_micro_batches(p))} micro-batches a rank or more, "
+        f"{_count_of(learner.updates_per_batch, 'optimizer step')}"
     )
     factor = 8 if learner.activation_checkpointing else 6
     yield (
         f"  compute  at most {_flops(2 * shape.num_parameters * p.max_tokens)} to roll out, "
         f"{_flops(factor * shape.num_parameters * p.max_kept_tokens)} to learn, without attention"
     )
-    where = f"{len(s.servers)} servers of others" if s.servers else f"{s.server.count} servers"
-    yield f"  publish  {_size(p.disk.weights)} of weights, which {where} load"
+    where = _count_of(s.server.count, "server")
+    if s.servers:
+        where = _count_of(len(s.servers), "server") + " of others"
+    yield f"  publish  {_size(p.disk.weights)} of weights for {where}"
     if loop.evaluate_every:
         yield f"  every {loop.evaluate_every} steps {loop.evaluate_tasks} held-out tasks, once each"
     m = p.learner
     device = "GPU" if p.on_gpus else "process"
     yield (
-        f"learner    {s.ranks.count} ranks, ZeRO {learner.zero_stage}, {learner.dtype}: "
-        f"{_size(m.total)} each {device}"
+        f"learner    {_count_of(s.ranks.count, 'rank')}, ZeRO {learner.zero_stage}, "
+        f"{learner.dtype}: {_size(m.total)} each {device}"
     )
     kept = "checkpointed" if learner.activation_checkpointing else "not checkpointed"
     parts = (
@@ -584,7 +587,7 @@ def _lines(p: Plan) -> Iterator[str]:
     yield f"  checkpoints  {_size(d.checkpoints):>10}  at most, {_size(d.checkpoint)} each"
     per_step = _size(d.trajectories_per_step)
     yield f"  trajectories {_size(d.trajectories):>10}  at most, {per_step} a step"
-    gpus = f", {p.num_gpus} GPUs of this machine" if p.on_gpus else ", no GPU"
+    gpus = f", {_count_of(p.num_gpus, 'GPU')} of this machine" if p.on_gpus else ", no GPU"
     yield f"processes  {p.num_processes} of servers and learner{gpus}"
     for warning in p.warnings:
         yield f"warning    {warning}"
@@ -601,6 +604,10 @@ def _size(num_bytes: float) -> str:
             value = num_bytes / width
             return f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def _count_of(number: int, noun: str) -> str:
+    return f"{_number(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def _amount(number: int) -> str:

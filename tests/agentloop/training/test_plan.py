@@ -218,7 +218,7 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
         (["learner.micro_batch_tokens=8192"], r"micro_batch_tokens \(8,192\) does not hold a"),
         (["server.max_total_tokens=8000"], r"max_total_tokens \(8,000\) does not hold one rollout"),
         (["loop.steps=20"], "the warm-up of 20 steps takes the whole run"),
-        (["server.device=cuda", "ranks.count=9"], "9 GPUs are needed; this machine has 8"),
+        (["server.device=cuda", "ranks.count=9"], "9 GPUs needed; this machine has 8"),
         (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most of each"),
         ([f"model='{QWEN3_14B}'", "server.device=cuda"], r"a rank takes [\d.,]+ GiB of its GPU's"),
         (
@@ -264,9 +264,9 @@ def test_a_plan_says_what_a_step_does() -> None:
         "40 layers of 5120, vocabulary 151,936, context 32,768",
         "roll out 512 tasks, 32 times each: 16,384 rollouts of at most 8,192 tokens and 10 turns",
         "134.2 million tokens in all",
-        "from at most 8,192 of them, 67.11 million tokens: 4,096 micro-batches a rank",
+        "from at most 8,192 of them, 67.11 million tokens: 4,096 micro-batches a rank or more",
         "3.96 EFLOP to roll out, 5.95 EFLOP to learn",
-        "27.5 GiB of weights, which 1 servers of others load",
+        "27.5 GiB of weights for 1 server of others",
         "160 KiB  a token, 1.2 GiB a rollout",
     ):
         assert said in text
