@@ -73,7 +73,10 @@ def test_messages_and_levels_are_kept(tmp_path: Path) -> None:
 def test_errors_name_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = jsonl(tmp_path / "1.jsonl", [*rows(1), {"problem": "x?"}])
     assert main(["data", "prepare", "aime-2024", file, "--out", str(tmp_path / "out")]) == 2
-    assert f"{file}: line 2: one of the fields 'answer'" in capsys.readouterr().err
+    assert (
+        f"{file}: line 2: one of the fields 'reward_model.ground_truth', 'answer'"
+        in capsys.readouterr().err
+    )
     file = jsonl(tmp_path / "1.jsonl", rows(30))
     assert main(["data", "prepare", "aime-2024", file, "--out", f"{file}/out"]) == 2
     assert f"agentloop: error: {file}/out: " in capsys.readouterr().err
