@@ -15,7 +15,7 @@ from agentloop.training.plan import ModelShape, _learner_memory
 from learner import torchvision_stub  # noqa: F401
 from learner.attention import PACKED, register
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]  # torch's import takes its time
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]  # torch's import takes its time
 
 
 NUM_TOKENS = 256
