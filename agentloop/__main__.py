@@ -12,6 +12,7 @@ _COMMANDS = {
     "chat": "ask the agent in a terminal",
     "sft": "train a model on dialogues, before it is trained by rollouts",
     "train": "train a model by rollouts",
+    "export": "make a model folder for others of a run's weights",
     "data": "prepare problems to train and to measure on, and dialogues to start from",
 }
 

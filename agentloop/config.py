@@ -3,6 +3,10 @@
 Later sources win: the class's defaults, the environment (`AGENTLOOP_SECTION__KEY`), files from
 left to right, overrides (`section.key=value`). A key that nobody knows is refused, with the
 nearest that somebody does.
+
+TOML has no word for nothing: a number, say, that can be left out is left out by "none".
+A file may stand on others: `extends = "base.toml"`, or a list of them, relative to the file. They
+lie below it; one that two files extend counts once, below both.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ def load_settings(
     layers = _layers(model, files, overrides)
     for source, values in itertools.chain([("the base", dict(base or {}))], layers):
         _check_keys(model, values, source)
-        _merge(merged, values, sources, source)
+        _merge(merged, _with_nothing(model, values), sources, source)
     try:
         return model.model_validate(merged)
     except pydantic.ValidationError as error:
@@ -77,8 +81,9 @@ def _layers(
     model: type[pydantic.BaseModel], files: Sequence[Path | str], overrides: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "the environment", _environment(model)
+    read: set[Path] = set()
     for file in files:
-        yield str(file), _read_toml(Path(file))
+        yield from _file_layers(Path(file), read)
     for override in overrides:
         yield f"override {override!r}", _parse_override(override)
 
@@ -103,13 +108,37 @@ def _field_of(error: pydantic_settings.SettingsError) -> str:
     return _ENV_PREFIX + named.group(1).upper() if named else str(error)
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
+def _file_layers(
+    file: Path, read: set[Path], above: tuple[Path, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`file` and, before it, those that it extends, less those that were `read` already.
+
+    `above` are the files that led here.
+    """
+    where = f"{above[-1]}: extends: " if above else ""
+    if file.resolve() in (one.resolve() for one in above):
+        raise SettingsError(f"{where}a circle: {' -> '.join(map(str, (*above, file)))}")
+    values = _read_toml(file, where)
+    extends = values.pop("extends", [])
+    bases = [extends] if isinstance(extends, str) else extends
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+        raise SettingsError(f"{file}: extends: a file's name, or a list of them, is expected")
+    for base in bases:
+        path = file.parent / Path(base).expanduser()
+        # What another file stands on, too, would else lie above that one.
+        if path.resolve() not in read:
+            yield from _file_layers(path, read, (*above, file))
+    read.add(file.resolve())
+    yield str(file), values
+
+
+def _read_toml(file: Path, where: str = "") -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise SettingsError(f"{file}: {error.strerror or error}") from error
+        raise SettingsError(f"{where}{file}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file}: {error}") from error
+        raise SettingsError(f"{where}{file}: {error}") from error
 
 
 def _parse_override(override: str) -> dict[str, Any]:
@@ -177,6 +206,28 @@ def _has_names(annotation: Any) -> bool:
     return get_origin(annotation) is dict
 
 
+def _with_nothing(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """None for "none", where that is a value and the text is not."""
+    found = dict(values)
+    for key, value in values.items():
+        annotation = model.model_fields[key].annotation
+        section = _section(annotation)
+        if section is not None:
+            found[key] = _with_nothing(section, value)
+        elif value == "none" and type(None) in get_args(annotation) and not _takes_text(annotation):
+            found[key] = None
+    return found
+
+
+def _takes_text(annotation: Any) -> bool:
+    """Whether "none" could be meant as it stands."""
+    try:
+        pydantic.TypeAdapter(annotation).validate_python("none")
+    except pydantic.ValidationError:
+        return False
+    return True
+
+
 def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
@@ -228,16 +279,18 @@ def describe_settings(
 
 
 def to_toml(settings: pydantic.BaseModel) -> str:
-    """The settings as a TOML file that `load_settings` reads back; without None and secrets."""
+    """The settings as a TOML file that `load_settings` reads back; without secrets."""
     return "\n".join(_toml_section(_without_secrets(settings), "")).strip() + "\n"
 
 
 def _without_secrets(settings: pydantic.BaseModel) -> dict[str, Any]:
     values = settings.model_dump(mode="json")
-    for name in type(settings).model_fields:
+    for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if isinstance(value, pydantic.BaseModel):
             values[name] = _without_secrets(value)
+        elif value is None and field.get_default(call_default_factory=True) is not None:
+            values[name] = "none"  # else the default would be read back
         elif isinstance(value, pydantic.SecretStr):
             del values[name]  # else its asterisks would be read back as the secret
     return values

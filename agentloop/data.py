@@ -2,8 +2,8 @@
 
 `prepare` makes one JSONL file of a well-known set of problems, from files at hand. Nothing is
 downloaded. Each set is known by its number of rows, so that half a file, another
-language or another year is noticed before a training run, not after it. `teacher` writes dialogues
-to start from.
+language or another year is noticed before a training run, not after it. `filter` leaves out the
+problems that a policy solves already. `teacher` writes dialogues to start from.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentloop.errors import AgentLoopError, DataError
-from agentloop.groups.tasks import Task, TasksSettings, read_tasks
+from agentloop.groups.tasks import Task, TasksSettings, read_jsonl, read_tasks
 from agentloop.groups.teacher import lessons
 
-__all__ = ["SETS", "main", "prepare"]
+__all__ = ["SETS", "Filtered", "filter_solved", "main", "prepare"]
 
 SETS = {
     "dapo-en": (14_116, "DAPO-Math-17k in English: open-r1/DAPO-Math-17k-Processed, en"),
@@ -52,6 +55,24 @@ def _prepare(options: argparse.Namespace) -> str:
     return f"{options.out}: {len(tasks)} problems of {num_rows} rows"
 
 
+def _filter(options: argparse.Namespace) -> str:
+    solved, rollouts = options.solved
+    found = filter_solved(options.tasks, options.trajectories, solved=solved, rollouts=rollouts)
+    _write(map(_row, found.tasks), options.out)
+    said = (
+        f"{options.out}: {len(found.tasks)} of {found.num_tasks} problems; "
+        f"{found.num_tasks - len(found.tasks)} were solved {solved} of {rollouts} times or more"
+    )
+    if found.num_too_few:
+        said += (
+            f"; {found.num_too_few} are kept that have fewer than {rollouts} rollouts with a "
+            f"reward, {found.num_without} of them none"
+        )
+    if found.num_unknown:
+        said += f"; {found.num_unknown} problems of the rollouts stand in no file of --tasks"
+    return said
+
+
 def _teacher(options: argparse.Namespace) -> str:
     _write(lessons(options.count, levels=options.levels, seed=options.seed), options.out)
     return f"{options.out}: {options.count} dialogues"
@@ -78,6 +99,92 @@ def prepare(
         if task.id not in measured:
             left.setdefault(task.id, task)
     return len(rows), list(left.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """What is left, and what was counted.
+
+    Attributes:
+        num_tasks: problems before, copies not counted.
+        num_too_few: those kept for want of rollouts; num_without: those without any.
+        num_unknown: problems that were rolled out, and are not among the tasks.
+    """
+
+    tasks: list[Task]
+    num_tasks: int
+    num_too_few: int
+    num_without: int
+    num_unknown: int
+
+
+def filter_solved(
+    files: Sequence[Path], trajectories: Sequence[Path], *, solved: int, rollouts: int
+) -> Filtered:
+    """The problems in `files`, less those that were solved `solved` times or more in their last
+    `rollouts` rollouts.
+
+    Solved is a reward above 0; a rollout without a reward, which infrastructure broke, does not
+    count. The last ones are those of the newest policy: files in the order given, a run's by step.
+    A problem with fewer rollouts stays, however they went. (arXiv 2508.20722, stage 3: 8 of 8.)
+
+    Args:
+        trajectories: a run's folder, or files of its `trajectories/`.
+
+    Raises:
+        DataError: a bad row; or no problem of the rollouts is in `files`; or nothing is left.
+    """
+    last: dict[str, deque[float]] = {}
+    for path in _trajectory_files(trajectories):
+        for number, row in read_jsonl(path):
+            task, reward = _outcome(row, f"{path}: line {number}")
+            rewards = last.setdefault(task, deque(maxlen=rollouts))
+            if reward is not None:
+                rewards.append(reward)
+    tasks: dict[str, Task] = {}
+    for one in _tasks(files):
+        tasks.setdefault(one.id, one)
+    if not tasks.keys() & last.keys():
+        raise DataError(
+            f"--tasks: none of the {len(last)} problems of the rollouts is among the {len(tasks)} "
+            "there: they were made from other files"
+        )
+    counts = {id: len(last.get(id, ())) for id in tasks}
+    left = [
+        task
+        for id, task in tasks.items()
+        if counts[id] < rollouts or sum(reward > 0 for reward in last[id]) < solved
+    ]
+    if not left:
+        raise DataError(f"nothing is left: all {len(tasks)} problems are solved")
+    return Filtered(
+        left,
+        num_tasks=len(tasks),
+        num_too_few=sum(count < rollouts for count in counts.values()),
+        num_without=sum(not count for count in counts.values()),
+        num_unknown=len(last.keys() - tasks.keys()),
+    )
+
+
+def _trajectory_files(paths: Iterable[Path]) -> Iterable[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+        elif files := sorted((path / "trajectories").glob("*.jsonl")):
+            yield from files
+        else:
+            raise DataError(f"{path}: no trajectories/*.jsonl: a run's folder is expected")
+
+
+def _outcome(row: Any, where: str) -> tuple[str, float | None]:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: an object is expected")
+    task, reward = row.get("task"), row.get("reward")
+    if not isinstance(task, str):
+        raise DataError(f"{where}: field 'task': a problem's id is expected")
+    if "reward" not in row or not isinstance(reward, int | float | None):
+        raise DataError(f"{where}: field 'reward': a number or null is expected")
+    return task, reward
 
 
 def _tasks(files: Iterable[Path]) -> Iterable[Task]:
@@ -118,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
             f"  {name:<10} {count:>6} rows  {what}" for name, (count, what) in SETS.items()
         ),
     )
-    commands = parser.add_subparsers(required=True, metavar="prepare | teacher")
+    commands = parser.add_subparsers(required=True, metavar="prepare | filter | teacher")
     prepare = commands.add_parser("prepare", help="make one JSONL file of a set")
     prepare.set_defaults(command=_prepare)
     prepare.add_argument("set", choices=SETS)
@@ -135,6 +242,31 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--any-count", action="store_true", help="take files with another number of rows"
     )
+    hard = commands.add_parser("filter", help="leave out the problems that are solved already")
+    hard.set_defaults(command=_filter)
+    hard.add_argument(
+        "trajectories",
+        nargs="+",
+        type=Path,
+        metavar="TRAJECTORIES",
+        help="a run's folder, or files of its trajectories/; of each problem the last ones count",
+    )
+    hard.add_argument(
+        "--solved",
+        type=_share,
+        default=(8, 8),
+        metavar="K/N",
+        help="leave out what was solved K times or more in its last N rollouts (8/8)",
+    )
+    hard.add_argument(
+        "--tasks",
+        action="append",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="where the problems stand: .jsonl or .parquet; may be given again",
+    )
+    hard.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     teacher = commands.add_parser(
         "teacher", help="write dialogues about arithmetic, of a teacher who often errs"
     )
@@ -160,3 +292,10 @@ def _from(least: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def _share(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8/8")
+    return int(found[1]), int(found[2])

@@ -108,6 +108,7 @@ MAY_IMPORT = {
         "agentloop.agent",
         "agentloop.groups",
         "agentloop.inference",
+        "agentloop.models",
         *BOTTOM,
     },
     "agentloop.observe": {"agentloop.observe", "agentloop.inference", *BOTTOM},

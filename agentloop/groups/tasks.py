@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ __all__ = ["Task", "TaskSource", "TasksSettings", "read_jsonl", "read_tasks"]
 
 _PROMPTS = ("messages", "prompt", "problem", "question")
 _ANSWERS = ("answer", "ground_truth")
+_NESTED = "reward_model.ground_truth"
 _OTHERS = ("reward_model", "data_source", "source", "level", "extra_info")
 _MAX_HELD_OUT = 256  # of a generator, whose problems have no end
 _GENERATED_SHARE = 1 / 8
@@ -40,7 +42,7 @@ class Task:
     """A prompt and its answer.
 
     Attributes:
-        id: the same for the same problem, run after run.
+        id: the same for the same problem, run after run, whatever the system message is.
         prompt: a question, or a conversation in OpenAI's terms.
         source: the data set that it is from.
         level: how hard, where the source says so; else 0.
@@ -313,6 +315,12 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         with parquet.ParquetFile(path) as file:
             there = set(file.schema_arrow.names)
             columns = [name for name in (*_PROMPTS, *_ANSWERS, *_OTHERS) if name in there]
+            for needed in (_PROMPTS, (*_ANSWERS, "reward_model")):
+                if not there.intersection(needed):
+                    raise DataError(
+                        f"{path}: one of the columns {_listed(needed)} is needed; there are "
+                        f"{_listed(sorted(there)) or 'none'}"
+                    )
             batches = file.iter_batches(batch_size=1024, columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from enumerate(rows, 1)
@@ -370,10 +378,11 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
         raise DataError(f"{where}: an object is expected, not {_shown(row)}")
     named, prompt = _first(row, _PROMPTS, where)
     if isinstance(prompt, str):
-        text, prompt = prompt, _prompt(prompt, settings)
+        text = question = prompt
+        prompt = _prompt(prompt, settings)
     else:
-        text = _last_question(prompt, f"{where}: field {named!r}")
-    if not text.strip():
+        text, question = _conversation(prompt, f"{where}: field {named!r}")
+    if not question.strip():
         raise DataError(f"{where}: field {named!r}: it is empty")
     extra = row.get("extra_info")
     if not isinstance(extra, Mapping | None):
@@ -392,10 +401,16 @@ def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[st
     for name in names:
         if row.get(name) is not None:
             return name, row[name]
-    raise DataError(f"{where}: one of the fields {', '.join(map(repr, names))} is needed")
+    raise DataError(f"{where}: one of the fields {_listed(names)} is needed")
 
 
-def _last_question(messages: Any, where: str) -> str:
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _conversation(messages: Any, where: str) -> tuple[str, str]:
+    """What tells it from others, and its last question. Of a question alone they are the same, so
+    that a problem is known again where it stands as plain text."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: text or messages are expected, not {_shown(messages)}")
     for number, message in enumerate(messages, 1):
@@ -406,15 +421,20 @@ def _last_question(messages: Any, where: str) -> str:
     last: Mapping[str, str] = messages[-1]
     if last["role"] != "user":
         raise DataError(f"{where}: the last message is of the {last['role']}, not of the user")
-    return last["content"]
+    said = [message for message in messages if message["role"] != "system"]
+    if len(said) == 1:
+        return last["content"], last["content"]
+    text = "\n".join(f"{message['role']}: {message['content']}" for message in said)
+    return text, last["content"]
 
 
 def _answer(row: Mapping[str, Any], where: str) -> str:
     nested = row.get("reward_model")
-    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
-        name, answer = "reward_model.ground_truth", nested["ground_truth"]
-    else:
-        name, answer = _first(row, _ANSWERS, where)
+    if isinstance(nested, Mapping):
+        row = {_NESTED: nested.get("ground_truth"), **row}
+    name, answer = _first(row, (_NESTED, *_ANSWERS), where)
+    if isinstance(answer, float) and not math.isfinite(answer):  # so pandas writes a gap
+        raise DataError(f"{where}: field {name!r}: a finite number is expected, not {answer}")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # a column of integers with gaps
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):

@@ -19,6 +19,7 @@ class Server(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     port: int = pydantic.Field(8000, ge=0, description="Where it listens.")
+    cap: float | None = pydantic.Field(2.0, gt=0)
     names: list[str] = pydantic.Field(default_factory=list)
     token: pydantic.SecretStr | None = None
 
@@ -142,6 +143,58 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_settings(Everything, [tmp_path])
 
 
+def test_a_file_stands_on_those_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    file(tmp_path / "base", "lowest.toml", 'model = "lowest"\n[server]\nport = 1\nnames = ["a"]')
+    file(tmp_path / "base", "base.toml", 'extends = "lowest.toml"\n[server]\nport = 2')
+    file(tmp_path, "other.toml", "wing.flag = true\nserver.port = 3")
+    top = file(tmp_path, "top.toml", 'extends = ["base/base.toml", "other.toml"]\nmodel = "top"')
+    got = load_settings(Everything, [top])
+    assert (got.model, got.server.port, got.server.names) == ("top", 3, ["a"])
+    assert got.wing.flag
+    assert load_settings(Everything, [top], ["server.port=4"]).server.port == 4
+    under = file(tmp_path, "under.toml", "server.port = 9")
+    assert load_settings(Everything, [under, top]).server.port == 3
+    assert load_settings(Everything, [top, under]).server.port == 9
+
+
+def test_what_two_files_extend_lies_below_both(tmp_path: Path) -> None:
+    file(tmp_path, "base.toml", "server.port = 1")
+    first = file(tmp_path, "first.toml", 'extends = "base.toml"\nserver.port = 2')
+    second = file(tmp_path, "second.toml", 'extends = "base.toml"\nwing.flag = true')
+    assert load_settings(Everything, [first, second]).server.port == 2
+    both = file(tmp_path, "both.toml", 'extends = ["first.toml", "second.toml"]')
+    assert load_settings(Everything, [both]).server.port == 2
+    # What is named by itself lies where it is named.
+    assert load_settings(Everything, [first, tmp_path / "base.toml"]).server.port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("extends = 3", r"top\.toml: extends: a file's name, or a list of them, is expected"),
+        ('extends = [""]', r"top\.toml: extends: a file's name, or a list"),
+        ("extends = {a = 1}", r"top\.toml: extends: a file's name, or a list"),
+        ('extends = "gone.toml"', r"top\.toml: extends: .*gone\.toml: No such file"),
+        ('extends = "top.toml"', r"top\.toml: extends: a circle: .*top\.toml -> .*top\.toml"),
+        ('extends = "around.toml"', r"around\.toml: extends: a circle: .*top.* -> .*around.* -> "),
+        ('extends = "bad.toml"', r"^[^:]*bad\.toml: unknown setting 'server\.prot'"),
+        ('extends = "worse.toml"', r"server\.port: .*not 'x' \(from [^ ]*worse\.toml\)"),
+        ('extends = "worst.toml"', r"top\.toml: extends: .*worst\.toml: Expected"),
+        ('[server]\nextends = "bad.toml"', r"top\.toml: unknown setting 'server\.extends'"),
+    ],
+)
+def test_what_is_wrong_with_an_extended_file_is_said_of_it(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file(tmp_path, "around.toml", 'extends = "./top.toml"')
+    file(tmp_path, "bad.toml", "server.prot = 1")
+    file(tmp_path, "worse.toml", 'server.port = "x"')
+    file(tmp_path, "worst.toml", "[server")
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Everything, [file(tmp_path, "top.toml", text)])
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -187,7 +240,12 @@ made = st.builds(
     Everything,
     model=st.none() | texts,
     servers=st.lists(texts, max_size=3),
-    server=st.builds(Server, port=st.integers(14, 99999), names=st.lists(texts, max_size=2)),
+    server=st.builds(
+        Server,
+        port=st.integers(14, 99999),
+        cap=st.none() | st.floats(1, 9),
+        names=st.lists(texts, max_size=2),
+    ),
     wing=st.builds(
         Wing,
         inner=st.builds(Inner, depth=st.floats(allow_nan=False)),
@@ -199,7 +257,20 @@ made = st.builds(
 @settings(max_examples=80, deadline=None)
 @given(made)
 def test_settings_survive_being_written_and_read(value: Everything) -> None:
-    assert Everything.model_validate(tomllib.loads(to_toml(value))) == value
+    with pytest.MonkeyPatch.context() as patch:
+        text = to_toml(value)
+        patch.setattr("agentloop.config._read_toml", lambda file, where: tomllib.loads(text))
+        assert load_settings(Everything, ["unused.toml"]) == value
+
+
+def test_none_is_nothing_where_nothing_can_be(tmp_path: Path) -> None:
+    path = file(tmp_path, "1.toml", 'model = "none"\nserver.cap = "none"')
+    got = load_settings(Everything, [path])
+    assert (got.model, got.server.cap) == ("none", None)
+    assert load_settings(Everything, [path], ["server.cap=3"]).server.cap == 3
+    assert load_settings(Everything, overrides=["server.cap=none"]).server.cap is None
+    with pytest.raises(SettingsError, match=r"server\.port: .*not 'none'"):
+        load_settings(Everything, overrides=["server.port=none"])
 
 
 def test_a_token_is_not_written_out_nor_replaced_by_asterisks() -> None:

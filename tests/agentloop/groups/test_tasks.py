@@ -74,6 +74,21 @@ def test_rows_of_messages(tmp_path: Path) -> None:
     assert (task.prompt, task.answer) == (messages, "2")
 
 
+def test_conversations_that_end_alike_are_not_the_same(tmp_path: Path) -> None:
+    def task(*said: tuple[str, str]) -> Task:
+        messages = [{"role": role, "content": content} for role, content in said]
+        return one(tmp_path, {"messages": messages, "answer": 2})
+
+    last = ("user", "And twice that?")
+    first = task(("user", "1+1?"), ("assistant", "2"), last)
+    second = task(("user", "2+2?"), ("assistant", "4"), last)
+    assert len({first.id, second.id, task(last).id}) == 3
+    assert first == task(("user", "1+1?"), ("assistant", "2"), last)
+    # A question alone is the problem itself, however it is introduced.
+    plain = one(tmp_path, {"problem": "And twice  that?", "answer": 2})
+    assert plain.id == task(last).id == task(("system", "Be brief."), last).id
+
+
 def test_rows_of_verl(tmp_path: Path) -> None:
     task = one(tmp_path, verl(7))
     assert (task.answer, task.source, task.extra) == ("7", "dapo", {"index": 7})
@@ -100,7 +115,10 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
     [
         ([1, 2], "an object is expected, not list"),
         ({"answer": 1}, "one of the fields 'messages', 'prompt', 'problem', 'question' is needed"),
-        ({"problem": "x?"}, "one of the fields 'answer', 'ground_truth' is needed"),
+        (
+            {"problem": "x?"},
+            "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth' is needed",
+        ),
         ({"problem": " ", "answer": 1}, "field 'problem': it is empty"),
         ({"problem": 5, "answer": 1}, "field 'problem': text or messages are expected, not 5"),
         ({"prompt": [], "answer": 1}, "field 'prompt': text or messages are expected, not list"),
@@ -111,6 +129,8 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
             "field 'messages': the last message is of the assistant, not of the user",
         ),
         ({"problem": "x?", "answer": [1]}, "field 'answer': text or a number is expected"),
+        ({"problem": "x?", "reward_model": {"style": "rule"}}, "'reward_model.ground_truth', "),
+        ({"problem": "x?", "answer": None}, "one of the fields 'reward_model.ground_truth', 'ans"),
         ({"problem": "x?", "answer": True}, "field 'answer': text or a number is expected"),
         ({"problem": "x?", "answer": " "}, "field 'answer': it is empty"),
         ({"problem": "x?", "reward_model": {"ground_truth": {}}}, "'reward_model.ground_truth': "),
@@ -155,7 +175,27 @@ def test_parquet(tmp_path: Path) -> None:
                                 shuffle=False), 3)  # fmt: skip
     bad = pyarrow.Table.from_pylist([verl(0), verl(1) | {"reward_model": None}])
     pyarrow.parquet.write_table(bad, path)
-    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: one of the fields 'answer'")):
+    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: one of the fields 'reward")):
+        opened(path, "parquet")
+
+
+def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    for columns, why in [
+        ({"text": ["x?"], "answer": ["1"]}, "one of the columns 'messages', 'prompt', "),
+        ({"text": ["x?"], "answer": ["1"]}, "is needed; there are 'answer', 'text'"),
+        ({"problem": ["x?"]}, "one of the columns 'answer', 'ground_truth', 'reward_model' is"),
+        ({}, "there are none"),
+    ]:
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        with pytest.raises(DataError, match=f"^{re.escape(str(path))}: .*{re.escape(why)}"):
+            opened(path, "parquet")
+    gaps = pyarrow.table({"problem": ["x?", "y?", None], "answer": [1.0, float("nan"), 2.0]})
+    pyarrow.parquet.write_table(gaps, path)
+    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: field 'answer': a finite")):
+        opened(path, "parquet")
+    pyarrow.parquet.write_table(gaps.filter([True, False, True]), path)
+    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: one of the fields 'messages'")):
         opened(path, "parquet")
 
 
