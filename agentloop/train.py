@@ -25,6 +25,7 @@ from agentloop.sft import StartSettings, imitate, model_folder, samples_of
 from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.loop import LoopSettings, StageSettings, TrainingLoop
+from agentloop.training.plan import plan
 from agentloop.training.plots import plot_run
 from agentloop.training.run_folder import RunFolder, RunSettings
 
@@ -172,11 +173,25 @@ def main(arguments: list[str]) -> int:
         description="Train a model by rollouts: groups of them, Resample-on-Correct, GRPO.",
     )
     console.add_settings_arguments(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what the run would take, in tokens, memory and disk, and end",
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
         print(console.settings_text(TrainSettings))
         return 0
+    if options.dry_run:
+        return console.run(lambda: _plan(options.settings))
     return console.run(lambda: _train(options.settings), explain=options.explain)
+
+
+async def _plan(arguments: list[str]) -> int:
+    """Of a model whose weights need not be there."""
+    settings = load_settings(TrainSettings, *console.split_settings(arguments))
+    print((await anyio.to_thread.run_sync(plan, settings)).text(), end="")
+    return 0
 
 
 async def _train(arguments: list[str]) -> int:
