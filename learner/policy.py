@@ -29,6 +29,7 @@ from learner import torchvision_stub  # noqa: F401
 from learner.attention import PACKED, register
 from learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
 from learner.errors import BatchError, TrainingBroken
+from learner.lora import add_adapters
 from learner.loss import LossInput, policy_loss
 from learner.world import World
 
@@ -55,6 +56,8 @@ def load_model(settings: LearnerSettings) -> Any:
     for name in _UNSUPPORTED:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(f"{settings.model}: models with {name} cannot be trained yet")
+    if settings.lora.rank:
+        add_adapters(model, settings)
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -301,8 +304,9 @@ class Policy:
 
 def _adamw(scorer: Any, settings: LearnerSettings) -> Any:
     o = settings.optimizer
-    matrices = [p for p in scorer.parameters() if p.ndim > 1]
-    others = [p for p in scorer.parameters() if p.ndim <= 1]
+    trained = [p for p in scorer.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    others = [p for p in trained if p.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": o.weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pydantic
 
-__all__ = ["LearnerSettings", "LossSettings", "OptimizerSettings"]
+__all__ = ["LearnerSettings", "LoraSettings", "LossSettings", "OptimizerSettings"]
 
 Aggregate = Literal["group", "batch", "sequence"]
 
@@ -83,6 +83,25 @@ class OptimizerSettings(pydantic.BaseModel):
     )
 
 
+class LoraSettings(pydantic.BaseModel):
+    """LoRA: few weights are trained, and merged into the others where weights leave the learner.
+
+    There is no dropout: the ratio is taken to what the same weights said when they sampled.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = pydantic.Field(0, ge=0, description="Of the matrices; 0: all weights are trained.")
+    alpha: float = pydantic.Field(
+        32.0, gt=0, description="What the matrices add is scaled by alpha / rank."
+    )
+    targets: tuple[str, ...] = pydantic.Field(
+        (),
+        description="Linear layers that get them, by the ends of their names (q_proj, v_proj); "
+        "none: all but the output layer.",
+    )
+
+
 class LearnerSettings(pydantic.BaseModel):
     """A learner."""
 
@@ -143,5 +162,6 @@ class LearnerSettings(pydantic.BaseModel):
     deepspeed: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="More of DeepSpeed's own configuration, merged in last."
     )
+    lora: LoraSettings = pydantic.Field(default_factory=LoraSettings)
     loss: LossSettings = pydantic.Field(default_factory=LossSettings)
     optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
