@@ -311,7 +311,9 @@ def _adamw(scorer: Any, settings: LearnerSettings) -> Any:
         {"params": matrices, "weight_decay": o.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    # On the host a step is a loop over all that it updates: once, not once per operation.
+    fused = settings.offload != "none"
+    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused or None)
 
 
 def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
@@ -320,7 +322,7 @@ def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
         # Any number of backward passes, then one step.
         "managed_gradient_accumulation": False,
         "gradient_clipping": settings.optimizer.max_grad_norm,
-        "zero_optimization": {"stage": settings.zero_stage},
+        "zero_optimization": {"stage": settings.zero_stage, **_offloads(settings)},
         "zero_force_ds_cpu_optimizer": False,  # it would be compiled
     }
     if settings.dtype == "bfloat16":
@@ -328,6 +330,12 @@ def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
         if settings.zero_stage > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(config, settings.deepspeed)
+
+
+def _offloads(settings: LearnerSettings) -> dict[str, Any]:
+    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    names = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+    return {name: host for part, name in names.items() if part in settings.offload.split("+")}
 
 
 def _merged(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

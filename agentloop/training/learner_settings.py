@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pydantic
 
@@ -118,6 +118,11 @@ class LearnerSettings(pydantic.BaseModel):
     zero_stage: Literal[1, 2, 3] = pydantic.Field(
         2, description="What the ranks share out: optimizer; gradients too; weights too."
     )
+    offload: Literal["none", "optimizer", "optimizer+parameters"] = pydantic.Field(
+        "none",
+        description="What stands in the host's memory, not in the accelerator's: the optimizer's "
+        "state and step; the weights too, which needs zero_stage = 3.",
+    )
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
         "float32", description="What is computed in. The optimizer always keeps float32 weights."
     )
@@ -130,7 +135,11 @@ class LearnerSettings(pydantic.BaseModel):
         False, description="Recompute activations in the backward pass: less memory, more time."
     )
     micro_batch_tokens: int = pydantic.Field(
-        16_384, ge=2, description="Tokens of one forward pass. No sample may be longer."
+        16_384,
+        ge=2,
+        description="Tokens of one forward pass of a rank. A batch is as many as it takes: their "
+        "gradients add up (gradient accumulation) until the step. A longer sample is left out, and "
+        "counted.",
     )
     head_chunk_tokens: int = pydantic.Field(
         1024, ge=1, description="Tokens whose logits exist at the same time."
@@ -165,3 +174,12 @@ class LearnerSettings(pydantic.BaseModel):
     lora: LoraSettings = pydantic.Field(default_factory=LoraSettings)
     loss: LossSettings = pydantic.Field(default_factory=LossSettings)
     optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
+
+    @pydantic.model_validator(mode="after")
+    def _shared_out(self) -> Self:
+        if self.offload == "optimizer+parameters" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload: {self.offload} needs zero_stage = 3, which shares the weights out; it "
+                f"is {self.zero_stage}"
+            )
+        return self
