@@ -165,7 +165,7 @@ class Policy:
         self.engine.train()
 
     def check(self, batch: Batch) -> None:
-        """Whether this batch can be trained on; `step` and `logprobs` rely on it.
+        """Whether this batch is for this model; `step` and `logprobs` rely on it.
 
         Raises:
             BatchError: why not.
@@ -173,16 +173,28 @@ class Policy:
         vocab = self.model.config.vocab_size
         if batch.ids.max() >= vocab:
             raise BatchError(f"ids: {int(batch.ids.max())} is none of the model's {vocab}")
-        plan(batch.lengths.tolist(), self.settings.micro_batch_tokens, self.world.size)
         if self.settings.loss.kl_coef and batch.ref_logprobs is None:
             raise BatchError("ref_logprobs: needed where kl_coef is set")
 
     def step(self, batch: Batch, lr: float | None = None) -> dict[str, Any]:
         """Train on a batch, in `updates_per_batch` steps; the metrics are of all of them.
 
+        A sample of more than `micro_batch_tokens` is left out: a forward pass of it alone might
+        not fit into memory, and one prompt that is too long must not end a run of days.
+
         Raises:
             TrainingBroken: too many steps in a row had no finite gradient.
         """
+        fitting = batch.up_to(self.settings.micro_batch_tokens)
+        num_too_long = len(batch.lengths) - (0 if fitting is None else len(fitting.lengths))
+        metrics = self._nothing() if fitting is None else self._step(fitting, lr)
+        return {**metrics, "num_too_long": num_too_long}
+
+    def _nothing(self) -> dict[str, Any]:
+        counts = {"num_samples": 0, "num_tokens": 0, "skipped": 0, **self.counters()}
+        return {"loss": None, "grad_norm": None, **counts}
+
+    def _step(self, batch: Batch, lr: float | None) -> dict[str, Any]:
         begun = time.perf_counter()
         loss = self.settings.loss
         updates = parts(batch.groups.tolist(), self.settings.updates_per_batch)
@@ -202,8 +214,7 @@ class Policy:
             "num_samples": len(batch.lengths),
             "num_tokens": num_tokens,
             "tokens_per_s": len(batch.ids) / (time.perf_counter() - begun),
-            "num_updates": self.num_updates,
-            "num_skipped": self.num_skipped,
+            **self.counters(),
             "skipped": sum(one["skipped"] for one in done),
         }
         # JSON has no infinity, and neither would help anybody.
@@ -265,7 +276,7 @@ class Policy:
         return o.lr * min(1.0, (self.num_updates + 1) / max(1, o.warmup_steps))
 
     def logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
-        """float32 [T]: of the sampled tokens; 0 elsewhere. On every rank."""
+        """float32 [T]: of the sampled tokens; 0 elsewhere. On every rank. All samples fit."""
         found_T = torch.zeros(len(batch.ids))
         samples = range(len(batch.lengths))
         self.engine.eval()

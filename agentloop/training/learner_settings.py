@@ -41,10 +41,10 @@ class LossSettings(pydantic.BaseModel):
         description="Whose log-probabilities the ratio is taken to, where the batch brings no "
         "old_logprobs: the learner's before the step, or the engine's.",
     )
-    tis_cap: float | None = pydantic.Field(
+    tis_cap: float = pydantic.Field(
         2.0,
-        gt=0,
-        description="Bound of the importance weight between engine and learner; none: no weight.",
+        ge=0,
+        description="Bound of the importance weight between engine and learner; 0: no weight.",
     )
     kl_coef: float = pydantic.Field(
         0.0, ge=0, description="Weight of the KL to the batch's ref_logprobs."
