@@ -12,7 +12,6 @@ What is the same on every rank stays so: all do as many forward and backward pas
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,7 +30,8 @@ from learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, toke
 from learner.errors import BatchError, TrainingBroken
 from learner.lora import add_adapters
 from learner.loss import LossInput, policy_loss
-from learner.world import World
+from learner.utilization import Work, peak_tflops
+from learner.world import Clock, World
 
 __all__ = ["Policy", "Scorer", "load_model"]
 
@@ -155,6 +155,8 @@ class Policy:
         self.num_updates = self.num_skipped = self._skipped_in_row = 0
         torch.manual_seed(settings.seed + world.rank)
         self.model = load_model(settings)
+        self._work = Work.of(self.model)
+        self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
         scorer = Scorer(self.model, settings)
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
@@ -195,14 +197,15 @@ class Policy:
         return {"loss": None, "grad_norm": None, **counts}
 
     def _step(self, batch: Batch, lr: float | None) -> dict[str, Any]:
-        begun = time.perf_counter()
+        clock = Clock(self.world)
         loss = self.settings.loss
         updates = parts(batch.groups.tolist(), self.settings.updates_per_batch)
         if batch.old_logprobs is None and loss.ratio_to == "engine":
             batch = replace(batch, old_logprobs=batch.logprobs)
         elif batch.old_logprobs is None and len(updates) > 1:
             batch = replace(batch, old_logprobs=self.logprobs(batch))
-        done = [self._update(batch, samples, lr) for samples in updates]
+            clock.lap("old_logprobs_s")
+        done = [self._update(batch, samples, lr, clock) for samples in updates]
         num_tokens = int(batch.mask.sum())
         names = [name for name in done[0] if name not in ("loss", "grad_norm", "lr", "skipped")]
         norms = [one["grad_norm"] for one in done if one["grad_norm"] is not None]
@@ -213,14 +216,27 @@ class Policy:
             "lr": done[-1]["lr"],
             "num_samples": len(batch.lengths),
             "num_tokens": num_tokens,
-            "tokens_per_s": len(batch.ids) / (time.perf_counter() - begun),
             **self.counters(),
             "skipped": sum(one["skipped"] for one in done),
+            **self._speed(batch, clock),
         }
         # JSON has no infinity, and neither would help anybody.
         return {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
 
-    def _update(self, batch: Batch, samples: Sequence[int], lr: float | None) -> dict[str, Any]:
+    def _speed(self, batch: Batch, clock: Clock) -> dict[str, Any]:
+        """Of this rank, which is as fast as the others: they wait for each other."""
+        seconds = clock.seconds
+        speed: dict[str, Any] = {"tokens_per_s": len(batch.ids) / seconds, **clock.laps}
+        if self._work and self._peak_tflops:
+            work = self._work.of_batch(batch.lengths.tolist(), int(batch.mask.sum()))
+            speed["mfu"] = work / seconds / (self._peak_tflops * 1e12 * self.world.size)
+        if peak := self.world.peak_memory():
+            speed["peak_memory_gib"] = peak / 2**30
+        return speed
+
+    def _update(
+        self, batch: Batch, samples: Sequence[int], lr: float | None, clock: Clock
+    ) -> dict[str, Any]:
         weights_T = token_weights(batch, samples, self.settings.loss.weighing)
         sums: dict[str, float] = defaultdict(float)
         for micro in self._micro_batches(batch, samples, weights_T):
@@ -229,11 +245,14 @@ class Policy:
             sums["loss"] += loss.item()
             for name, value in found.items():
                 sums[name] += value.item() if real else 0.0
+            clock.lap("forward_s")
             self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
+            clock.lap("backward_s")
         rate = self._rate() if lr is None else lr
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
+        clock.lap("optimizer_s")
         skipped = bool(self.engine.optimizer.overflow)
         norm = None if skipped else float(self.engine.get_global_grad_norm())
         self._count(skipped)

@@ -150,6 +150,12 @@ class LearnerSettings(pydantic.BaseModel):
     temperature: float = pydantic.Field(
         1.0, gt=0, description="What the engine sampled with: log-probabilities are of that."
     )
+    peak_tflops: float = pydantic.Field(
+        0.0,
+        ge=0,
+        description="What a device can do at most, in 10^12 operations a second, for the metric "
+        "mfu; 0: by its name, where that is known and dtype is bfloat16.",
+    )
     publish_dtype: Literal["float32", "bfloat16"] = pydantic.Field(
         "bfloat16", description="Type of published weights."
     )

@@ -29,6 +29,7 @@ from agentloop.models import SMALL
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
 from learner.errors import LearnerError
 from learner.small_model.qwen3 import Qwen3ForCausalLM
+from learner.utilization import Work
 from learner.weights import verify
 from tests.learner.plain import Plain, load, scores
 from tests.learner.ranks import ROOT, SIZES, Ranks, free_port, make_batch, started
@@ -197,7 +198,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Path]
     optimizer = OptimizerSettings(lr=1e-3, warmup_steps=4)
     more: dict[str, Any] = {"dtype": "bfloat16", "publish_dtype": "bfloat16", "max_shard_mib": 4096}
     more |= {"optimizer": optimizer, "updates_per_batch": 2, "keep_checkpoints": 2}
-    more |= {"activation_checkpointing": True}
+    more |= {"activation_checkpointing": True, "peak_tflops": 0.01}
     with started(folder, SETTINGS.model_copy(update=more), 2) as ranks:
         yield ranks, folder
 
@@ -247,6 +248,14 @@ def test_two_updates_of_a_batch_and_the_warm_up(two: tuple[Ranks, Path]) -> None
     assert (second["num_updates"], second["lr"]) == (4, 3e-4)
     names = {"loss", "clipped", "ratio", "mismatch_kl", "entropy", "grad_norm", "tokens_per_s"}
     assert names | {"num_tokens", "lr"} <= second.keys()
+    whole_s = 150 / second["tokens_per_s"]
+    parts = [f"{name}_s" for name in ("old_logprobs", "forward", "backward", "optimizer")]
+    assert 0.5 * whole_s < sum(second[name] for name in parts) <= whole_s
+    work = Work.of(load(SETTINGS))
+    assert work is not None
+    num_operations = work.of_batch(SIZES, second["num_tokens"])
+    assert second["mfu"] == pytest.approx(num_operations / (2 * 1e10 * whole_s))
+    assert "peak_memory_gib" not in second, "of an accelerator"
 
 
 def test_old_checkpoints_are_removed(two: tuple[Ranks, Path]) -> None:
