@@ -52,7 +52,8 @@ def _run(settings: LearnerSettings) -> int:
         world.wait()
         if link:
             ready = {"ready": True, "num_ranks": world.size, "device": str(world.device)}
-            link.send({"ok": True, **ready, "num_parameters": policy.model.num_parameters()})
+            sizes = {"num_parameters": policy.num_parameters, "num_trained": policy.num_trained}
+            link.send({"ok": True, **ready, **sizes})
         serve(policy, link)
         world.leave()
     except Exception as error:

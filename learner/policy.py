@@ -139,6 +139,7 @@ class Policy:
     Attributes:
         num_updates: optimizer steps that were applied, over all lives.
         num_skipped: steps that were not, for want of finite gradients.
+        num_parameters, num_trained: of the whole model; with LoRA few are trained.
         engine: DeepSpeed's; `model` is the model in it.
     """
 
@@ -155,6 +156,10 @@ class Policy:
         self.num_updates = self.num_skipped = self._skipped_in_row = 0
         torch.manual_seed(settings.seed + world.rank)
         self.model = load_model(settings)
+        # Before ZeRO 3 takes them away.
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        self.num_parameters = sum(size for size, _ in sizes)
+        self.num_trained = sum(size for size, trained in sizes if trained)
         self._work = Work.of(self.model)
         self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
         scorer = Scorer(self.model, settings)

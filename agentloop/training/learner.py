@@ -34,7 +34,7 @@ _COMMAND = (sys.executable, "-m", "learner")
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_TAIL_BYTES = 1 << 16
 _NUM_TAIL_LINES = 40  # torchrun's own last words are about twenty
-_GOODBYE_S = 10.0
+_GOODBYE_S = 20.0
 
 T = TypeVar("T")
 

@@ -93,7 +93,7 @@ async def test_two_ranks_by_a_launcher(tmp_path: Path, launcher: Any) -> None:
 def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     try:
         yield
-        assert [process.wait(30) for process in processes] == [0]
+        assert [process.wait(60) for process in processes] == [0]
     finally:
         for process in processes:
             process.kill()

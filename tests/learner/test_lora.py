@@ -88,6 +88,9 @@ def test_before_any_step_it_is_the_model(both: tuple[Ranks, Path]) -> None:
     theirs = dict(plain.load(SETTINGS).named_parameters())
     assert found.keys() == theirs.keys()
     assert all(torch.equal(found[name], theirs[name]) for name in found)
+    num_parameters = sum(tensor.numel() for tensor in theirs.values())
+    assert ranks.ready["num_parameters"] == num_parameters + ranks.ready["num_trained"]
+    assert 0 < ranks.ready["num_trained"] < num_parameters / 10
 
 
 def test_four_steps_are_those_of_plain_pytorch(both: tuple[Ranks, Path]) -> None:
