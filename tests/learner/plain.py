@@ -10,6 +10,9 @@ from agentloop.training.learner_settings import LearnerSettings
 from learner.batch import Batch
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 
+# Threads of OpenMP spin while they wait for each other: on a machine that is busy, for minutes.
+torch.set_num_threads(1)
+
 
 def load(settings: LearnerSettings) -> Any:
     return Qwen3ForCausalLM.from_pretrained(settings.model, dtype=torch.float32).train()
