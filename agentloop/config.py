@@ -212,7 +212,9 @@ def _with_nothing(model: type[pydantic.BaseModel], values: Mapping[str, Any]) ->
     for key, value in values.items():
         annotation = model.model_fields[key].annotation
         section = _section(annotation)
-        if section is not None:
+        if section is not None and _has_names(annotation):
+            found[key] = {name: _with_nothing(section, one) for name, one in value.items()}
+        elif section is not None:
             found[key] = _with_nothing(section, value)
         elif value == "none" and type(None) in get_args(annotation) and not _takes_text(annotation):
             found[key] = None

@@ -1,8 +1,8 @@
 """`python -m learner SETTINGS.json`: one rank of the learner.
 
 Started once per rank, with torch.distributed's environment (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT): by a supervisor, or by torchrun. Rank 0 says {"ok": true, "ready":
-true, ...} when all of them are. What is printed goes to stderr, whoever prints it.
+MASTER_ADDR, MASTER_PORT): by a supervisor, torchrun or DeepSpeed's launcher. Rank 0 says {"ok":
+true, "ready": true, ...} when all of them are. What is printed goes to stderr, whoever prints it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m learner", description=__doc__)
     parser.add_argument("settings", type=Path, help="LearnerSettings as JSON")
+    parser.add_argument("--socket", help="whom rank 0 talks to, in place of the environment's")
     chosen = parser.parse_args(arguments)
+    if chosen.socket:
+        os.environ["AGENTLOOP_LEARNER_SOCKET"] = chosen.socket
     _die_with_parent()
     os.dup2(2, 1)  # DeepSpeed logs to stdout
     try:
@@ -49,7 +52,8 @@ def _run(settings: LearnerSettings) -> int:
         world.wait()
         if link:
             ready = {"ready": True, "num_ranks": world.size, "device": str(world.device)}
-            link.send({"ok": True, **ready, "num_parameters": policy.model.num_parameters()})
+            sizes = {"num_parameters": policy.num_parameters, "num_trained": policy.num_trained}
+            link.send({"ok": True, **ready, **sizes})
         serve(policy, link)
         world.leave()
     except Exception as error:

@@ -69,6 +69,21 @@ class Batch:
         """int64 [N]: where each sample begins."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
+    def up_to(self, max_tokens: int) -> Batch | None:
+        """With the samples of at most `max_tokens` alone; None where there are none."""
+        fits_N = self.lengths <= max_tokens
+        if fits_N.all():
+            return self
+        if not fits_N.any():
+            return None
+        fits_T = np.repeat(fits_N, self.lengths)
+        kept: dict[str, Any] = {}
+        for name in _TYPES:
+            array = getattr(self, name)
+            fits = fits_N if name in _PER_SAMPLE else fits_T
+            kept[name] = None if array is None else array[fits]
+        return Batch(**kept)
+
     def save(self, path: Path) -> None:
         arrays = {f.name: getattr(self, f.name) for f in fields(self)}
         path.write_bytes(

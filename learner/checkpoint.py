@@ -3,7 +3,8 @@
     folder/state.json    {"state": the caller's, "num_updates": 12, ...}: readable without torch
     folder/zero/         DeepSpeed's files, one or more per rank
 
-A checkpoint is for as many ranks and the same ZeRO stage as it was saved by.
+A checkpoint is for as many ranks and the same ZeRO stage as it was saved by. With LoRA it holds the
+adapters alone: what they are added to is the model that training starts from.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None
     if first:
         fresh_partial(folder)
     policy.world.wait()
-    policy.engine.save_checkpoint(str(partial), tag=_TAG, save_latest=False)
+    policy.engine.save_checkpoint(
+        str(partial), tag=_TAG, save_latest=False, exclude_frozen_parameters=_has_lora(policy)
+    )
     policy.world.wait()
     if first:
         kept = {"state": state, **policy.counters(), **_shape(policy)}
@@ -58,7 +61,8 @@ def read_state(policy: Policy, folder: Path) -> dict[str, Any]:
 
 def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
     """Every rank comes here, with what `read_state` gave."""
-    loaded, _ = policy.engine.load_checkpoint(str(folder), tag=_TAG)
+    whole = not _has_lora(policy)
+    loaded, _ = policy.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=whole)
     if loaded is None:
         raise LearnerError(f"{folder}: DeepSpeed found nothing to load")
     policy.set_counters(kept)
@@ -66,7 +70,12 @@ def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
 
 def _shape(policy: Policy) -> dict[str, Any]:
     s = policy.settings
-    return {"num_ranks": policy.world.size, "zero_stage": s.zero_stage, "dtype": s.dtype}
+    shape = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage, "dtype": s.dtype}
+    return {**shape, "lora_rank": s.lora.rank}
+
+
+def _has_lora(policy: Policy) -> bool:
+    return policy.settings.lora.rank > 0
 
 
 def _remove_older(folder: Path, keep: int) -> None:

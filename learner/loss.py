@@ -128,7 +128,7 @@ def policy_loss(batch: LossInput, settings: LossSettings) -> tuple[Tensor, dict[
         objective = cispo_objective(batch.new, ratio, batch.advantage, s.clip_low, s.clip_high)
     else:
         objective = clipped_objective(ratio, batch.advantage, s.clip_low, s.clip_high, s.dual_clip)
-    tis = importance_weight(batch.old, batch.engine, s.tis_cap)
+    tis = importance_weight(batch.old, batch.engine, s.tis_cap or None)
     per_token = -tis * objective
     kl = torch.zeros_like(batch.new)
     if batch.reference is not None:

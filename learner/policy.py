@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,8 +29,10 @@ from learner import torchvision_stub  # noqa: F401
 from learner.attention import PACKED, register
 from learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
 from learner.errors import BatchError, TrainingBroken
+from learner.lora import add_adapters
 from learner.loss import LossInput, policy_loss
-from learner.world import World
+from learner.utilization import Work, peak_tflops
+from learner.world import Clock, World
 
 __all__ = ["Policy", "Scorer", "config_of", "load_model"]
 
@@ -56,6 +57,8 @@ def load_model(settings: LearnerSettings) -> Any:
     for name in _UNSUPPORTED:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(f"{settings.model}: models with {name} cannot be trained yet")
+    if settings.lora.rank:
+        add_adapters(model, settings)
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -146,6 +149,7 @@ class Policy:
     Attributes:
         num_updates: optimizer steps that were applied, over all lives.
         num_skipped: steps that were not, for want of finite gradients.
+        num_parameters, num_trained: of the whole model; with LoRA few are trained.
         engine: DeepSpeed's; `model` is the model in it.
     """
 
@@ -162,6 +166,12 @@ class Policy:
         self.num_updates = self.num_skipped = self._skipped_in_row = 0
         torch.manual_seed(settings.seed + world.rank)
         self.model = load_model(settings)
+        # Before ZeRO 3 takes them away.
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        self.num_parameters = sum(size for size, _ in sizes)
+        self.num_trained = sum(size for size, trained in sizes if trained)
+        self._work = Work.of(self.model)
+        self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
         scorer = Scorer(self.model, settings)
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
@@ -172,7 +182,7 @@ class Policy:
         self.engine.train()
 
     def check(self, batch: Batch) -> None:
-        """Whether this batch can be trained on; `step` and `logprobs` rely on it.
+        """Whether this batch is for this model; `step` and `logprobs` rely on it.
 
         Raises:
             BatchError: why not.
@@ -180,24 +190,37 @@ class Policy:
         vocab = self.model.config.vocab_size
         if batch.ids.max() >= vocab:
             raise BatchError(f"ids: {int(batch.ids.max())} is none of the model's {vocab}")
-        plan(batch.lengths.tolist(), self.settings.micro_batch_tokens, self.world.size)
         if self.settings.loss.kl_coef and batch.ref_logprobs is None:
             raise BatchError("ref_logprobs: needed where kl_coef is set")
 
     def step(self, batch: Batch, lr: float | None = None) -> dict[str, Any]:
         """Train on a batch, in `updates_per_batch` steps; the metrics are of all of them.
 
+        A sample of more than `micro_batch_tokens` is left out: a forward pass of it alone might
+        not fit into memory, and one prompt that is too long must not end a run of days.
+
         Raises:
             TrainingBroken: too many steps in a row had no finite gradient.
         """
-        begun = time.perf_counter()
+        fitting = batch.up_to(self.settings.micro_batch_tokens)
+        num_too_long = len(batch.lengths) - (0 if fitting is None else len(fitting.lengths))
+        metrics = self._nothing() if fitting is None else self._step(fitting, lr)
+        return {**metrics, "num_too_long": num_too_long}
+
+    def _nothing(self) -> dict[str, Any]:
+        counts = {"num_samples": 0, "num_tokens": 0, "skipped": 0, **self.counters()}
+        return {"loss": None, "grad_norm": None, **counts}
+
+    def _step(self, batch: Batch, lr: float | None) -> dict[str, Any]:
+        clock = Clock(self.world)
         loss = self.settings.loss
         updates = parts(batch.groups.tolist(), self.settings.updates_per_batch)
         if batch.old_logprobs is None and loss.ratio_to == "engine":
             batch = replace(batch, old_logprobs=batch.logprobs)
         elif batch.old_logprobs is None and len(updates) > 1:
             batch = replace(batch, old_logprobs=self.logprobs(batch))
-        done = [self._update(batch, samples, lr) for samples in updates]
+            clock.lap("old_logprobs_s")
+        done = [self._update(batch, samples, lr, clock) for samples in updates]
         num_tokens = int(batch.mask.sum())
         names = [name for name in done[0] if name not in ("loss", "grad_norm", "lr", "skipped")]
         norms = [one["grad_norm"] for one in done if one["grad_norm"] is not None]
@@ -208,15 +231,27 @@ class Policy:
             "lr": done[-1]["lr"],
             "num_samples": len(batch.lengths),
             "num_tokens": num_tokens,
-            "tokens_per_s": len(batch.ids) / (time.perf_counter() - begun),
-            "num_updates": self.num_updates,
-            "num_skipped": self.num_skipped,
+            **self.counters(),
             "skipped": sum(one["skipped"] for one in done),
+            **self._speed(batch, clock),
         }
         # JSON has no infinity, and neither would help anybody.
         return {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
 
-    def _update(self, batch: Batch, samples: Sequence[int], lr: float | None) -> dict[str, Any]:
+    def _speed(self, batch: Batch, clock: Clock) -> dict[str, Any]:
+        """Of this rank, which is as fast as the others: they wait for each other."""
+        seconds = clock.seconds
+        speed: dict[str, Any] = {"tokens_per_s": len(batch.ids) / seconds, **clock.laps}
+        if self._work and self._peak_tflops:
+            work = self._work.of_batch(batch.lengths.tolist(), int(batch.mask.sum()))
+            speed["mfu"] = work / seconds / (self._peak_tflops * 1e12 * self.world.size)
+        if peak := self.world.peak_memory():
+            speed["peak_memory_gib"] = peak / 2**30
+        return speed
+
+    def _update(
+        self, batch: Batch, samples: Sequence[int], lr: float | None, clock: Clock
+    ) -> dict[str, Any]:
         weights_T = token_weights(batch, samples, self.settings.loss.weighing)
         sums: dict[str, float] = defaultdict(float)
         for micro in self._micro_batches(batch, samples, weights_T):
@@ -225,11 +260,14 @@ class Policy:
             sums["loss"] += loss.item()
             for name, value in found.items():
                 sums[name] += value.item() if real else 0.0
+            clock.lap("forward_s")
             self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
+            clock.lap("backward_s")
         rate = self._rate() if lr is None else lr
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
+        clock.lap("optimizer_s")
         skipped = bool(self.engine.optimizer.overflow)
         norm = None if skipped else float(self.engine.get_global_grad_norm())
         self._count(skipped)
@@ -280,7 +318,7 @@ class Policy:
                     value.zero_()
 
     def logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
-        """float32 [T]: of the sampled tokens; 0 elsewhere. On every rank."""
+        """float32 [T]: of the sampled tokens; 0 elsewhere. On every rank. All samples fit."""
         found_T = torch.zeros(len(batch.ids))
         samples = range(len(batch.lengths))
         self.engine.eval()
@@ -319,13 +357,16 @@ class Policy:
 
 def _adamw(scorer: Any, settings: LearnerSettings) -> Any:
     o = settings.optimizer
-    matrices = [p for p in scorer.parameters() if p.ndim > 1]
-    others = [p for p in scorer.parameters() if p.ndim <= 1]
+    trained = [p for p in scorer.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    others = [p for p in trained if p.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": o.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    # On the host a step is a loop over all that it updates: once, not once per operation.
+    fused = settings.offload != "none"
+    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused or None)
 
 
 def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
@@ -334,7 +375,7 @@ def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
         # Any number of backward passes, then one step.
         "managed_gradient_accumulation": False,
         "gradient_clipping": settings.optimizer.max_grad_norm,
-        "zero_optimization": {"stage": settings.zero_stage},
+        "zero_optimization": {"stage": settings.zero_stage, **_offloads(settings)},
         "zero_force_ds_cpu_optimizer": False,  # it would be compiled
     }
     if settings.dtype == "bfloat16":
@@ -342,6 +383,12 @@ def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
         if settings.zero_stage > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(config, settings.deepspeed)
+
+
+def _offloads(settings: LearnerSettings) -> dict[str, Any]:
+    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    names = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+    return {name: host for part, name in names.items() if part in settings.offload.split("+")}
 
 
 def _merged(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

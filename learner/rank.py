@@ -22,9 +22,9 @@ from typing import Any
 
 from safetensors.numpy import save
 
-from learner.batch import Batch
+from learner.batch import Batch, plan
 from learner.checkpoint import load_checkpoint, read_state, save_checkpoint
-from learner.errors import LearnerError
+from learner.errors import LearnerError, TrainingBroken
 from learner.files import fresh_partial
 from learner.policy import Policy
 from learner.weights import publish
@@ -141,20 +141,23 @@ def _prepare(policy: Policy, request: Request) -> Callable[[], Answer]:
     """Check the request on this rank alone; what is returned is done by all ranks together."""
     match request:
         case {"op": "step", "batch": str(path), **rest}:
-            batch, lr = _batch(policy, path), _lr(rest)
-            return lambda: policy.step(batch, lr)
+            batch, lr, rescue = _batch(policy, path), _lr(rest), rest.get("rescue")
+            if rescue is None:
+                return lambda: policy.step(batch, lr)
+            if not isinstance(rescue, str):
+                raise LearnerError(f"rescue: a folder's path expected, not {rescue!r}")
+            state = _state(rest)
+            return lambda: _step_or_save(policy, batch, lr, Path(rescue), state)
         case {"op": "logprobs", "batch": str(path), "out": str(out)}:
             scored = _batch(policy, path)
+            plan(scored.lengths.tolist(), policy.settings.micro_batch_tokens, policy.world.size)
             return lambda: _logprobs(policy, scored, Path(out))
         case {"op": "publish", "folder": str(folder), "version": str(version)}:
-            _check_target(policy, Path(folder))
-            return lambda: publish(policy, Path(folder), version)
+            target = _target(policy, folder)
+            return lambda: publish(policy, target, version)
         case {"op": "save", "folder": str(folder), **rest}:
-            state = rest.get("state", {})
-            if not isinstance(state, dict):
-                raise LearnerError("state: an object expected")
-            _check_target(policy, Path(folder))
-            return lambda: _save(policy, Path(folder), state)
+            target, state = _target(policy, folder), _state(rest)
+            return lambda: _save(policy, target, state)
         case {"op": "reset_optimizer"}:
             return lambda: _reset_optimizer(policy)
         case {"op": "load", "folder": str(folder)}:
@@ -164,13 +167,22 @@ def _prepare(policy: Policy, request: Request) -> Callable[[], Answer]:
             raise LearnerError(f"unknown request: {json.dumps(request)[:200]}")
 
 
-def _check_target(policy: Policy, folder: Path) -> None:
-    """Rank 0 begins to write there."""
+def _target(policy: Policy, path: str) -> Path:
+    """A folder that is to be written: rank 0 begins with it."""
+    folder = Path(path)
     if policy.world.first:
         try:
             fresh_partial(folder)
         except OSError as error:
             raise LearnerError(f"{folder}: {error.strerror or error}") from error
+    return folder
+
+
+def _state(request: Request) -> dict[str, Any]:
+    state = request.get("state", {})
+    if not isinstance(state, dict):
+        raise LearnerError("state: an object expected")
+    return state
 
 
 def _batch(policy: Policy, path: str) -> Batch:
@@ -195,6 +207,21 @@ def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
         partial.write_bytes(save({"logprobs": found}))
         os.replace(partial, out)
     return {"num_tokens": int(batch.mask.sum())}
+
+
+def _step_or_save(
+    policy: Policy, batch: Batch, lr: float | None, folder: Path, state: dict[str, Any]
+) -> Answer:
+    """Where training breaks, what it can go on from is saved first: no step that was left out has
+    changed it."""
+    try:
+        return policy.step(batch, lr)
+    except TrainingBroken as error:
+        try:
+            save_checkpoint(policy, folder, state)
+        except Exception as failed:
+            raise TrainingBroken(f"{error}; {folder} could not be saved: {failed}") from failed
+        raise TrainingBroken(f"{error}; they are saved in {folder}") from error
 
 
 def _save(policy: Policy, folder: Path, state: dict[str, Any]) -> Answer:

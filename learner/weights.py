@@ -12,9 +12,9 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from agentloop.training.learner_settings import LearnerSettings
 from learner.errors import LearnerError
 from learner.files import appear, fresh_partial
+from learner.lora import adapted_layers, delta
 from learner.policy import Policy, config_of
 
 __all__ = ["MANIFEST", "publish", "verify"]
@@ -78,40 +79,78 @@ def verify(folder: Path) -> str:
     return version
 
 
-Shard = list[tuple[str, Any]]
+class Published(NamedTuple):
+    """A tensor as others see it. Under ZeRO 3 each rank holds a part of what it is made of."""
+
+    name: str
+    shape: torch.Size
+    made_of: tuple[Any, ...]
+    make: Callable[[], Any]  # on the device; while all of `made_of` is gathered
+
+
+Shard = list[Published]
 
 
 def _shards(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
-    """Named parameters and buffers, tied ones once, in files of at most `max_bytes` if one
-    tensor does not take more."""
+    """All tensors, in files of at most `max_bytes` if one tensor does not take more."""
     width = torch.empty(0, dtype=dtype).element_size()
     shards: list[Shard] = [[]]
     free = max_bytes
-    for name, tensor in _tensors(model):
-        size = getattr(tensor, "ds_numel", tensor.numel()) * width
+    for one in _tensors(model):
+        size = one.shape.numel() * width
         if size > free and shards[-1]:
             shards.append([])
             free = max_bytes
-        shards[-1].append((name, tensor))
+        shards[-1].append(one)
         free -= size
     return shards
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
-    yield from model.named_parameters()  # a tied one under its first name
+def _tensors(model: Any) -> Iterator[Published]:
+    """Parameters and buffers, tied ones once, adapters merged into the weights beside them. The
+    same on every rank."""
+    layers = adapted_layers(model)
+    for name, parameter in model.named_parameters():  # a tied one under its first name
+        if layers and parameter.requires_grad:  # an adapter's: it comes with the weight
+            continue
+        name = name.replace(".base_layer.", ".")
+        if layer := layers.get(name):
+            yield _merged(name, layer)
+        else:
+            yield _as_it_is(name, parameter)
     kept = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+    yield from (_as_it_is(name, one) for name, one in model.named_buffers() if name in kept)
+
+
+def _as_it_is(name: str, tensor: Any) -> Published:
+    return Published(name, _shape(tensor), (tensor,), lambda: tensor)
+
+
+def _merged(name: str, layer: Any) -> Published:
+    weight = layer.get_base_layer().weight
+    return Published(
+        name,
+        _shape(weight),
+        (weight, *(p for p in layer.parameters() if p.requires_grad)),
+        lambda: weight.float() + delta(layer).float(),
+    )
+
+
+def _shape(tensor: Any) -> torch.Size:
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _gathered(shard: Shard, dtype: Any, *, keep: bool) -> Iterator[tuple[str, Any]]:
-    """One tensor at a time is whole on the device."""
+    """Name and tensor on the host, where `keep`; one at a time is whole on the device."""
     import deepspeed
 
-    for name, tensor in shard:
-        with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
+    for one in shard:
+        parts = [part for part in one.made_of if hasattr(part, "ds_id")]
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(parts, enabled=bool(parts)):
             if keep:
+                tensor = one.make().detach()
                 kind = dtype if tensor.is_floating_point() else tensor.dtype
-                yield name, tensor.detach().to("cpu", kind, copy=True).contiguous()
+                yield one.name, tensor.to("cpu", kind, copy=True).contiguous()
 
 
 def _file_names(num_shards: int) -> list[str]:
@@ -121,7 +160,7 @@ def _file_names(num_shards: int) -> list[str]:
 
 
 def _write_index(partial: Path, names: list[str], shards: list[Shard]) -> None:
-    where = {name: file for file, shard in zip(names, shards, strict=True) for name, _ in shard}
+    where = {one.name: file for file, shard in zip(names, shards, strict=True) for one in shard}
     total = sum((partial / file).stat().st_size for file in names)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     text = json.dumps(index, indent=2) + "\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from learner.errors import LearnerError
 
-__all__ = ["World"]
+__all__ = ["Clock", "World"]
 
 
 class World:
@@ -38,11 +39,11 @@ class World:
         """
         self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
         local_rank = _number("LOCAL_RANK")
-        cuda = torch.cuda.is_available()
-        if cuda:
+        self._cuda = torch.cuda.is_available()
+        if self._cuda:
             torch.cuda.set_device(local_rank)
-        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-        _join("nccl" if cuda else "gloo", timedelta(seconds=timeout_s))
+        self.device = torch.device("cuda", local_rank) if self._cuda else torch.device("cpu")
+        _join("nccl" if self._cuda else "gloo", timedelta(seconds=timeout_s))
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     @property
@@ -82,8 +83,51 @@ class World:
         total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, total.tolist(), strict=True))
 
+    @property
+    def device_name(self) -> str:
+        """As its maker calls it; "cpu" for a CPU."""
+        return torch.cuda.get_device_name(self.device) if self._cuda else "cpu"
+
+    def peak_memory(self) -> int:
+        """The most bytes of the accelerator that tensors took since this was last asked; 0 without
+        an accelerator."""
+        if not self._cuda:
+            return 0
+        peak: int = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def finish(self) -> None:
+        """Wait for what the accelerator was told to do."""
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+class Clock:
+    """Where the time goes, of the host and its accelerator together.
+
+    Attributes:
+        laps: seconds by name.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._begun = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """What was done since the last lap is `name`'s."""
+        self._world.finish()
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begun
 
 
 def _number(name: str) -> int:

@@ -1,6 +1,6 @@
 """The learner, as the runtime sees it: processes that are started, asked and stopped.
 
-    started ──> a guardian a rank ──> python -m learner (DeepSpeed)
+    started ──> guardians: of each rank, or of a launcher ──> python -m learner (DeepSpeed)
       │  one request at a time, JSON lines over a unix socket to rank 0, which tells the others;
       │  batches and weights go by files
       └─ a rank that dies, or an answer that is late, is a LearnerError; on the way out, all end
@@ -11,10 +11,9 @@ Torch is nowhere here: the learner has it to itself.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -23,31 +22,21 @@ from typing import Any, TypeVar
 import anyio
 import anyio.abc
 import orjson
-import pydantic
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentloop.errors import AgentLoopError, sole
 from agentloop.inference.supervise import guarded
+from agentloop.training.launch import RanksSettings, Start, free_port, on_other_nodes, starts
 
 __all__ = ["Learner", "LearnerError", "LearnerProcesses", "RanksSettings", "started"]
 
 _COMMAND = (sys.executable, "-m", "learner")
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_TAIL_BYTES = 1 << 16
+_NUM_TAIL_LINES = 40  # torchrun's own last words are about twenty
+_GOODBYE_S = 20.0
 
 T = TypeVar("T")
-
-
-class RanksSettings(pydantic.BaseModel):
-    """The learner's processes."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-    count: int = pydantic.Field(1, ge=1, description="Ranks on this machine, a process each.")
-    threads: int = pydantic.Field(1, ge=1, description="OpenMP threads of a rank, on a CPU.")
-    start_timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="From the start until all ranks are ready."
-    )
 
 
 class LearnerError(AgentLoopError):
@@ -95,11 +84,21 @@ class Learner:
 
 
 class LearnerProcesses:
-    """Its ranks, on this machine."""
+    """Its ranks on this machine, or the launcher that has them."""
 
-    def __init__(self, processes: Sequence[anyio.abc.Process], log_paths: Sequence[Path]) -> None:
-        self._processes = processes
-        self._log_paths = log_paths
+    def __init__(self) -> None:
+        self._processes: list[anyio.abc.Process] = []
+        self._names: list[str] = []
+        self._log_paths: list[Path] = []
+
+    async def start(self, start: Start, log_path: Path) -> None:
+        """Under a guardian. Cancellation does not interrupt it: a process would be lost."""
+        with anyio.CancelScope(shield=True):
+            environment = {**os.environ, **start.environment}
+            process = await guarded(start.command, environment, log_path, stop_timeout_s=0)
+        self._processes.append(process)
+        self._names.append(start.name)
+        self._log_paths.append(log_path)
 
     async def wait_dead(self) -> str:
         """Wait until a rank has ended; says which, and how."""
@@ -107,13 +106,13 @@ class LearnerProcesses:
 
         async with anyio.create_task_group() as tasks:
 
-            async def wait(rank: int) -> None:
-                await self._processes[rank].wait()
-                said.append(self._epitaph(rank))
+            async def wait(index: int) -> None:
+                await self._processes[index].wait()
+                said.append(self._epitaph(index))
                 tasks.cancel_scope.cancel()
 
-            for rank in range(len(self._processes)):
-                tasks.start_soon(wait, rank)
+            for index in range(len(self._processes)):
+                tasks.start_soon(wait, index)
         return said[0]
 
     async def while_alive(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -151,8 +150,12 @@ class LearnerProcesses:
             return await self.wait_dead()
         return "the connection broke, and its processes live"
 
-    async def stop(self) -> None:
-        """Close each guardian's stdin, which ends its rank. Cancellation does not interrupt it."""
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Close each guardian's stdin, which ends what it has; before that, they may end by
+        themselves for `grace_s`. Cancellation does not interrupt it."""
+        with anyio.move_on_after(grace_s, shield=True):
+            for process in self._processes:
+                await process.wait()
         with anyio.move_on_after(20, shield=True):
             for process in self._processes:
                 if process.stdin is not None:
@@ -165,16 +168,16 @@ class LearnerProcesses:
             with anyio.move_on_after(5, shield=True):
                 await process.aclose()
 
-    def _epitaph(self, rank: int) -> str:
-        status = self._processes[rank].returncode
+    def _epitaph(self, index: int) -> str:
+        status, log_path = self._processes[index].returncode, self._log_paths[index]
         try:
-            tail = _end_of(self._log_paths[rank]).decode("utf-8", "replace").splitlines()[-20:]
+            tail = _end_of(log_path).decode("utf-8", "replace").splitlines()[-_NUM_TAIL_LINES:]
         except OSError as error:
             tail = [f"(its log cannot be read: {error})"]
         lines = "\n".join(f"  {line[:300]}" for line in tail)
         return (
-            f"rank {rank} ended with exit status {status}.\n"
-            f"The end of its log, {self._log_paths[rank]}:\n{lines}"
+            f"{self._names[index]} ended with exit status {status}.\n"
+            f"The end of its log, {log_path}:\n{lines}"
         )
 
 
@@ -186,10 +189,11 @@ async def started(
     log_dir: Path,
     on_progress: Callable[[str], None],
 ) -> AsyncIterator[tuple[Learner, LearnerProcesses]]:
-    """Start a learner on this machine; yields once rank 0 has said that it is ready.
+    """Start a learner; yields once rank 0 has said that all ranks are ready.
 
     Args:
         settings: those of `agentloop.training.learner_settings.LearnerSettings`, as plain data.
+        log_dir: for logs, and for the settings, which every node reads there.
 
     Raises:
         LearnerError: a rank died, or it was not ready in time.
@@ -199,31 +203,23 @@ async def started(
         path = Path(folder) / "socket"
         listener = await anyio.create_unix_listener(path)
         stack.push_async_callback(listener.aclose)
-        log_paths = [log_dir / f"learner-{rank}.log" for rank in range(ranks_settings.count)]
         settings_path = anyio.Path(log_dir) / "learner.json"
         await settings_path.parent.mkdir(parents=True, exist_ok=True)
         await settings_path.write_bytes(orjson.dumps(dict(settings)))
-        port = _free_port()
-        processes: list[anyio.abc.Process] = []
-        ranks = LearnerProcesses(processes, log_paths)
-        stack.push_async_callback(ranks.stop)
-        for rank, log_path in enumerate(log_paths):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks_settings.count),
-                "LOCAL_SIZE": str(ranks_settings.count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": str(ranks_settings.threads),
-                "PYTHONUNBUFFERED": "1",
-                "AGENTLOOP_LEARNER_SOCKET": str(path),
-            }
-            with anyio.CancelScope(shield=True):  # or a process that was started would be lost
-                command = (*_COMMAND, str(settings_path))
-                processes.append(await guarded(command, environment, log_path, stop_timeout_s=0))
-        on_progress(f"Starting the learner, {ranks_settings.count} rank(s); logs in {log_dir}")
+        command = (*_COMMAND, str(settings_path))
+        port = ranks_settings.port or free_port()
+        ranks = LearnerProcesses()
+        # Other nodes' ranks are not ours to kill: they end when rank 0 says goodbye.
+        grace_s = _GOODBYE_S if ranks_settings.nodes > 1 else 0.0
+        stack.push_async_callback(ranks.stop, grace_s)
+        for start in starts(ranks_settings, command, socket_path=path, port=port):
+            await ranks.start(start, log_dir / f"learner-{start.name.removeprefix('rank ')}.log")
+        num_ranks = ranks_settings.count * ranks_settings.nodes
+        on_progress(f"Starting the learner, {num_ranks} rank(s); logs in {log_dir}")
+        if others := on_other_nodes(ranks_settings, command, port):
+            listed = settings_path.with_name("learner-nodes.txt")
+            await listed.write_text("".join(f"{other}\n" for other in others), "utf-8")
+            on_progress(f"Start on each of the other nodes its line of {listed}")
         learner = await ranks.while_alive(
             partial(_ready, listener, ranks, ranks_settings.start_timeout_s, stack)
         )
@@ -252,10 +248,3 @@ def _end_of(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _MAX_TAIL_BYTES))
         return file.read(_MAX_TAIL_BYTES)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

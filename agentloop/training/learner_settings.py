@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pydantic
 
-__all__ = ["LearnerSettings", "LossSettings", "OptimizerSettings"]
+__all__ = ["LearnerSettings", "LoraSettings", "LossSettings", "OptimizerSettings"]
 
 Aggregate = Literal["group", "batch", "sequence"]
 
@@ -41,10 +41,10 @@ class LossSettings(pydantic.BaseModel):
         description="Whose log-probabilities the ratio is taken to, where the batch brings no "
         "old_logprobs: the learner's before the step, or the engine's.",
     )
-    tis_cap: float | None = pydantic.Field(
+    tis_cap: float = pydantic.Field(
         2.0,
-        gt=0,
-        description="Bound of the importance weight between engine and learner; none: no weight.",
+        ge=0,
+        description="Bound of the importance weight between engine and learner; 0: no weight.",
     )
     kl_coef: float = pydantic.Field(
         0.0, ge=0, description="Weight of the KL to the batch's ref_logprobs."
@@ -83,6 +83,25 @@ class OptimizerSettings(pydantic.BaseModel):
     )
 
 
+class LoraSettings(pydantic.BaseModel):
+    """LoRA: few weights are trained, and merged into the others where weights leave the learner.
+
+    There is no dropout: the ratio is taken to what the same weights said when they sampled.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = pydantic.Field(0, ge=0, description="Of the matrices; 0: all weights are trained.")
+    alpha: float = pydantic.Field(
+        32.0, gt=0, description="What the matrices add is scaled by alpha / rank."
+    )
+    targets: tuple[str, ...] = pydantic.Field(
+        (),
+        description="Linear layers that get them, by the ends of their names (q_proj, v_proj); "
+        "none: all but the output layer.",
+    )
+
+
 class LearnerSettings(pydantic.BaseModel):
     """A learner."""
 
@@ -104,6 +123,11 @@ class LearnerSettings(pydantic.BaseModel):
     zero_stage: Literal[1, 2, 3] = pydantic.Field(
         2, description="What the ranks share out: optimizer; gradients too; weights too."
     )
+    offload: Literal["none", "optimizer", "optimizer+parameters"] = pydantic.Field(
+        "none",
+        description="What stands in the host's memory, not in the accelerator's: the optimizer's "
+        "state and step; the weights too, which needs zero_stage = 3.",
+    )
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
         "float32", description="What is computed in. The optimizer always keeps float32 weights."
     )
@@ -116,7 +140,11 @@ class LearnerSettings(pydantic.BaseModel):
         False, description="Recompute activations in the backward pass: less memory, more time."
     )
     micro_batch_tokens: int = pydantic.Field(
-        16_384, ge=2, description="Tokens of one forward pass. No sample may be longer."
+        16_384,
+        ge=2,
+        description="Tokens of one forward pass of a rank. A batch is as many as it takes: their "
+        "gradients add up (gradient accumulation) until the step. A longer sample is left out, and "
+        "counted.",
     )
     head_chunk_tokens: int = pydantic.Field(
         1024, ge=1, description="Tokens whose logits exist at the same time."
@@ -126,6 +154,12 @@ class LearnerSettings(pydantic.BaseModel):
     )
     temperature: float = pydantic.Field(
         1.0, gt=0, description="What the engine sampled with: log-probabilities are of that."
+    )
+    peak_tflops: float = pydantic.Field(
+        0.0,
+        ge=0,
+        description="What a device can do at most, in 10^12 operations a second, for the metric "
+        "mfu; 0: by its name, where that is known and dtype is bfloat16.",
     )
     publish_dtype: Literal["float32", "bfloat16"] = pydantic.Field(
         "bfloat16", description="Type of published weights."
@@ -148,6 +182,7 @@ class LearnerSettings(pydantic.BaseModel):
     deepspeed: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="More of DeepSpeed's own configuration, merged in last."
     )
+    lora: LoraSettings = pydantic.Field(default_factory=LoraSettings)
     loss: LossSettings = pydantic.Field(default_factory=LossSettings)
     optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
 
@@ -159,3 +194,12 @@ class LearnerSettings(pydantic.BaseModel):
         if value and info.data.get("init") != "random":
             raise ValueError("weights that are there have the form that they have: init = random")
         return value
+
+    @pydantic.model_validator(mode="after")
+    def _shared_out(self) -> Self:
+        if self.offload == "optimizer+parameters" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload: {self.offload} needs zero_stage = 3, which shares the weights out; it "
+                f"is {self.zero_stage}"
+            )
+        return self

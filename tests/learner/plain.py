@@ -10,6 +10,9 @@ from agentloop.training.learner_settings import LearnerSettings
 from learner.batch import Batch
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 
+# Threads of OpenMP spin while they wait for each other: on a machine that is busy, for minutes.
+torch.set_num_threads(1)
+
 
 def load(settings: LearnerSettings) -> Any:
     return Qwen3ForCausalLM.from_pretrained(settings.model, dtype=torch.float32).train()
@@ -27,12 +30,13 @@ def scores(model: Any, batch: Batch, index: int) -> tuple[Any, Any, slice]:
 class Plain:
     """GRPO with AdamW, written down as the paper has it."""
 
-    def __init__(self, settings: LearnerSettings) -> None:
+    def __init__(self, settings: LearnerSettings, model: Any = None) -> None:
         o = settings.optimizer
-        self.model = load(settings)
+        self.model = model or load(settings)
         self.max_grad_norm = o.max_grad_norm
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.adamw = torch.optim.AdamW(
-            self.model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0
+            self.trained, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0
         )
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -56,7 +60,7 @@ class Plain:
             loss = loss - total / num_tokens / len(set(groups))
         self.adamw.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)
         self.adamw.step()
         share = clipped / int(mask_T.sum())
         return {"loss": loss.item(), "grad_norm": norm.item(), "clipped": share}

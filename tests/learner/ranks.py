@@ -44,6 +44,7 @@ class Ranks:
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], end: socket.socket, log: Path):
         self.processes, self.log = processes, log
+        self.ready: dict[str, Any] = {}
         self._end = end
         self._lines = end.makefile("rb")
 
@@ -107,8 +108,8 @@ def started(folder: Path, settings: LearnerSettings, num_ranks: int) -> Iterator
                 )
         try:
             ranks = Ranks(processes, ours, log)
-            ready = ranks.answer()
-            assert ready.get("ready"), ready
+            ranks.ready = ranks.answer()
+            assert ranks.ready.get("ready"), ranks.ready
             yield ranks
             ranks.hang_up()
         finally:

@@ -149,6 +149,23 @@ def test_ranks_get_about_as_much(lengths: list[int], world_size: int) -> None:
     assert max(loads) - min(loads) <= 100
 
 
+@given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS, limit=st.integers(1, 100))
+def test_samples_up_to_a_length(seed: int, lengths: list[int], limit: int) -> None:
+    batch = make_batch(seed, tuple(lengths))
+    kept = [i for i, length in enumerate(lengths) if length <= limit]
+    found = batch.up_to(limit)
+    if found is None:
+        assert not kept
+        return
+    assert found.lengths.tolist() == [lengths[i] for i in kept]
+    for name in ("advantages", "groups"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(batch, name)[kept])
+    spans = [slice(start, start + n) for start, n in zip(batch.starts, lengths, strict=True)]
+    for name in ("ids", "mask", "logprobs"):
+        expected = np.concatenate([getattr(batch, name)[spans[i]] for i in kept])
+        np.testing.assert_array_equal(getattr(found, name), expected)
+
+
 def test_a_sample_that_is_too_long_is_named() -> None:
     with pytest.raises(BatchError, match="sample 1 has 65 tokens: raise micro_batch_tokens"):
         plan([3, 65], 64, 2)

@@ -29,6 +29,7 @@ from agentloop.models import SMALL
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
 from learner.errors import LearnerError
 from learner.small_model.qwen3 import Qwen3ForCausalLM
+from learner.utilization import Work
 from learner.weights import verify
 from tests.learner.plain import Plain, load, scores
 from tests.learner.ranks import ROOT, SIZES, Ranks, free_port, make_batch, started
@@ -158,6 +159,29 @@ def test_a_step_without_a_finite_gradient_is_left_out(kind: tuple[int, Ranks, Pa
     assert ranks.ask("step", batch=folder / "bad")["ok"], "a good step ends the row of bad ones"
 
 
+def test_a_sample_that_is_too_long_is_left_out_and_counted(kind: tuple[int, Ranks, Path]) -> None:
+    """The step is that of the others, also where another sample of its group is among them."""
+    ranks, folder = from_the_beginning(kind), kind[2]
+    make_batch(sizes=(40, 60, 33)).save(folder / "long")
+    whole = make_batch(sizes=(40, 60, 33))
+    kept = np.r_[0:40, 100:133]
+    per_token = {name: getattr(whole, name)[kept] for name in ("ids", "mask", "logprobs")}
+    per_sample = {name: getattr(whole, name)[[0, 2]] for name in ("advantages", "groups")}
+    lengths = np.asarray([40, 33], np.int32)
+    replace(whole, **per_token, **per_sample, lengths=lengths).save(folder / "others")
+    found = ranks.ask("step", batch=folder / "long")
+    assert (found["num_too_long"], found["num_samples"], found["num_updates"]) == (1, 2, 1)
+    weights = ranks.ask("publish", folder=folder / "without", version="1")["sha256"]
+    from_the_beginning(kind)
+    expected = ranks.ask("step", batch=folder / "others")
+    assert (expected["num_too_long"], expected["loss"]) == (0, found["loss"])
+    assert ranks.ask("publish", folder=folder / "expected", version="1")["sha256"] == weights
+    make_batch(sizes=(60, 58)).save(folder / "all")
+    found = ranks.ask("step", batch=folder / "all")
+    assert (found["num_too_long"], found["num_samples"], found["loss"]) == (2, 0, None)
+    assert ranks.ask("publish", folder=folder / "nothing", version="1")["sha256"] == weights
+
+
 def test_a_batch_of_one_sample_leaves_the_other_rank_nothing(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder = from_the_beginning(kind), kind[2]
     make_batch(sizes=(30,)).save(folder / "lonely")
@@ -174,7 +198,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Path]
     optimizer = OptimizerSettings(lr=1e-3, warmup_steps=4)
     more: dict[str, Any] = {"dtype": "bfloat16", "publish_dtype": "bfloat16", "max_shard_mib": 4096}
     more |= {"optimizer": optimizer, "updates_per_batch": 2, "keep_checkpoints": 2}
-    more |= {"activation_checkpointing": True}
+    more |= {"activation_checkpointing": True, "peak_tflops": 0.01}
     with started(folder, SETTINGS.model_copy(update=more), 2) as ranks:
         yield ranks, folder
 
@@ -224,6 +248,14 @@ def test_two_updates_of_a_batch_and_the_warm_up(two: tuple[Ranks, Path]) -> None
     assert (second["num_updates"], second["lr"]) == (4, 3e-4)
     names = {"loss", "clipped", "ratio", "mismatch_kl", "entropy", "grad_norm", "tokens_per_s"}
     assert names | {"num_tokens", "lr"} <= second.keys()
+    whole_s = 150 / second["tokens_per_s"]
+    parts = [f"{name}_s" for name in ("old_logprobs", "forward", "backward", "optimizer")]
+    assert 0.5 * whole_s < sum(second[name] for name in parts) <= whole_s
+    work = Work.of(load(SETTINGS))
+    assert work is not None
+    num_operations = work.of_batch(SIZES, second["num_tokens"])
+    assert second["mfu"] == pytest.approx(num_operations / (2 * 1e10 * whole_s))
+    assert "peak_memory_gib" not in second, "of an accelerator"
 
 
 def test_old_checkpoints_are_removed(two: tuple[Ranks, Path]) -> None:
@@ -242,9 +274,10 @@ def test_a_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]
     (folder / "file").write_text("in the way")
     requests: list[tuple[str, dict[str, Any], str]] = [
         ("step", {"batch": folder / "nope"}, "nope: No such file"),
-        ("step", {"batch": folder / "long"}, "sample 1 has 65 tokens: raise micro_batch_tokens"),
+        ("logprobs", {"batch": folder / "long", "out": folder / "out"}, "sample 1 has 65 tokens"),
         ("step", {"batch": folder / "foreign"}, "512 is none of the model's 512"),
         ("step", {"batch": folder / "batch", "lr": "fast"}, "lr: from 0 to 1 expected"),
+        ("step", {"batch": folder / "batch", "rescue": 3}, "rescue: a folder's path expected"),
         ("load", {"folder": folder / "nope"}, "nope: no checkpoint"),
         ("save", {"folder": folder / "a", "state": 3}, "state: an object expected"),
         ("publish", {"folder": folder / "file" / "7", "version": "7"}, "file"),
@@ -305,13 +338,27 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
 
 
 def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
+    """What it ends with is saved, and others go on from it as if the bad ones had not been."""
+    make_batch().save(tmp_path / "good")
     make_batch(advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(tmp_path / "bad")
+    rescue = {"rescue": tmp_path / "saved" / "rescue", "state": {"cursor": 7}}
     with started(tmp_path, SETTINGS, 2) as ranks:
-        assert [ranks.ask("step", batch=tmp_path / "bad")["ok"] for _ in range(2)] == [True, True]
-        answer = ranks.ask("step", batch=tmp_path / "bad")
+        assert ranks.ask("step", batch=tmp_path / "good")["ok"]
+        weights = ranks.ask("publish", folder=tmp_path / "one", version="1")["sha256"]
+        for _ in range(2):
+            assert ranks.ask("step", batch=tmp_path / "bad", **rescue)["ok"]
+        assert not (tmp_path / "saved").exists()
+        answer = ranks.ask("step", batch=tmp_path / "bad", **rescue)
         assert (answer["ok"], answer["fatal"]) == (False, True)
         assert "3 steps in a row had no finite gradient" in answer["error"]
+        assert f"saved in {tmp_path}/saved/rescue" in answer["error"]
         assert all(process.wait(30) != 0 for process in ranks.processes)
+    with started(tmp_path, SETTINGS, 2) as ranks:
+        loaded = ranks.ask("load", folder=tmp_path / "saved" / "rescue")
+        assert (loaded["num_updates"], loaded["num_skipped"]) == (1, 3)
+        assert loaded["state"] == {"cursor": 7}
+        assert ranks.ask("publish", folder=tmp_path / "again", version="1")["sha256"] == weights
+        assert ranks.ask("step", batch=tmp_path / "good")["num_updates"] == 2
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

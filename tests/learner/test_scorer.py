@@ -106,6 +106,34 @@ def test_without_a_bonus_the_entropy_is_a_metric_alone(scorer: Any) -> None:
     assert not entropy.requires_grad
 
 
+def test_activations_that_are_made_again_are_the_same() -> None:
+    """Loss and gradients as without; of the layers only the inputs are kept in between."""
+
+    def trained(activation_checkpointing: bool) -> tuple[Any, list[Any], int]:
+        settings = SETTINGS.model_copy(
+            update={"activation_checkpointing": activation_checkpointing}
+        )
+        scorer = Scorer(load_model(settings), settings).train()
+        num_kept = 0
+
+        def note(tensor: Any) -> Any:
+            nonlocal num_kept
+            num_kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            logprobs, _, micro = packed(scorer, make_batch())
+        loss = (logprobs * torch.from_numpy(micro.weights)).sum()
+        loss.backward()
+        return loss, [p.grad for p in scorer.parameters()], num_kept
+
+    loss, gradients, num_kept = trained(False)
+    again, others, fewer = trained(True)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
+    assert fewer < num_kept / 3
+
+
 class Shapes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
     """Notes how many rows of logits any operation gives, of the backward pass too."""
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import pydantic
 import pytest
 
 from agentloop.training import learner as learner_module
@@ -148,3 +149,18 @@ async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         os.kill(pid, signal.SIGKILL)
         with anyio.fail_after(10):
             assert "exit status 137" in await processes.wait_dead()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nodes": 2}, "nodes: several need launcher = torchrun or deepspeed"),
+        ({"nodes": 2, "launcher": "torchrun"}, "address: with several nodes"),
+        ({"nodes": 2, "launcher": "deepspeed", "address": "x"}, "hostfile: for launcher = deeps"),
+        ({"hostfile": "x"}, "hostfile: for launcher = deepspeed"),
+        ({"nodes": 2, "launcher": "torchrun", "address": "x", "hostfile": "x"}, "hostfile: for"),
+    ],
+)
+def test_settings_of_ranks_that_do_not_go_together(values: dict[str, object], message: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        RanksSettings.model_validate(values)

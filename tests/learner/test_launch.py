@@ -1,0 +1,133 @@
+"""Real ranks by each launcher, through the runtime's `started`, over one node and over two.
+
+Both nodes are this machine. pdsh is a script that runs here what it would run there, in an
+environment as bare as a login's.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+
+from agentloop.training.launch import free_port
+from agentloop.training.learner import LearnerError, RanksSettings, started
+from learner.weights import verify
+from tests.learner.ranks import ROOT, make_batch
+from tests.learner.test_ranks import SETTINGS
+
+pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(120)]
+NODES = {"nodes": 2, "address": "127.0.0.1"}
+PDSH = """#!{python}
+import subprocess, sys
+command = sys.argv[sys.argv.index("-w") + 2 :]
+bare = {{"PATH": {path!r}, "HOME": {home!r}}}
+nodes = [
+    subprocess.Popen(["sh", "-c", " ".join(command).replace("%n", str(n))], env=bare)
+    for n in range(2)
+]
+sys.exit(max(node.wait() for node in nodes))
+"""
+
+
+@pytest.fixture(autouse=True)
+def found_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    bin_path = tmp_path / "bin"
+    bin_path.mkdir()
+    pdsh = PDSH.format(python=sys.executable, path=os.environ["PATH"], home=str(tmp_path))
+    (bin_path / "pdsh").write_text(pdsh)
+    (bin_path / "ssh").write_text("#!/bin/sh\n")  # the launcher asks it whether there is a way
+    for file in bin_path.iterdir():
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_path}:{os.environ['PATH']}")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("one slots=1\ntwo slots=1\n")
+    return hostfile
+
+
+def say_nothing(line: str) -> None:
+    pass
+
+
+async def trained(
+    folder: Path, ranks_settings: RanksSettings, on_progress: Callable[[str], None] = say_nothing
+) -> None:
+    """A step and its weights, of two ranks."""
+    settings = SETTINGS.model_copy(update={"zero_stage": 3}).model_dump(mode="json")
+    make_batch().save(folder / "batch")
+    async with started(
+        settings, ranks_settings, log_dir=folder / "logs", on_progress=on_progress
+    ) as (learner, ranks):
+
+        async def work() -> None:
+            found = await learner.ask("step", batch=str(folder / "batch"), timeout_s=60)
+            assert (found["num_updates"], found["skipped"]) == (1, 0)
+            await learner.ask("publish", folder=str(folder / "w"), version="1", timeout_s=60)
+
+        await ranks.while_alive(work)
+    assert verify(folder / "w") == "1"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+async def test_two_ranks_by_a_launcher(tmp_path: Path, launcher: Any) -> None:
+    await trained(tmp_path, RanksSettings(launcher=launcher, count=2))
+    assert (tmp_path / "logs" / f"learner-{launcher}.log").exists()
+
+
+@contextmanager
+def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    try:
+        yield
+        assert [process.wait(60) for process in processes] == [0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
+    """The other is started by the line that is written, and ends by itself when this one does."""
+    others: list[subprocess.Popen[bytes]] = []
+
+    def start_other(line: str) -> None:
+        _, found, path = line.partition("Start on each of the other nodes its line of ")
+        if found:
+            (command,) = Path(path).read_text().splitlines()
+            with (tmp_path / "other.log").open("wb") as log:
+                others.append(subprocess.Popen(shlex.split(command), stdout=log, stderr=log))
+
+    with ended(others):
+        await trained(tmp_path, RanksSettings(launcher="torchrun", **NODES), start_other)
+
+
+async def test_two_nodes_by_deepspeed(tmp_path: Path, hostfile: Path) -> None:
+    await trained(tmp_path, RanksSettings(launcher="deepspeed", hostfile=hostfile, **NODES))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+async def test_why_the_ranks_of_a_launcher_do_not_start(tmp_path: Path, launcher: Any) -> None:
+    settings = SETTINGS.model_copy(update={"model": tmp_path}).model_dump(mode="json")
+    ranks = RanksSettings(launcher=launcher, count=2)
+    with anyio.fail_after(100), pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"):
+        async with started(settings, ranks, log_dir=tmp_path / "logs", on_progress=say_nothing):
+            pass
+
+
+def test_ports_are_below_those_of_connections_that_go_out() -> None:
+    low, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert all(free_port() < low for _ in range(20))

@@ -1,0 +1,67 @@
+"""What stands in the host's memory is trained as elsewhere. On a CPU both are the same memory: what
+is tested is DeepSpeed's other path through a step, not the transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+
+from safetensors.torch import load_file
+
+from agentloop.training.learner_settings import LearnerSettings
+from tests.learner.plain import Plain
+from tests.learner.ranks import Ranks, make_batch, started
+from tests.learner.test_ranks import SETTINGS
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+KINDS = [(1, 1, "optimizer"), (2, 2, "optimizer"), (3, 2, "optimizer+parameters")]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"zero{kind[0]}x{kind[1]}-{kind[2]}")
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Ranks, Path]]:
+    stage, num_ranks, offload = request.param
+    folder = tmp_path_factory.mktemp("offload")
+    settings = SETTINGS.model_copy(update={"zero_stage": stage, "offload": offload})
+    with started(folder, settings, num_ranks) as ranks:
+        yield ranks, folder
+
+
+def test_four_steps_are_those_of_plain_pytorch(both: tuple[Ranks, Path]) -> None:
+    """Of several micro-batches each; then the third and fourth again, from a checkpoint."""
+    ranks, folder = both
+    reference, batch = Plain(SETTINGS), make_batch()
+    before = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
+    batch = make_batch(old_logprobs=batch.logprobs)
+    batch.save(folder / "batch")
+    for step in range(4):
+        if step == 2:
+            assert ranks.ask("save", folder=folder / "two")["ok"]
+        expected, found = reference.step(batch), ranks.ask("step", batch=folder / "batch")
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    first = ranks.ask("publish", folder=folder / "four", version="4")["sha256"]
+    weights: dict[str, Any] = {}
+    for shard in (folder / "four").glob("*.safetensors"):
+        weights |= load_file(shard)
+    now = dict(reference.model.named_parameters())
+    moved = max((now[name] - before[name]).abs().max().item() for name in now)
+    differ = max((now[name] - weights[name]).abs().max().item() for name in now)
+    print(f"largest update {moved:.2e}, difference {differ:.2e}")
+    assert moved > 2e-3
+    assert differ < 1e-5
+    assert ranks.ask("load", folder=folder / "two")["num_updates"] == 2
+    for _ in range(2):
+        ranks.ask("step", batch=folder / "batch")
+    assert ranks.ask("publish", folder=folder / "again", version="4")["sha256"] == first
+
+
+def test_weights_are_offloaded_where_they_are_shared_out() -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"offload: .* needs zero_stage = 3"):
+        LearnerSettings(offload="optimizer+parameters", zero_stage=2)

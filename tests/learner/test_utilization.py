@@ -1,0 +1,73 @@
+"""Operations of a batch against those that torch counts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from agentloop.models import SMALL
+from agentloop.training.learner_settings import LearnerSettings
+from learner.policy import load_model
+from learner.utilization import Work, peak_tflops
+
+pytestmark = pytest.mark.real
+LENGTH = 200
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_work_is_what_torch_counts(frozen: bool) -> None:
+    """One sample through the model as transformers has it; its attention computes the whole
+    square, so the pairs that a causal one leaves out are added."""
+    settings = LearnerSettings(model=SMALL, attention="eager")
+    model = load_model(settings)
+    if frozen:  # all but something below everything, as adapters are
+        model.requires_grad_(False)
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, args, output: output.detach().requires_grad_()
+        )
+    work = Work.of(model)
+    assert work is not None
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 500, (1, LENGTH)))
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    pairs = LENGTH * (LENGTH - 1) / 2
+    expected = work.of_batch([LENGTH], LENGTH) + work.per_pair * pairs
+    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-3)
+
+
+def test_pairs_are_within_a_sample() -> None:
+    work = Work(per_token=100, per_sampled=10, per_pair=1)
+    assert work.of_batch([2, 3], 3) == 500 + 30 + 3 + 6
+
+
+def test_what_cannot_be_told_is_none() -> None:
+    config: Any = SimpleNamespace(num_experts=8)
+    assert Work.of(SimpleNamespace(config=config)) is None
+    assert Work.of(SimpleNamespace(config=SimpleNamespace())) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GH200 480GB", 989),
+        ("cpu", None),
+    ],
+)
+def test_what_devices_can_do(name: str, peak: float | None) -> None:
+    assert peak_tflops(name, "bfloat16") == peak
+    assert peak_tflops(name, "float32") is None
