@@ -2,14 +2,14 @@
 
     config.json (weights need not be there) + settings ──> Plan ──> text, with warnings
 
-P are the parameters, R the ranks, w the bytes of `learner.dtype`. A rank holds, under DeepSpeed
-0.19's ZeRO stages:
+P are the parameters, T those that are trained (P, or a LoRA's), R the ranks, w the bytes of
+`learner.dtype`. A rank holds, under DeepSpeed 0.19's ZeRO stages:
 
                  1            2            3
     weights      w P          w P          w P / R
-    gradients    w P          4 P / R      4 P / R
-    optimizer    12 P / R     12 P / R     12 P / R
-    checkpoint   (w + 12) P   (w + 12) P   12 P          of all ranks, on the disk
+    gradients    w T          4 T / R      4 T / R
+    optimizer    12 T / R     12 T / R     12 T / R
+    checkpoint   (w + 12) T   (w + 12) T   12 T          of all ranks, on the disk
 
 and in stage 3 what is gathered at a time: w min(P, stage3_max_live_parameters). The optimizer's
 are float32 weights and AdamW's two moments. Offloaded, they and a rank's share of the gradients lie
@@ -21,8 +21,9 @@ queries, its keys and its MLP; checkpointed, w H per layer and one layer whole. 
 
 Left out: what torch, CUDA and NCCL take for themselves (some GiB a GPU); fragmentation; gradients
 of activations; the copy that ZeRO makes of a rank's gradients as it steps, when activations are
-gone; CUDA graphs and activations of servers (and the 2 GiB of one on a CPU). Upper bounds are for
-rollouts that use up their budget: prompts come on top, and most rollouts are shorter.
+gone; CUDA graphs and activations of servers (and the 2 GiB of one on a CPU); adapters' own weights
+and activations. Upper bounds are for rollouts that use up their budget: prompts come on top, and
+most rollouts are shorter.
 """
 
 from __future__ import annotations
@@ -273,7 +274,7 @@ def plan(settings: PlanSettings, machine: Machine | None = None) -> Plan:
     on_gpus = settings.server.device == "cuda" or (
         settings.server.device == "auto" and has_accelerator()
     )
-    learner = _learner_memory(shape, settings.learner, settings.ranks.count, on_gpus)
+    learner = _learner_memory(shape, settings.learner, settings.ranks, on_gpus)
     server = _server_memory(shape, settings, on_gpus)
     disk = _disk(shape, settings)
     return Plan(
@@ -350,26 +351,46 @@ def _count_tensors(folder: Path, *, tied: bool) -> int:
     return sum(sizes.values())
 
 
+def _num_trained(shape: ModelShape, learner: LearnerSettings) -> int:
+    """All parameters; or those of a LoRA: rank x (in + out) of each linear layer that it is at."""
+    if not learner.lora.rank:
+        return shape.num_parameters
+    h, q, kv, mlp = shape.hidden_size, shape.query_size, shape.kv_size, shape.mlp_size
+    widths = {
+        "self_attn.q_proj": h + q,
+        "self_attn.k_proj": h + kv,
+        "self_attn.v_proj": h + kv,
+        "self_attn.o_proj": q + h,
+        "mlp.gate_proj": h + mlp,
+        "mlp.up_proj": h + mlp,
+        "mlp.down_proj": mlp + h,
+    }
+    targets = learner.lora.targets or tuple(widths)
+    chosen = (width for name, width in widths.items() if name.endswith(targets))
+    return shape.num_layers * learner.lora.rank * sum(chosen)
+
+
 def _learner_memory(
-    shape: ModelShape, learner: LearnerSettings, num_ranks: int, on_gpus: bool
+    shape: ModelShape, learner: LearnerSettings, ranks: RanksSettings, on_gpus: bool
 ) -> LearnerMemory:
-    p, w = shape.num_parameters, _WIDTHS[learner.dtype]
+    p, t, w = shape.num_parameters, _num_trained(shape, learner), _WIDTHS[learner.dtype]
+    num_ranks = ranks.count * ranks.nodes
     zero = learner.deepspeed.get("zero_optimization", {})
     stage = learner.zero_stage
-    share = math.ceil(p / num_ranks)
-    weights = w * (share if stage == 3 else p)
-    gradients = w * p if stage == 1 else 4 * share
+    share = math.ceil(t / num_ranks)
+    weights = w * (math.ceil(p / num_ranks) if stage == 3 else p)
+    gradients = w * t if stage == 1 else 4 * share
     optimizer = 12 * share
     # A GPU's is taken whole; of a CPU's only the pages that are written to.
     bucket = int(zero.get("reduce_bucket_size", 5e8))
-    buffers = w * (bucket if on_gpus else min(bucket, p))
+    buffers = w * (bucket if on_gpus else min(bucket, t))
     if stage == 3:
         buffers += w * min(p, int(zero.get("stage3_max_live_parameters", 1e9)))
     offloaded = 0
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+    if "optimizer" in learner.offload:
         offloaded += optimizer + 4 * share
-        optimizer, gradients = 0, w * p if stage == 1 else 0
-    if stage == 3 and (zero.get("offload_param") or {}).get("device", "none") != "none":
+        optimizer, gradients = 0, w * t if stage == 1 else 0
+    if "parameters" in learner.offload:
         offloaded += weights
         weights = 0
     tokens = learner.micro_batch_tokens
@@ -385,7 +406,7 @@ def _learner_memory(
         activations=activations,
         logits=min(learner.head_chunk_tokens, tokens) * shape.vocab_size * (16 + w),
         offloaded=offloaded,
-        loading=num_ranks * w * p,
+        loading=ranks.count * w * p,
     )
 
 
@@ -417,7 +438,7 @@ def _server_memory(shape: ModelShape, settings: PlanSettings, on_gpus: bool) -> 
 def _disk(shape: ModelShape, settings: PlanSettings) -> Disk:
     loop, learner = settings.loop, settings.learner
     weights = 0 if learner.zero_stage == 3 else _WIDTHS[learner.dtype]
-    checkpoint = (weights + 12) * shape.num_parameters
+    checkpoint = (weights + 12) * _num_trained(shape, learner)
     every = loop.checkpoint_every or max(1, loop.steps)
     num_checkpoints = math.ceil(loop.steps / every)
     if learner.keep_checkpoints:
@@ -554,10 +575,13 @@ def _lines(p: Plan) -> Iterator[str]:
         yield f"  every {loop.evaluate_every} steps {loop.evaluate_tasks} held-out tasks, once each"
     m = p.learner
     device = "GPU" if p.on_gpus else "process"
+    nodes = f" on each of {s.ranks.nodes} nodes" if s.ranks.nodes > 1 else ""
     yield (
-        f"learner    {_count_of(s.ranks.count, 'rank')}, ZeRO {learner.zero_stage}, "
+        f"learner    {_count_of(s.ranks.count, 'rank')}{nodes}, ZeRO {learner.zero_stage}, "
         f"{learner.dtype}: {_size(m.total)} each {device}"
     )
+    if learner.lora.rank:
+        yield f"  of a LoRA, {_amount(_num_trained(shape, learner))} parameters are trained"
     kept = "checkpointed" if learner.activation_checkpointing else "not checkpointed"
     parts = (
         ("weights", m.weights, ""),
@@ -571,7 +595,7 @@ def _lines(p: Plan) -> Iterator[str]:
         yield f"  {name:<12} {_size(size):>10}  {note}".rstrip()
     if m.offloaded:
         yield f"  offloaded    {_size(m.offloaded):>10}  of the host's memory, each rank"
-    yield f"  at its start {_size(m.loading):>10}  of the host's memory, for all ranks"
+    yield f"  at its start {_size(m.loading):>10}  of the host's memory, for all ranks of a node"
     own = "" if s.servers else f", tp {s.server.tp_size}, dp {s.server.dp_size}"
     yield f"inference  {where}{own}; on each {device}:"
     yield f"  weights      {_size(p.server.weights):>10}"
@@ -595,7 +619,8 @@ def _lines(p: Plan) -> Iterator[str]:
 
 def _micro_batches(p: Plan) -> int:
     tokens = p.settings.learner.micro_batch_tokens
-    return math.ceil(p.max_kept_tokens / tokens / p.settings.ranks.count)
+    ranks = p.settings.ranks
+    return math.ceil(p.max_kept_tokens / tokens / (ranks.count * ranks.nodes))
 
 
 def _size(num_bytes: float) -> str:

@@ -10,6 +10,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'
 
 import torch
 
+from agentloop.training.learner import RanksSettings
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.plan import ModelShape, _learner_memory
 from learner import torchvision_stub  # noqa: F401
@@ -81,10 +82,10 @@ def test_activations_are_what_autograd_saves(dtype: Any, checkpointing: bool) ->
     settings = LearnerSettings(
         dtype=dtype, micro_batch_tokens=NUM_TOKENS, activation_checkpointing=checkpointing
     )
-    computed = _learner_memory(shape, settings, 1, on_gpus=False).activations
+    computed = _learner_memory(shape, settings, RanksSettings(), on_gpus=False).activations
     if checkpointing:  # the layer that is computed again comes in the backward pass
         whole = settings.model_copy(update={"activation_checkpointing": False})
-        computed -= _learner_memory(shape, whole, 1, on_gpus=False).activations // 12
+        computed -= _learner_memory(shape, whole, RanksSettings(), on_gpus=False).activations // 12
     # What stands before and behind the layers is not in it: some norms and positions.
     share = 0.25 if checkpointing else 0.06
     assert computed == pytest.approx(saved_bytes(config, dtype, checkpointing), rel=share)

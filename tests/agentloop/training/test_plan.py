@@ -16,7 +16,8 @@ from agentloop.config import load_settings
 from agentloop.errors import ModelError, SettingsError
 from agentloop.models import SMALL
 from agentloop.train import TrainSettings
-from agentloop.training.learner_settings import LearnerSettings
+from agentloop.training.learner import RanksSettings
+from agentloop.training.learner_settings import LearnerSettings, LoraSettings
 from agentloop.training.plan import (
     _BYTES_PER_TRAJECTORY_TOKEN,
     Machine,
@@ -118,23 +119,48 @@ def test_what_the_ranks_share_out(
 ) -> None:
     shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
     settings = LearnerSettings(zero_stage=stage, dtype=dtype)
-    memory = _learner_memory(shape, settings, num_ranks, on_gpus=False)
+    memory = _learner_memory(shape, settings, RanksSettings(count=num_ranks), on_gpus=False)
     found = (memory.weights, memory.gradients, memory.optimizer)
     assert found == tuple(1_000_000 * per for per in states)
     assert memory.loading == num_ranks * (4 if dtype == "float32" else 2) * 1_000_000
     assert memory.offloaded == 0
-    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    settings = settings.model_copy(update={"deepspeed": offload})
-    memory = _learner_memory(shape, settings, num_ranks, on_gpus=False)
+    settings = settings.model_copy(update={"offload": "optimizer"})
+    memory = _learner_memory(shape, settings, RanksSettings(count=num_ranks), on_gpus=False)
     assert memory.optimizer == 0
     assert memory.gradients == (1_000_000 * states[1] if stage == 1 else 0)
     assert memory.offloaded == 1_000_000 * (states[2] + 4 / num_ranks)
 
 
+def test_a_lora_trains_few() -> None:
+    shape = ModelShape.read(SMALL)
+    lora = LoraSettings(rank=8)
+    memory = _learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
+    # 4 x 8 x (q 256, k 192, v 192, o 256, gate, up and down 512 each)
+    assert memory.optimizer == 12 * 77_824
+    assert memory.gradients == 4 * 77_824
+    assert memory.weights == 4 * 853_376
+    lora = LoraSettings(rank=8, targets=("q_proj", "v_proj"))
+    memory = _learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
+    assert memory.optimizer == 12 * 4 * 8 * (256 + 192)
+    made = planned("learner.lora.rank=8")
+    assert made.disk.checkpoint == (4 + 12) * 77_824
+    assert "77,824 parameters are trained" in made.text()
+
+
+def test_ranks_on_several_nodes_share_out_more() -> None:
+    shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
+    ranks = RanksSettings(count=2, nodes=4, launcher="torchrun", address="here")
+    memory = _learner_memory(shape, LearnerSettings(), ranks, on_gpus=False)
+    assert (memory.weights, memory.optimizer) == (4_000_000, 12 * 1_000_000 // 8)
+    assert memory.loading == 2 * 4_000_000
+    nodes = ("ranks.nodes=4", "ranks.launcher=torchrun", "ranks.address=here")
+    assert "2 ranks on each of 4 nodes" in planned("ranks.count=2", *nodes).text()
+
+
 def test_buffers_activations_and_logits() -> None:
     shape = ModelShape.read(QWEN3_14B)
     learner = LearnerSettings(dtype="bfloat16", micro_batch_tokens=10_000, head_chunk_tokens=1000)
-    memory = _learner_memory(shape, learner, 8, on_gpus=True)
+    memory = _learner_memory(shape, learner, RanksSettings(count=8), on_gpus=True)
     assert memory.buffers == 2 * 500_000_000
     # 2 x (6 x 5120 + 5 x 5120 + 4 x 1024 + 4 x 17408) + 4 x 5120 + 2 x 5120 + 2 x 1024
     assert memory.activations == 10_000 * 40 * 292_864
@@ -142,7 +168,8 @@ def test_buffers_activations_and_logits() -> None:
     parts = [memory.weights, memory.gradients, memory.optimizer, memory.buffers]
     assert memory.total == sum(parts) + memory.activations + memory.logits
     update = {"activation_checkpointing": True, "zero_stage": 3}
-    memory = _learner_memory(shape, learner.model_copy(update=update), 8, on_gpus=True)
+    ranks = RanksSettings(count=8)
+    memory = _learner_memory(shape, learner.model_copy(update=update), ranks, on_gpus=True)
     assert memory.activations == 10_000 * (40 * 2 * 5120 + 292_864)
     assert memory.buffers == 2 * 500_000_000 + 2 * 1_000_000_000
 
