@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -50,6 +51,21 @@ class TrainSettings(Settings):
     ranks: RanksSettings = pydantic.Field(default_factory=lambda: RanksSettings())
     loop: LoopSettings = pydantic.Field(default_factory=lambda: LoopSettings())
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
+
+    def as_one_stage(self) -> TrainSettings:
+        """With the steps of all stages, each with the largest budget of any of them."""
+        if not self.stages:
+            return self
+        budgets = [stage.budget(self.budget) for stage in self.stages.values()]
+        most = {
+            name: max(getattr(budget, name) for budget in budgets)
+            for name in ("max_turns", "max_response_tokens")
+        }
+        steps = sum(stage.steps for stage in self.stages.values())
+        loop = self.loop.model_copy(update={"steps": steps})
+        return self.model_copy(
+            update={"stages": {}, "loop": loop, "budget": self.budget.model_copy(update=most)}
+        )
 
 
 async def train(settings: TrainSettings, progress: console.Progress) -> Path:
@@ -152,8 +168,7 @@ def _whole(settings: TrainSettings) -> TrainSettings:
             f"({s.roc.down_sample_to_n}), and two at least, are to be learned from: every group "
             "would be rejected"
         )
-    budgets = [s.budget, *(stage.budget(s.budget) for stage in s.stages.values())]
-    most = max(budget.max_response_tokens for budget in budgets)
+    most = s.as_one_stage().budget.max_response_tokens
     if s.learner.micro_batch_tokens <= most:
         raise SettingsError(
             f"learner.micro_batch_tokens: {s.learner.micro_batch_tokens} do not hold a prompt and "
@@ -190,7 +205,21 @@ def main(arguments: list[str]) -> int:
 async def _plan(arguments: list[str]) -> int:
     """Of a model whose weights need not be there."""
     settings = load_settings(TrainSettings, *console.split_settings(arguments))
-    print((await anyio.to_thread.run_sync(plan, settings)).text(), end="")
+    start, stages = settings.start, settings.stages
+    if start is not None:
+        data = [*map(str, start.data.paths)]
+        data += [f"{start.data.teacher:,} of the teacher"] if start.data.teacher else []
+        print(f"start      {start.loop.epochs} epoch(s) of dialogues: {', '.join(data)}")
+    for name, stage in stages.items():
+        budget = stage.budget(settings.budget)
+        print(
+            f"stage      {name}: {stage.steps} steps, {budget.max_turns} turns and "
+            f"{budget.max_response_tokens:,} tokens at most"
+            + (f", on what is hard of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
+        )
+    changes = start.learner.config if start is not None else settings.learner.config
+    made = partial(plan, settings.as_one_stage(), changes=changes)
+    print((await anyio.to_thread.run_sync(made)).text(), end="")
     return 0
 
 

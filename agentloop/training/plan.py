@@ -123,18 +123,20 @@ class ModelShape:
     context_length: int
 
     @classmethod
-    def read(cls, folder: Path) -> ModelShape:
-        """Of a model folder; its weights are counted where they are there.
+    def read(cls, folder: Path, changes: Mapping[str, Any] | None = None) -> ModelShape:
+        """Of a model folder; its weights are counted where they are there, and where nothing
+        `changes` in its configuration.
 
         Raises:
             ModelError: no configuration of a kind that can be planned.
         """
-        config = _read_config(folder)
+        config = _read_config(folder) | dict(changes or {})
         try:
             heads = config["num_attention_heads"]
             head_dim = config.get("head_dim") or config["hidden_size"] // heads
             kv_heads = config.get("num_key_value_heads") or heads
-            counted = _count_tensors(folder, tied=bool(config.get("tie_word_embeddings")))
+            tied = bool(config.get("tie_word_embeddings"))
+            counted = 0 if changes else _count_tensors(folder, tied=tied)
             return cls(
                 num_parameters=counted or _count(config, heads * head_dim, kv_heads * head_dim),
                 counted=bool(counted),
@@ -254,9 +256,15 @@ class Plan:
         return "\n".join(_lines(self)) + "\n"
 
 
-def plan(settings: PlanSettings, machine: Machine | None = None) -> Plan:
+def plan(
+    settings: PlanSettings,
+    machine: Machine | None = None,
+    *,
+    changes: Mapping[str, Any] | None = None,
+) -> Plan:
     """Compute it for `machine`, or for this one. Reads the model's config.json, the headers of its
-    weights, and what nvidia-smi says: it blocks for some tenths of a second.
+    weights, and what nvidia-smi says: it blocks for some tenths of a second. `changes`: what is
+    other in the model than in its folder's configuration.
 
     Raises:
         SettingsError: the model's folder has no config.json.
@@ -270,7 +278,7 @@ def plan(settings: PlanSettings, machine: Machine | None = None) -> Plan:
         )
     if machine is None:
         machine = this_machine(settings.run.folder)
-    shape = ModelShape.read(folder)
+    shape = ModelShape.read(folder, changes)
     on_gpus = settings.server.device == "cuda" or (
         settings.server.device == "auto" and has_accelerator()
     )
@@ -544,7 +552,7 @@ def _gpu_warnings(
 
 def _lines(p: Plan) -> Iterator[str]:
     s, loop, learner, shape = p.settings, p.settings.loop, p.settings.learner, p.shape
-    by = "counted in its weights" if shape.counted else "by its configuration: no weights there"
+    by = "counted in its weights" if shape.counted else "by its configuration"
     yield f"model      {p.folder}: {_amount(shape.num_parameters)} parameters ({by})"
     yield (
         f"           {shape.num_layers} layers of {shape.hidden_size}, vocabulary "

@@ -287,7 +287,7 @@ def test_a_plan_says_what_a_step_does() -> None:
     made = planned(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
     text = made.text()
     for said in (
-        "14.77 billion parameters (by its configuration: no weights there)",
+        "14.77 billion parameters (by its configuration)",
         "40 layers of 5120, vocabulary 151,936, context 32,768",
         "roll out 512 tasks, 32 times each: 16,384 rollouts of at most 8,192 tokens and 10 turns",
         "134.2 million tokens in all",
