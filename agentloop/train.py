@@ -18,6 +18,7 @@ from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
+from agentloop.training.handover import WeightsSettings
 from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.loop import LoopSettings, TrainingLoop
@@ -37,6 +38,7 @@ class TrainSettings(Settings):
     learner: LearnerSettings = pydantic.Field(default_factory=lambda: LearnerSettings())
     ranks: RanksSettings = pydantic.Field(default_factory=lambda: RanksSettings())
     loop: LoopSettings = pydantic.Field(default_factory=lambda: LoopSettings())
+    weights: WeightsSettings = pydantic.Field(default_factory=lambda: WeightsSettings())
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
 
 
@@ -74,6 +76,7 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
             tasks=tasks,
             folder=folder,
             progress=progress.say,
+            weights=settings.weights,
         )
         await ranks.while_alive(loop.run)
     return folder.path

@@ -23,7 +23,7 @@ from learner.errors import LearnerError
 from learner.files import appear, fresh_partial
 from learner.policy import Policy
 
-__all__ = ["MANIFEST", "publish", "verify"]
+__all__ = ["MANIFEST", "gathered", "publish", "published_dtype", "size_of", "split", "verify"]
 
 MANIFEST = "published.json"
 # What a loader needs beside the weights; anything else in the folder stays there.
@@ -39,11 +39,14 @@ def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
     first = policy.world.first
     dtype = getattr(torch, policy.settings.publish_dtype)
     partial = fresh_partial(folder) if first else folder
-    shards = _shards(policy.model, dtype, policy.settings.max_shard_mib << 20)
+    shards = split(policy.model, dtype, policy.settings.max_shard_mib << 20)
     names = _file_names(len(shards))
     sha256 = {}
     for file, shard in zip(names, shards, strict=True):
-        tensors = dict(_gathered(shard, dtype, keep=first))
+        tensors = {
+            name: tensor.detach().to("cpu", published_dtype(tensor, dtype), copy=True).contiguous()
+            for name, tensor in gathered(shard, keep=first)
+        }
         if first:
             save_file(tensors, partial / file, metadata={"format": "pt"})
             (partial / file).chmod(0o644)  # safetensors writes 0600
@@ -80,14 +83,13 @@ def verify(folder: Path) -> str:
 Shard = list[tuple[str, Any]]
 
 
-def _shards(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
-    """Named parameters and buffers, tied ones once, in files of at most `max_bytes` if one
-    tensor does not take more."""
-    width = torch.empty(0, dtype=dtype).element_size()
+def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
+    """Named parameters and buffers, tied ones once, in shards of at most `max_bytes` if one
+    tensor does not take more; floats count as `dtype`."""
     shards: list[Shard] = [[]]
     free = max_bytes
     for name, tensor in _tensors(model):
-        size = getattr(tensor, "ds_numel", tensor.numel()) * width
+        size = size_of(tensor, dtype)
         if size > free and shards[-1]:
             shards.append([])
             free = max_bytes
@@ -96,21 +98,32 @@ def _shards(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
     return shards
 
 
+def published_dtype(tensor: Any, dtype: Any) -> Any:
+    """`dtype` for what is floating point; others keep their own."""
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def size_of(tensor: Any, dtype: Any) -> int:
+    """Bytes of the whole tensor, published as `dtype`."""
+    numel: int = getattr(tensor, "ds_numel", tensor.numel())  # ZeRO 3 leaves none in place
+    return numel * int(published_dtype(tensor, dtype).itemsize)
+
+
 def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
     yield from model.named_parameters()  # a tied one under its first name
     kept = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
-def _gathered(shard: Shard, dtype: Any, *, keep: bool) -> Iterator[tuple[str, Any]]:
-    """One tensor at a time is whole on the device."""
+def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[str, Any]]:
+    """One tensor at a time is whole on the device, until the next one; without `keep` this rank
+    only helps with it. Every rank comes here, and to the end."""
     import deepspeed
 
     for name, tensor in shard:
         with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
             if keep:
-                kind = dtype if tensor.is_floating_point() else tensor.dtype
-                yield name, tensor.detach().to("cpu", kind, copy=True).contiguous()
+                yield name, tensor
 
 
 def _file_names(num_shards: int) -> list[str]:
