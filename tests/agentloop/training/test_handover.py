@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import anyio
 import pytest
@@ -13,7 +14,8 @@ from aiohttp import web
 from agentloop.errors import ServerError
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import SGLangServer, http_session
-from agentloop.training.handover import InFolder, hand_over, keep_up
+from agentloop.training.handover import InFolder, WeightsSettings, hand_over, keep_up, publisher
+from agentloop.training.learner import Learner
 from tests.support import FakeSGLang, eventually
 
 pytestmark = pytest.mark.anyio
@@ -142,3 +144,27 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
         with pytest.raises(ServerError, match="no server could load"):
             await hand_over(router, ONE, timeout_s=5)
     assert not fake.paused
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: bool) -> None:
+    """In the run's folder, or in one that several runs may share."""
+
+    class Played:
+        async def ask(self, op: str, *, timeout_s: float, folder: str, version: str) -> None:
+            assert op == "publish"
+            await anyio.Path(folder).mkdir(parents=True)
+
+    run, shared = tmp_path / "run", tmp_path / "shared"
+    await anyio.Path(shared / "run-2" / "1").mkdir(parents=True)
+    settings = WeightsSettings(folder=shared if elsewhere else None)
+    way = publisher(settings, cast(Learner, Played()), run)
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        for version in ("0", "1", "2"):
+            published = await way.publish(version, timeout_s=5)
+            await hand_over(router, published, timeout_s=5)
+            await way.tidy()
+    mine = shared / "run" if elsewhere else run / "weights"
+    assert [path.name for path in mine.iterdir()] == ["2"]
+    assert (shared / "run-2" / "1").exists()
