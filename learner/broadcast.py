@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,7 +133,7 @@ class Broadcaster:
             made = _process_group(backend, self._store, name, world_size, timeout)
         except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
             self.leave()
-            raise GroupBroken(f"{name} did not come about: {_first_line(error)}") from error
+            raise GroupBroken(f"{name} did not come about: {_reason(error)}") from error
         self._group = _Group(made, name, timeout)
         return {}
 
@@ -187,7 +188,7 @@ class Broadcaster:
             group.process_group.broadcast([flat], options).wait(group.timeout)
         except RuntimeError as error:
             self.leave()
-            raise GroupBroken(f"{group.name} broke: {_first_line(error)}") from error
+            raise GroupBroken(f"{group.name} broke: {_reason(error)}") from error
 
     def _describe(self, bucket: Shard) -> dict[str, Any]:
         places = self._places(bucket)
@@ -238,5 +239,7 @@ def _sum(tensor: Any) -> str:
     return hashlib.sha256(memoryview(data)).hexdigest()[:16]
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _reason(error: BaseException) -> str:
+    """The middle of what torch says: without the line of its source, and without its advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]

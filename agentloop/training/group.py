@@ -261,12 +261,14 @@ class InLearner:
                 lost[server.url] = str(error)
 
         with anyio.move_on_after(self._answer_s + _SLACK_S, shield=True):
-            # It is still busy with the group where it was cancelled: then this waits for it.
-            with suppress(LearnerRefused):
-                await self._ask("leave")
-            async with anyio.create_task_group() as tasks:
-                for server in servers:
-                    tasks.start_soon(leave, server)
+            try:
+                with suppress(LearnerRefused):
+                    # Where it is still busy with what was cancelled, this waits for it.
+                    await self._ask("leave")
+            finally:  # of one that is dead they are rid, too
+                async with anyio.create_task_group() as tasks:
+                    for server in servers:
+                        tasks.start_soon(leave, server)
         return lost
 
     @property

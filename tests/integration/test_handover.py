@@ -177,6 +177,7 @@ async def test_a_server_that_dies_while_it_receives_is_left_out(
         assert await here.mismatch(here.servers[1]) < 1e-4
 
         # It comes back, with the weights of its start.
+        monkeypatch.undo()
         here.router.exited(victim.url, "killed")
         here.router.restarting(victim.url)
         await victim.restart(print)

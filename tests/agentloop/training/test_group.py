@@ -178,6 +178,7 @@ async def test_a_learner_that_dies_is_an_error_and_leaves_no_server_waiting(
 ) -> None:
     async with parts(tmp_path, *fakes(2)) as here:
         here.learner.fails["send"] = LearnerError("send: rank 0 ended")
+        here.learner.fails["leave"] = LearnerError("leave: rank 0 ended")
         with pytest.raises(LearnerError, match="rank 0 ended"):
             await here.hand_over()
         assert here.nobody_waits()
