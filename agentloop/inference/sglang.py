@@ -411,6 +411,8 @@ class SGLangServer:
             "backend": group.backend,
         }
         await self._control("POST", "/pause_generation", {"mode": "retract"}, timeout)
+        with suppress(ServerRefused):  # of a group that it was too late to leave, as a rule of none
+            await self._control("POST", "/end_weight_update", {}, timeout)
         await self._control("POST", "/init_weights_update_group", body, timeout)
         await self._control("POST", "/begin_weight_update", {}, timeout)
 

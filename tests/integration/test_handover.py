@@ -152,7 +152,13 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(tmp_path: Path)
         assert checksums[0] != checksums[1]
 
 
-async def test_a_server_that_dies_while_it_receives_is_left_out(
+def send(process: ServerProcess, number: signal.Signals) -> None:
+    """To a server's first process and its children."""
+    assert process.pid is not None
+    os.killpg(os.getpgid(process.pid), number)
+
+
+async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with parts(tmp_path, num_servers=2) as here:
@@ -162,8 +168,7 @@ async def test_a_server_that_dies_while_it_receives_is_left_out(
 
         async def dying(self: SGLangServer, *arguments: Any, **more: Any) -> None:
             if self.url == victim.url and victim.alive:
-                assert victim.pid is not None
-                os.killpg(os.getpgid(victim.pid), signal.SIGKILL)
+                send(victim, signal.SIGKILL)
                 await victim.wait_dead()
             await receive(self, *arguments, **more)
 
@@ -182,6 +187,23 @@ async def test_a_server_that_dies_while_it_receives_is_left_out(
         here.router.restarting(victim.url)
         await victim.restart(print)
         await eventually(lambda: here.states()[0] == "stale", within_s=10)
+        assert await keep_up(here.router, came, timeout_s=TIMEOUT_S)
+        assert here.states() == ["healthy", "healthy"]
+        assert await here.mismatch(here.servers[0]) < 1e-4
+
+        async def freezing(self: SGLangServer, *arguments: Any, **more: Any) -> None:
+            if self.url == victim.url:
+                send(victim, signal.SIGSTOP)
+            await receive(self, *arguments, **more)
+
+        monkeypatch.setattr(SGLangServer, "receive", freezing)
+        await here.step()
+        came = await here.hand_over(GROUP.model_copy(update={"group_timeout_s": 5}))
+        assert came.loaded == [here.processes[1].url]
+        assert await here.mismatch(here.servers[1]) < 1e-4
+        monkeypatch.undo()
+        send(victim, signal.SIGCONT)
+        await eventually(lambda: here.states()[0] == "stale", within_s=30)
         assert await keep_up(here.router, came, timeout_s=TIMEOUT_S)
         assert here.states() == ["healthy", "healthy"]
         assert await here.mismatch(here.servers[0]) < 1e-4
