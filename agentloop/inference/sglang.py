@@ -383,10 +383,10 @@ class SGLangServer:
         """
         info = await self._control("GET", "/server_info")
         try:
-            if int(info.get("dp_size") or 1) > 1:
+            if max(int(info.get(name) or 1) for name in ("dp_size", "pp_size")) > 1:
                 raise ServerRefused(
-                    f"{self.url}: SGLang gives data-parallel ranks weights by disk alone: set "
-                    "weights.by to disk",
+                    f"{self.url}: SGLang gives data- and pipeline-parallel ranks weights by disk "
+                    "alone: set weights.by to disk",
                     status=200,
                 )
             device, dtype = str(info.get("device")), str(info.get("dtype"))

@@ -36,7 +36,7 @@ from tests.support import eventually
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.real,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(480),  # servers are started, and one of them twice
     pytest.mark.usefixtures("sglang_installed"),
 ]
 
