@@ -23,6 +23,7 @@ from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
 from agentloop.sft import StartSettings, imitate, model_folder, samples_of
+from agentloop.training.handover import WeightsSettings
 from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.loop import LoopSettings, StageSettings, TrainingLoop
@@ -50,6 +51,7 @@ class TrainSettings(Settings):
     learner: LearnerSettings = pydantic.Field(default_factory=lambda: LearnerSettings())
     ranks: RanksSettings = pydantic.Field(default_factory=lambda: RanksSettings())
     loop: LoopSettings = pydantic.Field(default_factory=lambda: LoopSettings())
+    weights: WeightsSettings = pydantic.Field(default_factory=lambda: WeightsSettings())
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
 
     def as_one_stage(self) -> TrainSettings:
@@ -125,6 +127,7 @@ async def _roll_out_and_learn(
             report=progress,
             stages=settings.stages,
             budget=settings.budget,
+            weights=settings.weights,
         )
         await ranks.while_alive(loop.run)
 

@@ -3,6 +3,7 @@
 AgentLoopError
  └─ LearnerError        any of it
      ├─ BatchError      a batch file, or what stands in it: the learner goes on
+     ├─ GroupBroken     the group of the servers, of which rank 0 is one: the learner goes on
      └─ TrainingBroken  the policy is no longer to be trusted: the learner ends
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from agentloop.errors import AgentLoopError
 
-__all__ = ["BatchError", "LearnerError", "TrainingBroken"]
+__all__ = ["BatchError", "GroupBroken", "LearnerError", "TrainingBroken"]
 
 
 class LearnerError(AgentLoopError):
@@ -19,6 +20,10 @@ class LearnerError(AgentLoopError):
 
 class BatchError(LearnerError):
     """A batch is unusable; the message names the file, the tensor and the place."""
+
+
+class GroupBroken(LearnerError):
+    """A server did not join, is gone or hangs; raised on rank 0 alone, after what all ranks do."""
 
 
 class TrainingBroken(LearnerError):

@@ -5,9 +5,10 @@
         └───────answer───────────┘
 
 Between requests rank 0 lets the others know every few seconds that it is there: so a rank that
-died or hangs is noticed also while nothing is trained. What
-all ranks can find wrong before the work begins is answered, and the learner goes on; whatever
-breaks the work of one rank ends them all, for the others would wait for it in vain.
+died or hangs is noticed also while nothing is trained. What all ranks can find wrong before the
+work begins is answered, and the learner goes on; so is a broken group of the servers, for which no
+other rank waits. Whatever else breaks the work of one rank ends them all, for the others would wait
+for it in vain.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import Any
 from safetensors.numpy import save
 
 from learner.batch import Batch, plan
+from learner.broadcast import Broadcaster
 from learner.checkpoint import load_checkpoint, read_state, save_checkpoint
-from learner.errors import LearnerError, TrainingBroken
+from learner.errors import GroupBroken, LearnerError, TrainingBroken
 from learner.files import fresh_partial
 from learner.policy import Policy
 from learner.weights import publish
@@ -103,6 +105,7 @@ def serve(policy: Policy, link: Link | None) -> None:
         TrainingBroken, and whatever else must end the learner.
     """
     world = policy.world
+    broadcaster = Broadcaster(policy)
     beat_s = min(_MAX_BEAT_S, policy.settings.collective_timeout_s / _BEATS_PER_TIMEOUT)
     while True:
         request: Request | None = world.share(link.next(beat_s) if link else None)
@@ -110,23 +113,25 @@ def serve(policy: Policy, link: Link | None) -> None:
             continue
         closing = request.get("op") == "close"
         try:
-            answer = {"ok": True} if closing else {"ok": True, **_handle(policy, request)}
+            done = {} if closing else _handle(policy, broadcaster, request)
+            answer = {"ok": True, **done}
         except _Refused as error:
             answer = {"ok": False, "error": str(error), "fatal": False}
         if link:
             link.send(answer)
         if closing:
+            broadcaster.leave()
             return
 
 
 class _Refused(Exception):
-    """All ranks know that the request cannot be carried out; nothing was done."""
+    """The request cannot be carried out. No rank is in the middle of anything."""
 
 
-def _handle(policy: Policy, request: Request) -> Answer:
+def _handle(policy: Policy, broadcaster: Broadcaster, request: Request) -> Answer:
     problem, work = None, None
     try:
-        work = _prepare(policy, request)
+        work = _prepare(policy, broadcaster, request)
     except LearnerError as error:
         problem = error
     try:
@@ -134,10 +139,13 @@ def _handle(policy: Policy, request: Request) -> Answer:
     except LearnerError as error:
         raise _Refused(str(error)) from error
     assert work is not None
-    return work()
+    try:
+        return work()
+    except GroupBroken as error:  # on rank 0; the others have done what is theirs
+        raise _Refused(str(error)) from error
 
 
-def _prepare(policy: Policy, request: Request) -> Callable[[], Answer]:
+def _prepare(policy: Policy, broadcaster: Broadcaster, request: Request) -> Callable[[], Answer]:
     """Check the request on this rank alone; what is returned is done by all ranks together."""
     match request:
         case {"op": "step", "batch": str(path), **rest}:
@@ -163,6 +171,28 @@ def _prepare(policy: Policy, request: Request) -> Callable[[], Answer]:
         case {"op": "load", "folder": str(folder)}:
             kept = read_state(policy, Path(folder))
             return lambda: _load(policy, Path(folder), kept)
+        case {"op": "layout", "out": str(out)}:
+            if policy.world.first and not Path(out).parent.is_dir():
+                raise LearnerError(f"out: there is no folder {Path(out).parent}")
+            return lambda: broadcaster.layout(Path(out))
+        case {"op": "open", "address": str(address), "port": int(port), "num_updates": int(num)}:
+            broadcaster.check(num)
+            return lambda: broadcaster.open(address, port)
+        case {
+            "op": "join", "name": str(name), "world_size": int(size), "backend": str(backend),
+            "within_s": int() | float() as within_s,
+        }:  # fmt: skip
+            broadcaster.check_timeout(within_s)
+            return lambda: broadcaster.join(name, size, backend, within_s)
+        case {"op": "send", "bucket": int(index), "num_updates": int(num), **rest}:
+            broadcaster.check(num)
+            broadcaster.check_bucket(index)
+            digest = rest.get("digest")
+            if digest not in (None, "float32", "bfloat16"):
+                raise LearnerError(f"digest: a type expected, not {digest!r}")
+            return lambda: broadcaster.send(index, digest)
+        case {"op": "leave"}:
+            return broadcaster.leave
         case _:
             raise LearnerError(f"unknown request: {json.dumps(request)[:200]}")
 

@@ -25,7 +25,7 @@ from learner.files import appear, fresh_partial
 from learner.lora import adapted_layers, delta
 from learner.policy import Policy, config_of
 
-__all__ = ["MANIFEST", "publish", "verify"]
+__all__ = ["MANIFEST", "Published", "Shard", "gathered", "publish", "split", "verify"]
 
 MANIFEST = "published.json"
 # What a loader needs beside the weights; anything else in the folder stays there.
@@ -41,11 +41,14 @@ def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
     first = policy.world.first
     dtype = getattr(torch, policy.settings.publish_dtype)
     partial = fresh_partial(folder) if first else folder
-    shards = _shards(policy.model, dtype, policy.settings.max_shard_mib << 20)
+    shards = split(policy.model, dtype, policy.settings.max_shard_mib << 20)
     names = _file_names(len(shards))
     sha256 = {}
     for file, shard in zip(names, shards, strict=True):
-        tensors = dict(_gathered(shard, dtype, keep=first))
+        tensors = {
+            one.name: tensor.to("cpu", one.dtype, copy=True).contiguous()
+            for one, tensor in gathered(shard, keep=first)
+        }
         if first:
             save_file(tensors, partial / file, metadata={"format": "pt"})
             (partial / file).chmod(0o644)  # safetensors writes 0600
@@ -84,20 +87,25 @@ class Published(NamedTuple):
 
     name: str
     shape: torch.Size
+    dtype: Any  # what it is published as
     made_of: tuple[Any, ...]
     make: Callable[[], Any]  # on the device; while all of `made_of` is gathered
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.shape.numel() * self.dtype.itemsize)
 
 
 Shard = list[Published]
 
 
-def _shards(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
-    """All tensors, in files of at most `max_bytes` if one tensor does not take more."""
-    width = torch.empty(0, dtype=dtype).element_size()
+def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
+    """All tensors, in shards of at most `max_bytes` if one tensor does not take more; floating
+    point is published as `dtype`."""
     shards: list[Shard] = [[]]
     free = max_bytes
-    for one in _tensors(model):
-        size = one.shape.numel() * width
+    for one in _tensors(model, dtype):
+        size = one.num_bytes
         if size > free and shards[-1]:
             shards.append([])
             free = max_bytes
@@ -106,7 +114,7 @@ def _shards(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
     return shards
 
 
-def _tensors(model: Any) -> Iterator[Published]:
+def _tensors(model: Any, dtype: Any) -> Iterator[Published]:
     """Parameters and buffers, tied ones once, adapters merged into the weights beside them. The
     same on every rank."""
     layers = adapted_layers(model)
@@ -115,22 +123,24 @@ def _tensors(model: Any) -> Iterator[Published]:
             continue
         name = name.replace(".base_layer.", ".")
         if layer := layers.get(name):
-            yield _merged(name, layer)
+            yield _merged(name, layer, dtype)
         else:
-            yield _as_it_is(name, parameter)
+            yield _as_it_is(name, parameter, dtype)
     kept = model.state_dict().keys()
-    yield from (_as_it_is(name, one) for name, one in model.named_buffers() if name in kept)
+    yield from (_as_it_is(name, one, dtype) for name, one in model.named_buffers() if name in kept)
 
 
-def _as_it_is(name: str, tensor: Any) -> Published:
-    return Published(name, _shape(tensor), (tensor,), lambda: tensor)
+def _as_it_is(name: str, tensor: Any, dtype: Any) -> Published:
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return Published(name, _shape(tensor), kind, (tensor,), lambda: tensor)
 
 
-def _merged(name: str, layer: Any) -> Published:
+def _merged(name: str, layer: Any, dtype: Any) -> Published:
     weight = layer.get_base_layer().weight
     return Published(
         name,
         _shape(weight),
+        dtype,
         (weight, *(p for p in layer.parameters() if p.requires_grad)),
         lambda: weight.float() + delta(layer).float(),
     )
@@ -140,17 +150,16 @@ def _shape(tensor: Any) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _gathered(shard: Shard, dtype: Any, *, keep: bool) -> Iterator[tuple[str, Any]]:
-    """Name and tensor on the host, where `keep`; one at a time is whole on the device."""
+def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[Published, Any]]:
+    """With each its tensor: one at a time is whole on the device, until the next one. Without
+    `keep` this rank only helps with it. Every rank comes here, and to the end."""
     import deepspeed
 
     for one in shard:
         parts = [part for part in one.made_of if hasattr(part, "ds_id")]
         with torch.no_grad(), deepspeed.zero.GatheredParameters(parts, enabled=bool(parts)):
             if keep:
-                tensor = one.make().detach()
-                kind = dtype if tensor.is_floating_point() else tensor.dtype
-                yield one.name, tensor.to("cpu", kind, copy=True).contiguous()
+                yield one, one.make().detach()
 
 
 def _file_names(num_shards: int) -> list[str]:

@@ -222,6 +222,10 @@ class FakeSGLang:
     dp_size: int = 1
     weights: str | None = "sum"  # their checksum; none: they cannot be loaded, "": not in time
     paused: bool = False
+    sums: dict[str, str] = field(default_factory=dict)  # of its tensors
+    group: str = ""  # that it is a member of
+    updating: bool = False
+    at_bucket: Callable[[list[str]], Awaitable[object]] | None = None  # raises: it refuses
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeSGLang]:
@@ -236,6 +240,11 @@ class FakeSGLang:
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_post("/update_weights_from_disk", self._update_weights)
         app.router.add_post("/weights_checker", self._check_weights)
+        app.router.add_post("/init_weights_update_group", self._join_group)
+        app.router.add_post("/destroy_weights_update_group", self._leave_group)
+        app.router.add_post("/begin_weight_update", self._begin_update)
+        app.router.add_post("/end_weight_update", self._end_update)
+        app.router.add_post("/update_weights_from_distributed", self._receive)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -333,6 +342,9 @@ class FakeSGLang:
             "weight_version": "default",  # it does not follow updates
             "dp_size": self.dp_size,
             "max_total_num_tokens": self.max_total_num_tokens,
+            "tp_size": 1,
+            "device": "cpu",
+            "dtype": "float32",
         }
         body = json.dumps(info).encode()
         response = web.StreamResponse()
@@ -377,7 +389,39 @@ class FakeSGLang:
         return web.json_response({"success": True, "message": ""})
 
     async def _check_weights(self, request: web.Request) -> web.Response:
-        return web.json_response({"success": True, "ranks": [{"per_gpu_checksum": self.weights}]})
+        ranks = [{"per_gpu_checksum": self.weights, "checksums": self.sums}]
+        return web.json_response({"success": True, "ranks": ranks})
+
+    async def _join_group(self, request: web.Request) -> web.Response:
+        assert self.paused
+        self.group = (await request.json())["group_name"]
+        return web.json_response({"success": True, "message": ""})
+
+    async def _leave_group(self, request: web.Request) -> web.Response:
+        name = (await request.json())["group_name"]
+        was, self.group = self.group, ""
+        return web.json_response({"success": was == name}, status=200 if was == name else 400)
+
+    async def _begin_update(self, request: web.Request) -> web.Response:
+        status, self.updating = 400 if self.updating else 200, True
+        return web.json_response({"message": "open already"}, status=status)
+
+    async def _end_update(self, request: web.Request) -> web.Response:
+        status, self.updating = 200 if self.updating else 400, False
+        return web.json_response({"message": "none is open"}, status=status)
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        assert (self.paused, self.updating, self.group) == (True, True, asked["group_name"])
+        if self.at_bucket is not None:
+            try:
+                await self.at_bucket(asked["names"])
+            except ValueError as error:
+                return web.json_response({"message": str(error)}, status=400)
+        if asked["weight_version"] is not None:
+            assert asked["flush_cache"]
+            self.version = asked["weight_version"]
+        return web.json_response({"success": True, "message": ""})
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())

@@ -1,7 +1,8 @@
 """One SGLang server, over its own protocol (0.5.23): stream, abort, information, loads.
 
 Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/server_info`,
-`/model_info` and `/v1/loads`. Token ids go in and come out; the server's text is not used.
+`/model_info` and `/v1/loads`; for new weights `/pause_generation`, `/update_weights_from_disk` and
+those of its update groups. Token ids go in and come out; the server's text is not used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ from agentloop.inference.kv_ledger import Report
 from agentloop.inference.stream import PostStream, StreamBroken
 from agentloop.trajectory import TurnEnd, VersionSpan
 
-__all__ = ["Chunk", "FrameDecoder", "SGLangServer", "Sampling", "ServerInfo", "http_session"]
+__all__ = [
+    "Bucket",
+    "Checksum",
+    "Chunk",
+    "FrameDecoder",
+    "GroupMember",
+    "SGLangServer",
+    "Sampling",
+    "ServerInfo",
+    "WeightsGroup",
+    "http_session",
+]
 
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_ANSWER_BYTES = 16 << 20  # /server_info is long
@@ -96,6 +108,43 @@ class ServerInfo:
     version: str
     dp_size: int = 1
     max_running_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsGroup:
+    """A process group by which weights come; its rank 0, who sends, is at `address`."""
+
+    name: str
+    address: str
+    port: int
+    backend: str
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A server as members of a group: one per tensor-parallel rank."""
+
+    num_ranks: int
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that are sent in one piece, end to end."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """Of the weights that a server has: of all, and of each tensor by its name there."""
+
+    whole: str
+    tensors: dict[str, str]
 
 
 class FrameDecoder:
@@ -317,17 +366,115 @@ class SGLangServer:
             await self._control("POST", "/pause_generation", {"mode": "retract"}, timeout)
             body = {"model_path": folder, "weight_version": version, "flush_cache": True}
             await self._control("POST", "/update_weights_from_disk", body, timeout)
-            body = {"action": "checksum"}
-            answer = await self._control("POST", "/weights_checker", body, timeout)
+            checksum = await self._checksum(timeout)
         except BaseException:  # it may be paused, also where it did not say so
             with anyio.CancelScope(shield=True), suppress(ServerError):  # in ten seconds at most
                 await self._control("POST", "/continue_generation", {})
             raise
         await self._control("POST", "/continue_generation", {})
+        return checksum.whole
+
+    async def group_member(self) -> GroupMember:
+        """What it would be in a group.
+
+        Raises:
+            ServerUnavailable: it did not say.
+            ServerRefused: it cannot be in one.
+        """
+        info = await self._control("GET", "/server_info")
+        try:
+            if max(int(info.get(name) or 1) for name in ("dp_size", "pp_size")) > 1:
+                raise ServerRefused(
+                    f"{self.url}: SGLang gives data- and pipeline-parallel ranks weights by disk "
+                    "alone: set weights.by to disk",
+                    status=200,
+                )
+            device, dtype = str(info.get("device")), str(info.get("dtype"))
+            return GroupMember(int(info.get("tp_size") or 1), device, dtype)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
+
+    async def join_group(self, group: WeightsGroup, rank: int, *, timeout_s: float) -> None:
+        """Pause it and make it members of the group, from `rank` on. It answers once all members
+        are there; `finish_group` or `leave_group` must follow, also where this fails.
+
+        Raises:
+            ServerUnavailable, ServerRefused: it did not.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._control("POST", "/pause_generation", {"mode": "retract"}, timeout)
+        with suppress(ServerRefused):  # of a group that it was too late to leave, as a rule of none
+            await self._control("POST", "/end_weight_update", {}, timeout)
+        await self._control("POST", "/init_weights_update_group", body, timeout)
+        await self._control("POST", "/begin_weight_update", {}, timeout)
+
+    async def receive(
+        self, group: WeightsGroup, bucket: Bucket, version: str | None, *, timeout_s: float
+    ) -> None:
+        """Load a bucket that is being sent; `version` with the last one, which empties the cache.
+
+        Raises:
+            ServerUnavailable, ServerRefused: it did not: what it has is unknown.
+        """
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": version is not None,
+            "weight_version": version,
+        }
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        await self._control("POST", "/update_weights_from_distributed", body, timeout)
+
+    async def finish_group(self, group: WeightsGroup, *, timeout_s: float) -> Checksum:
+        """After the last bucket: leave the group, and serve again.
+
+        Returns:
+            A checksum of what it has now; equal weights have equal ones (SGLang's own).
+
+        Raises:
+            ServerUnavailable, ServerRefused: it did not; `leave_group` must follow.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        await self._control("POST", "/end_weight_update", {}, timeout)
+        checksum = await self._checksum(timeout)
+        body = {"group_name": group.name}
+        await self._control("POST", "/destroy_weights_update_group", body, timeout)
+        await self._control("POST", "/continue_generation", {})
+        return checksum
+
+    async def leave_group(self, group: WeightsGroup) -> None:
+        """Leave a group that failed, from whatever point, and go on.
+
+        Raises:
+            ServerUnavailable, ServerRefused: it does not answer: it is gone, or hangs.
+        """
+        for path, body in (
+            ("/end_weight_update", {}),
+            ("/destroy_weights_update_group", {"group_name": group.name}),
+        ):
+            with suppress(ServerRefused):  # nothing of the kind was open
+                await self._control("POST", path, body)
+        await self._control("POST", "/continue_generation", {})
+
+    async def _checksum(self, timeout: aiohttp.ClientTimeout) -> Checksum:
+        answer = await self._control("POST", "/weights_checker", {"action": "checksum"}, timeout)
         try:
             ranks = answer["ranks"]
-            return " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
-        except (KeyError, TypeError) as error:
+            whole = " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
+            (first, *_) = ranks
+            return Checksum(whole, dict(first.get("checksums") or {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url}/weights_checker: {answer}", status=200) from error
 
     async def _control(

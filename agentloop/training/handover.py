@@ -1,65 +1,210 @@
 """New weights into every server, before any of them serves on.
 
-published folder ──> require_weights ──> each server loads, side by side ──> it serves again
-                     (all are STALE)        └─ fails, is late, or has others than the rest:
-                                               it stays STALE, until `keep_up` succeeds with it
+published ──> require_weights ──> each server loads, side by side ──> it serves again
+              (all are STALE)        └─ fails, is late, or has others than the rest:
+                                        it stays STALE, until `keep_up` succeeds with it
 
-What a server says about its version is not enough: it serves once its checksum was compared.
+Two ways: by disk, a folder that the learner writes and the servers read; by group, from the learner
+straight into the servers (group.py). What a server says about its version is not enough: it serves
+once its checksum was compared.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal, Protocol
 
 import anyio
+import pydantic
 
 from agentloop.errors import ServerError
 from agentloop.inference.health import ServerState
 from agentloop.inference.router import Router
 from agentloop.inference.sglang import SGLangServer
+from agentloop.training.group import GroupPublisher
+from agentloop.training.learner import Learner
 
-__all__ = ["Handover", "hand_over", "keep_up"]
+__all__ = [
+    "Handover",
+    "InFolder",
+    "Published",
+    "Publisher",
+    "WeightsSettings",
+    "hand_over",
+    "keep_up",
+    "publisher",
+]
 
 log = logging.getLogger(__name__)
+
+
+class WeightsSettings(pydantic.BaseModel):
+    """How new weights come to the servers."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    by: Literal["disk", "group"] = pydantic.Field(
+        "disk",
+        description="disk: a folder that the learner writes and every server reads; group: a "
+        "process group of the learner and the servers (gloo or NCCL), with no file in between.",
+    )
+    folder: Path | None = pydantic.Field(
+        None,
+        description="By disk: where the newest weights lie, in a folder for each run; none: in the "
+        "run's own. /dev/shm is memory, for servers on this machine; the last ones stay there.",
+    )
+    timeout_s: float = pydantic.Field(
+        300.0, gt=0, description="For a server to have new weights; after it, it is stale."
+    )
+    address: str | None = pydantic.Field(
+        None,
+        description="By group: the learner's address, which all servers reach; none: 127.0.0.1, "
+        "where all of them are on loopback.",
+    )
+    port: int = pydantic.Field(
+        0, ge=0, le=65_535, description="By group: where its members meet; 0: any that is free."
+    )
+    backend: Literal["auto", "gloo", "nccl"] = pydantic.Field(
+        "auto",
+        description="By group: auto is nccl for a learner on GPUs, else gloo. Where a server and "
+        "the learner share a GPU, NCCL cannot be used.",
+    )
+    group_timeout_s: float = pydantic.Field(
+        60.0,
+        gt=0,
+        description="By group: a member that keeps the others waiting for so long breaks it; "
+        "below learner.collective_timeout_s.",
+    )
+
+
+class Published(Protocol):
+    """The weights of one version, and how servers come by them."""
+
+    @property
+    def version(self) -> str: ...
+
+    async def give(
+        self, servers: Sequence[SGLangServer], *, timeout_s: float
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Checksums of those that have loaded, and why the others have not, by url."""
+        ...
+
+
+class Publisher(Protocol):
+    """Where the learner's weights become those of a version."""
+
+    async def publish(self, version: str, *, timeout_s: float) -> Published:
+        """The learner's weights as they are. Raises LearnerError."""
+        ...
+
+    async def tidy(self) -> None:
+        """Remove all versions but the last one, which all servers have by now, or soon will."""
+        ...
+
+
+def publisher(settings: WeightsSettings, learner: Learner, run: Path) -> Publisher:
+    """As the settings say, for the run in the folder `run`, whose name tells runs apart in a
+    folder that they share."""
+    if settings.by == "group":
+        return GroupPublisher(learner, run / "weights", settings)
+    if settings.folder is None:
+        return _FolderPublisher(learner, run / "weights")
+    return _FolderPublisher(learner, settings.folder.expanduser().absolute() / run.name)
+
+
+@dataclass(frozen=True, slots=True)
+class InFolder:
+    """Weights in a folder that every server can read."""
+
+    version: str
+    folder: Path
+
+    async def give(
+        self, servers: Sequence[SGLangServer], *, timeout_s: float
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """See `Published`."""
+        checksums: dict[str, str] = {}
+        failed: dict[str, str] = {}
+
+        async def give(server: SGLangServer) -> None:
+            try:
+                with anyio.fail_after(timeout_s):
+                    checksums[server.url] = await server.update_weights(
+                        str(self.folder), self.version, timeout_s=timeout_s
+                    )
+            except (ServerError, TimeoutError) as error:
+                failed[server.url] = str(error) or f"not within {timeout_s:g} s"
+
+        async with anyio.create_task_group() as tasks:
+            for server in servers:
+                tasks.start_soon(give, server)
+        return checksums, failed
+
+
+class _FolderPublisher:
+    def __init__(self, learner: Learner, folder: Path) -> None:
+        self._learner = learner
+        self._folder = folder
+        self._last: Path | None = None
+        self._old: list[Path] = []
+
+    async def publish(self, version: str, *, timeout_s: float) -> InFolder:
+        folder = self._folder / version
+        await self._learner.ask("publish", timeout_s=timeout_s, folder=str(folder), version=version)
+        if self._last not in (None, folder):
+            self._old.append(self._last)
+        self._last = folder
+        return InFolder(version, folder)
+
+    async def tidy(self) -> None:
+        while self._old:  # by name: with `weights.folder` there may be more in it than ours
+            old = self._old.pop()
+            await anyio.to_thread.run_sync(partial(shutil.rmtree, old, ignore_errors=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
     """What came of it: urls of servers that have the new weights, and of those that do not."""
 
-    version: str
-    folder: Path
+    published: Published
     loaded: list[str]
     failed: dict[str, str]
     seconds: float
     checksum: str
 
+    @property
+    def version(self) -> str:
+        return self.published.version
 
-async def hand_over(router: Router, folder: Path, version: str, *, timeout_s: float) -> Handover:
-    """Give the weights in `folder` to all servers. Where all are being started again, it waits.
+
+async def hand_over(router: Router, published: Published, *, timeout_s: float) -> Handover:
+    """Give these weights to all servers. Where all are being started again, it waits.
 
     Raises:
         ServerError: none of them could load them, or nobody can say which of them has the right
             ones.
     """
     begun = time.monotonic()
+    version = published.version
     router.require_weights(version, verified=True)
     with anyio.move_on_after(timeout_s):
         while not router.servers:  # noqa: ASYNC110  # no event says so
             await anyio.sleep(0.1)
-    checksums, failed = await _give(router.servers, folder, version, timeout_s)
+    checksums, failed = await published.give(router.servers, timeout_s=timeout_s)
     (checksum, num_equal), *others = Counter(checksums.values()).most_common(2) or [("", 0)]
     if others and others[0][1] == num_equal:
         raise ServerError(f"the servers do not have the same weights {version}: {checksums}")
     loaded = _take(router, checksums, failed, checksum, version)
     if not loaded:
         raise ServerError(f"no server could load version {version}: {failed}")
-    return Handover(version, folder, loaded, failed, time.monotonic() - begun, checksum)
+    return Handover(published, loaded, failed, time.monotonic() - begun, checksum)
 
 
 async def keep_up(router: Router, handover: Handover, *, timeout_s: float) -> bool:
@@ -74,33 +219,11 @@ async def keep_up(router: Router, handover: Handover, *, timeout_s: float) -> bo
     if not servers:
         return True
     version = handover.version
-    checksums, failed = await _give(servers, handover.folder, version, timeout_s)
+    checksums, failed = await handover.published.give(servers, timeout_s=timeout_s)
     loaded = _take(router, checksums, failed, handover.checksum, version)
     for url in loaded:
         log.warning("%s has version %s, and serves again", url, version)
     return not failed
-
-
-async def _give(
-    servers: Sequence[SGLangServer], folder: Path, version: str, timeout_s: float
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Checksums of those that have loaded, and why the others have not, by url."""
-    checksums: dict[str, str] = {}
-    failed: dict[str, str] = {}
-
-    async def give(server: SGLangServer) -> None:
-        try:
-            with anyio.fail_after(timeout_s):
-                checksums[server.url] = await server.update_weights(
-                    str(folder), version, timeout_s=timeout_s
-                )
-        except (ServerError, TimeoutError) as error:
-            failed[server.url] = str(error) or f"not within {timeout_s:g} s"
-
-    async with anyio.create_task_group() as tasks:
-        for server in servers:
-            tasks.start_soon(give, server)
-    return checksums, failed
 
 
 def _take(

@@ -28,7 +28,14 @@ from agentloop.errors import AgentLoopError, sole
 from agentloop.inference.supervise import guarded
 from agentloop.training.launch import RanksSettings, Start, free_port, on_other_nodes, starts
 
-__all__ = ["Learner", "LearnerError", "LearnerProcesses", "RanksSettings", "started"]
+__all__ = [
+    "Learner",
+    "LearnerError",
+    "LearnerProcesses",
+    "LearnerRefused",
+    "RanksSettings",
+    "started",
+]
 
 _COMMAND = (sys.executable, "-m", "learner")
 _MAX_ANSWER_BYTES = 1 << 20
@@ -43,6 +50,10 @@ class LearnerError(AgentLoopError):
     """The learner failed; the message says at what, and ends with its log's tail where it died."""
 
 
+class LearnerRefused(LearnerError):
+    """It said no, and goes on."""
+
+
 class Learner:
     """Rank 0 of a learner that runs, over its connection."""
 
@@ -51,12 +62,14 @@ class Learner:
         self._lines = BufferedByteReceiveStream(stream)
         self._processes = processes
         self._asking = anyio.Lock()
+        self._num_owed = 0  # answers, of which the last one is to what was asked last
 
     async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """One request and its answer.
+        """One request and its answer. It may be cancelled: whoever asks next waits for both.
 
         Raises:
-            LearnerError: it said no, it is late, or a rank died.
+            LearnerRefused: it said no.
+            LearnerError: it is late, or a rank died.
         """
         async with self._asking:
             return await self._answer(op, {"op": op, **arguments}, timeout_s)
@@ -70,16 +83,21 @@ class Learner:
     ) -> dict[str, Any]:
         try:
             with anyio.fail_after(timeout_s):
+                self._num_owed += 1
                 if request is not None:
-                    await self._stream.send(orjson.dumps(request) + b"\n")
-                answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
+                    with anyio.CancelScope(shield=True):  # a line; the learner reads it at once
+                        await self._stream.send(orjson.dumps(request) + b"\n")
+                while self._num_owed:
+                    answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
+                    self._num_owed -= 1
         except TimeoutError as error:
             raise LearnerError(f"{op}: no answer within {timeout_s:g} s") from error
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.IncompleteRead) as error:
             raise LearnerError(f"{op}: {await self._processes.how_it_ended()}") from error
         result: dict[str, Any] = orjson.loads(answer)
         if not result.pop("ok"):
-            raise LearnerError(f"{op}: {result.get('error')}")
+            kind = LearnerError if result.get("fatal", True) else LearnerRefused
+            raise kind(f"{op}: {result.get('error')}")
         return result
 
 

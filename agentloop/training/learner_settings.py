@@ -167,6 +167,11 @@ class LearnerSettings(pydantic.BaseModel):
     max_shard_mib: int = pydantic.Field(
         4096, ge=1, description="Published weights are split into files of about this size."
     )
+    bucket_mib: int = pydantic.Field(
+        512,
+        ge=1,
+        description="Weights that go by a process group are sent in buckets of about this size.",
+    )
     keep_checkpoints: int = pydantic.Field(
         3, ge=0, description="Older checkpoints in the same folder are removed; 0: never."
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,13 @@ from agentloop.groups.roc import Choice, RocSettings, Trace, resample
 from agentloop.groups.tasks import Task, TaskSource
 from agentloop.inference.router import Router
 from agentloop.training.batch import Sample, write_batch
-from agentloop.training.handover import Handover, hand_over, keep_up
+from agentloop.training.handover import (
+    Handover,
+    WeightsSettings,
+    hand_over,
+    keep_up,
+    publisher,
+)
 from agentloop.training.learner import Learner
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.standing import Report, Standing
@@ -76,9 +81,6 @@ class LoopSettings(pydantic.BaseModel):
     seed: int = pydantic.Field(0, ge=0, description="Of what Resample-on-Correct draws.")
     step_timeout_s: float = pydantic.Field(
         3600.0, gt=0, description="For the learner's answer to one request."
-    )
-    weights_timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="For a server to load new weights."
     )
 
 
@@ -140,6 +142,7 @@ class TrainingLoop:
         report: Report,
         stages: Mapping[str, StageSettings] | None = None,
         budget: Budget | None = None,
+        weights: WeightsSettings | None = None,
     ) -> None:
         self._settings = settings
         self._stages = dict(stages or {})
@@ -156,6 +159,8 @@ class TrainingLoop:
         self._folder = folder
         self._pace = _Pace(report, sum(stage.steps for stage in self._stages.values()))
         self._held_out: list[Task] = []
+        self._weights = weights or WeightsSettings()
+        self._publisher = publisher(self._weights, learner, folder.path)
         self._handover: Handover | None = None
         self._handing_over = anyio.Lock()
         self._keeping_up = anyio.CancelScope()
@@ -357,19 +362,19 @@ class TrainingLoop:
         return len(samples)
 
     async def _hand_over(self) -> dict[str, Any]:
-        version = str(self.step)
-        folder = self._folder.path / "weights" / version
-        published = await self._ask("publish", folder=str(folder), version=version)
+        begun = time.monotonic()
+        published = await self._publisher.publish(
+            str(self.step), timeout_s=self._settings.step_timeout_s
+        )
+        publish_s = time.monotonic() - begun
         self._keeping_up.cancel()  # one that takes long is given the new ones instead
         async with self._handing_over:
             handover = self._handover = await hand_over(
-                self._router, folder, version, timeout_s=self._settings.weights_timeout_s
+                self._router, published, timeout_s=self._weights.timeout_s
             )
-            for old in (self._folder.path / "weights").iterdir():
-                if old != folder:
-                    await anyio.to_thread.run_sync(partial(shutil.rmtree, old, ignore_errors=True))
+            await self._publisher.tidy()
         return {
-            "weights/publish_s": published["seconds"],
+            "weights/publish_s": publish_s,
             "weights/load_s": handover.seconds,
             "weights/num_servers": len(handover.loaded),
             "weights/num_failed": len(handover.failed),
@@ -385,7 +390,7 @@ class TrainingLoop:
                 if self._handover is None:
                     continue
                 with anyio.CancelScope() as self._keeping_up:
-                    timeout_s = self._settings.weights_timeout_s
+                    timeout_s = self._weights.timeout_s
                     done = await keep_up(self._router, self._handover, timeout_s=timeout_s)
                     wait_s = _KEEP_UP_S if done else _RETRY_S
 

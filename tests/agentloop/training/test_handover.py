@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import anyio
 import pytest
@@ -13,13 +14,14 @@ from aiohttp import web
 from agentloop.errors import ServerError
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import SGLangServer, http_session
-from agentloop.training.handover import hand_over, keep_up
+from agentloop.training.handover import InFolder, WeightsSettings, hand_over, keep_up, publisher
+from agentloop.training.learner import Learner
 from tests.support import FakeSGLang, eventually
 
 pytestmark = pytest.mark.anyio
 
 ANSWER = [5, 6, 99]
-FOLDER = Path("weights/1")
+ONE, TWO = (InFolder(version, Path("weights") / version) for version in ("1", "2"))
 
 
 @asynccontextmanager
@@ -41,7 +43,7 @@ def states(router: Router) -> list[str]:
 async def test_all_servers_serve_the_new_weights_at_once() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
-        came = await hand_over(router, FOLDER, "1", timeout_s=5)
+        came = await hand_over(router, ONE, timeout_s=5)
         assert came.loaded == sorted(fake.url for fake in fakes)
         assert (came.failed, came.checksum, came.version) == ({}, "sum", "1")
         assert states(router) == ["healthy", "healthy"]
@@ -53,20 +55,20 @@ async def test_who_cannot_load_them_is_stale(weights: str | None) -> None:
     """They cannot be read, take too long, or are not those that the others have."""
     fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
-        came = await hand_over(router, FOLDER, "1", timeout_s=0.2)
+        came = await hand_over(router, ONE, timeout_s=0.2)
         assert list(came.failed) == [fakes[0].url]
         assert states(router) == ["stale", "healthy", "healthy"]
         assert not any(fake.paused for fake in fakes)
         for fake in fakes:
             fake.weights = "sum"
-        assert not (await hand_over(router, FOLDER, "2", timeout_s=5)).failed
+        assert not (await hand_over(router, TWO, timeout_s=5)).failed
         assert states(router) == ["healthy"] * 3
 
 
 async def test_without_any_server_it_is_an_error() -> None:
     async with routed(FakeSGLang(ANSWER, weights=None)) as router:
         with pytest.raises(ServerError, match="no server could load version 1"):
-            await hand_over(router, FOLDER, "1", timeout_s=5)
+            await hand_over(router, ONE, timeout_s=5)
         assert states(router) == ["stale"]
 
 
@@ -84,7 +86,7 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
     monkeypatch.setattr(SGLangServer, "weight_version", weight_version)
     fakes = [FakeSGLang(ANSWER, weights="others"), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
-        came = await hand_over(router, FOLDER, "1", timeout_s=5)
+        came = await hand_over(router, ONE, timeout_s=5)
         assert fakes[0].version == "1"
         probes.clear()
         await eventually(lambda: probes.count(fakes[0].url) > 3)
@@ -100,14 +102,14 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
 async def test_two_that_differ_are_no_majority() -> None:
     async with routed(FakeSGLang(ANSWER), FakeSGLang(ANSWER, weights="others")) as router:
         with pytest.raises(ServerError, match="do not have the same weights 1"):
-            await hand_over(router, FOLDER, "1", timeout_s=5)
+            await hand_over(router, ONE, timeout_s=5)
         assert states(router) == ["stale", "stale"]
 
 
 async def test_one_that_was_started_again_is_given_the_weights() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
-        came = await hand_over(router, FOLDER, "1", timeout_s=5)
+        came = await hand_over(router, ONE, timeout_s=5)
         fakes[0].version = "default"
         await eventually(lambda: states(router) == ["stale", "healthy"])
         fakes[0].weights = None
@@ -125,7 +127,7 @@ async def test_it_waits_for_a_server_that_is_started_again() -> None:
         fake.ready = False
         router.exited(fake.url, "killed")
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: hand_over(router, FOLDER, "1", timeout_s=5))
+            tasks.start_soon(lambda: hand_over(router, ONE, timeout_s=5))
             await eventually(lambda: not router.servers)
             fake.ready = True
         assert states(router) == ["healthy"]
@@ -140,5 +142,29 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
     fake = Silent(ANSWER)
     async with routed(fake) as router:
         with pytest.raises(ServerError, match="no server could load"):
-            await hand_over(router, FOLDER, "1", timeout_s=5)
+            await hand_over(router, ONE, timeout_s=5)
     assert not fake.paused
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: bool) -> None:
+    """In the run's folder, or in one that several runs may share."""
+
+    class Played:
+        async def ask(self, op: str, *, timeout_s: float, folder: str, version: str) -> None:
+            assert op == "publish"
+            await anyio.Path(folder).mkdir(parents=True)
+
+    run, shared = tmp_path / "run", tmp_path / "shared"
+    await anyio.Path(shared / "run-2" / "1").mkdir(parents=True)
+    settings = WeightsSettings(folder=shared if elsewhere else None)
+    way = publisher(settings, cast(Learner, Played()), run)
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        for version in ("0", "1", "2"):
+            published = await way.publish(version, timeout_s=5)
+            await hand_over(router, published, timeout_s=5)
+            await way.tidy()
+    mine = shared / "run" if elsewhere else run / "weights"
+    assert [path.name for path in mine.iterdir()] == ["2"]
+    assert (shared / "run-2" / "1").exists()

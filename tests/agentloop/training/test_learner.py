@@ -19,6 +19,7 @@ from agentloop.training.learner import (
     Learner,
     LearnerError,
     LearnerProcesses,
+    LearnerRefused,
     RanksSettings,
     started,
 )
@@ -53,6 +54,8 @@ for line in file:
         os._exit(9)
     if request["op"] == "hang":
         time.sleep(600)
+    if request["op"] == "slow":
+        time.sleep(0.3)
     if request["op"] == "refuse":
         tell({"ok": False, "error": "no such thing", "fatal": False})
     else:
@@ -83,11 +86,23 @@ async def test_it_is_asked_and_leaves_nothing(
         answer = await learner.ask("step", timeout_s=5, batch="x")
         assert answer["echo"] == {"op": "step", "batch": "x"}
         pid = answer["pid"]
-        with pytest.raises(LearnerError, match="refuse: no such thing"):
+        with pytest.raises(LearnerRefused, match="refuse: no such thing"):
             await learner.ask("refuse", timeout_s=5)
         await learner.ask("step", timeout_s=5)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_who_asks_after_one_that_was_cancelled_gets_its_own_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks(tmp_path, monkeypatch) as (learner, _):
+        for _ in range(2):
+            with anyio.move_on_after(0.05):
+                await learner.ask("slow", timeout_s=5)
+                pytest.fail("it was not slow")
+        answer = await learner.ask("step", timeout_s=5, batch="x")
+        assert answer["echo"] == {"op": "step", "batch": "x"}
 
 
 async def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

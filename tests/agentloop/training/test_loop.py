@@ -17,6 +17,7 @@ from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import SGLangServer, http_session
+from agentloop.training.handover import WeightsSettings
 from agentloop.training.learner import Learner
 from agentloop.training.loop import LoopSettings, StageSettings, TrainingLoop
 from agentloop.training.run_folder import RunFolder
@@ -69,7 +70,11 @@ class PlayedLearner:
             return {"loss": 0.5}
         if op == "publish":
             await anyio.Path(arguments["folder"]).mkdir()
-        return {"seconds": 0.1}
+        if op == "layout":
+            layout = [{"names": ["norm"], "dtypes": ["float32"], "shapes": [[2]]}]
+            await anyio.Path(arguments["out"]).write_text(json.dumps(layout))
+            return {"num_updates": len(self.batches), "backend": "gloo"}
+        return {"seconds": 0.1, "port": 1, "sums": {}}
 
 
 def trajectory(key: str, text: str, *, failed: bool, broken: bool = False) -> Trajectory:
@@ -138,6 +143,7 @@ async def played(
     fake: FakeSGLang | None = None,
     stages: dict[str, StageSettings] | None = None,
     told: Told | None = None,
+    weights: WeightsSettings | None = None,
     **settings: Any,
 ) -> tuple[PlayedLearner, Played, RunFolder]:
     tasks = tasks or TaskSource.open(ARITHMETIC)
@@ -165,6 +171,7 @@ async def played(
                 report=told or Told(),
                 stages=stages,
                 budget=Budget(max_turns=10, max_response_tokens=100),
+                weights=weights,
             )
             await loop.run()
     assert fake.version == str(len(learner.batches))
@@ -204,6 +211,17 @@ async def test_each_step_learns_from_what_was_kept(tmp_path: Path) -> None:
     assert sum(row["dropped"] == "infrastructure" for row in rows) == 3
     assert list((run.path / "batches").iterdir()) == []
     assert [path.name for path in (run.path / "weights").iterdir()] == ["2"]
+
+
+async def test_weights_go_by_group_where_that_is_asked_for(tmp_path: Path) -> None:
+    weights = WeightsSettings(by="group")
+    learner, _, run = await played(tmp_path, steps=1, evaluate_every=0, weights=weights)
+    sent = ["layout", "open", "join", "send", "leave"]
+    assert [op for op, _ in learner.asked] == [*sent, "step", *sent, "save"]
+    updates = [asked["num_updates"] for op, asked in learner.asked if op == "send"]
+    assert updates == [0, 1]
+    (metrics,) = [one for one in lines(run.path / "metrics.jsonl") if "reward" in one]
+    assert metrics["weights/num_servers"] == 1
 
 
 async def test_a_step_that_teaches_nothing_asks_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,237 @@
+"""Weights to the servers by a process group, of which rank 0 is the sender.
+
+    parameters ──gathered, bucket by bucket──> rank 0 ──broadcast──> every rank of every server
+    open: a store to meet at ──> join: all are there ──> send: each bucket ──> leave
+
+The servers' ranks are 1, 2, ... of the group; the other ranks of the learner only help to gather. A
+group lives for one hand-over. Where it breaks, the request is refused and the learner goes on: gloo
+says so in time, NCCL by the group's deadline once its communicator stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from learner.errors import GroupBroken, LearnerError
+from learner.policy import Policy
+from learner.weights import Shard, gathered, split
+
+__all__ = ["Broadcaster"]
+
+_PAD_ROWS = 64  # SGLang pads a vocabulary to a multiple of it
+_LATER_S = 60.0  # by which NCCL's watchdog, which would end the process, comes after us
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    process_group: Any
+    name: str
+    timeout: timedelta
+
+
+class Broadcaster:
+    """The sender's state on this rank; requests go to all ranks alike, the group is rank 0's."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._store: Any = None
+        self._group: _Group | None = None
+        dtype = getattr(torch, policy.settings.publish_dtype)
+        buckets = split(policy.model, dtype, policy.settings.bucket_mib << 20)
+        # The widest first: so each lies aligned where all lie end to end.
+        self._buckets: list[Shard] = [
+            sorted(bucket, key=lambda one: -one.dtype.itemsize) for bucket in buckets
+        ]
+
+    @property
+    def backend(self) -> str:
+        """Of a group on this learner's device."""
+        return "nccl" if self._policy.world.device.type == "cuda" else "gloo"
+
+    def check(self, num_updates: int) -> None:
+        """Raises LearnerError: the weights are no longer those after `num_updates`."""
+        if num_updates != self._policy.num_updates:
+            raise LearnerError(
+                f"the weights after {num_updates} updates are gone: there are "
+                f"{self._policy.num_updates}"
+            )
+
+    def check_timeout(self, timeout_s: float) -> None:
+        """Raises LearnerError: the other ranks would not wait for rank 0 for so long."""
+        bound = self._policy.settings.collective_timeout_s
+        if timeout_s >= bound:
+            raise LearnerError(
+                f"weights.group_timeout_s: {timeout_s:g} must be below "
+                f"learner.collective_timeout_s ({bound:g})"
+            )
+
+    def check_bucket(self, index: int) -> None:
+        """Raises LearnerError: there is no such bucket."""
+        if not 0 <= index < len(self._buckets):
+            raise LearnerError(f"bucket: there are {len(self._buckets)}, {index} is none of them")
+
+    def layout(self, out: Path) -> dict[str, Any]:
+        """Write what each bucket holds to `out`: [{"names": [...], "dtypes": [...], "shapes":
+        [...]}, ...], in the order in which they lie end to end."""
+        if self._policy.world.first:
+            made = [self._describe(bucket) for bucket in self._buckets]
+            partial = out.with_name(f".{out.name}.partial")
+            partial.write_text(json.dumps(made), "utf-8")
+            os.replace(partial, out)
+        return {
+            "num_buckets": len(self._buckets),
+            "num_bytes": sum(self._places(bucket)[-1][-1] for bucket in self._buckets),
+            "num_updates": self._policy.num_updates,
+            "backend": self.backend,
+        }
+
+    def open(self, address: str, port: int) -> dict[str, Any]:
+        """Where the members meet, at `address` alone. Leaves a group that is still there.
+
+        Raises:
+            GroupBroken: nothing can listen there.
+        """
+        self.leave()
+        if not self._policy.world.first:
+            return {}
+        try:
+            listener = socket.create_server((address, port), family=_family(address))
+            port = listener.getsockname()[1]
+            self._store = dist.TCPStore(
+                address, port, is_master=True, wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        except (OSError, RuntimeError) as error:
+            raise GroupBroken(f"nothing can listen at {address}:{port}: {error}") from error
+        return {"port": port}
+
+    def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
+        """Wait for all members.
+
+        Raises:
+            GroupBroken: one of them did not come.
+        """
+        if not self._policy.world.first:
+            return {}
+        if self._store is None:
+            raise GroupBroken("there is no group to join: open comes first")
+        timeout = timedelta(seconds=timeout_s)
+        self._store.set_timeout(timeout)
+        try:
+            made = _process_group(backend, self._store, name, world_size, timeout)
+        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+            self.leave()
+            raise GroupBroken(f"{name} did not come about: {_reason(error)}") from error
+        self._group = _Group(made, name, timeout)
+        return {}
+
+    def send(self, index: int, digest: str | None) -> dict[str, Any]:
+        """Gather a bucket on all ranks and broadcast it.
+
+        `digest`: a type; the answer has `sums`, which SGLang gives on a CPU for the same tensors
+        as that type.
+
+        Raises:
+            GroupBroken: not all members received it, for all that is known.
+        """
+        bucket, first = self._buckets[index], self._policy.world.first
+        places = self._places(bucket)
+        size = places[-1][-1]
+        device = "cpu"
+        if self._group is not None and dist.get_backend(self._group.process_group) == "nccl":
+            device = self._policy.world.device
+        flat = torch.empty(size if first else 0, dtype=torch.uint8, device=device)
+        sums = {}
+        whole = gathered(bucket, keep=first)
+        for (one, tensor), (start, end) in zip(whole, places, strict=False):
+            view = flat[start:end].view(one.dtype).view(one.shape)
+            view.copy_(tensor)
+            if digest is not None and not self._is_padded(one.shape):
+                sums[one.name] = _sum(view.to("cpu", getattr(torch, digest)))
+        if not first:
+            return {}
+        self._broadcast(flat)
+        return {"num_bytes": size, "sums": sums}
+
+    def leave(self) -> dict[str, Any]:
+        """Destroy the group and the store, which breaks what still waits for either."""
+        group, self._group, self._store = self._group, None, None
+        if group is None:
+            return {}
+        try:
+            if dist.get_backend(group.process_group) == "nccl":
+                group.process_group.abort()  # or its watchdog would end the process
+            dist.destroy_process_group(group.process_group)
+        except RuntimeError as error:
+            print(f"{group.name} was left, which failed: {error}", flush=True)
+        return {}
+
+    def _broadcast(self, flat: Any) -> None:
+        group = self._group
+        if group is None:
+            raise GroupBroken("there is no group: open and join come first")
+        try:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = 0, 0, group.timeout
+            group.process_group.broadcast([flat], options).wait(group.timeout)
+        except RuntimeError as error:
+            self.leave()
+            raise GroupBroken(f"{group.name} broke: {_reason(error)}") from error
+
+    def _describe(self, bucket: Shard) -> dict[str, Any]:
+        return {
+            "names": [one.name for one in bucket],
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in bucket],
+            "shapes": [list(one.shape) for one in bucket],
+        }
+
+    def _places(self, bucket: Shard) -> list[tuple[int, int]]:
+        """(first byte, end) of each tensor, one behind the other."""
+        ends = list(itertools.accumulate(one.num_bytes for one in bucket))
+        return list(zip([0, *ends], ends, strict=False))
+
+    def _is_padded(self, shape: tuple[int, ...]) -> bool:
+        vocab = self._policy.model.config.vocab_size
+        return bool(shape) and shape[0] == vocab and vocab % _PAD_ROWS != 0
+
+
+def _process_group(backend: str, store: Any, name: str, size: int, timeout: timedelta) -> Any:
+    """As SGLang's `init_custom_process_group` makes it, by the same private function: both ends
+    must give their keys in the store the same names."""
+    from torch.distributed import distributed_c10d as c10d
+
+    slack = timedelta(seconds=_LATER_S if backend == "nccl" else 0)
+    made, _ = c10d._new_process_group_helper(
+        size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), name,
+        timeout=timeout + slack,
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(size)}
+    return made
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _sum(tensor: Any) -> str:
+    """What SGLang's /weights_checker says of a tensor on a CPU."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(data)).hexdigest()[:16]
+
+
+def _reason(error: BaseException) -> str:
+    """The middle of what torch says: without the line of its source, and without its advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]

@@ -1,0 +1,236 @@
+"""Weights by a process group, with a played learner and fakes for servers: who is asked for what,
+and who is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from agentloop.errors import ServerError, SettingsError
+from agentloop.inference.router import Router, RouterSettings
+from agentloop.inference.sglang import SGLangServer, WeightsGroup, http_session
+from agentloop.training.handover import (
+    Handover,
+    WeightsSettings,
+    hand_over,
+    keep_up,
+    publisher,
+)
+from agentloop.training.learner import Learner, LearnerError, LearnerRefused
+from tests.support import FakeSGLang
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = WeightsSettings(by="group", group_timeout_s=1)
+NAMES = ["embed", "norm"]
+
+
+class PlayedLearner:
+    """Sends two buckets of a tensor each. `fails` is raised by what it is asked for by name."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.joined: list[int] = []  # members of each group
+        self.fails: dict[str, Exception] = {}
+        self.hangs = ""
+        self.sums = {"embed": "1", "norm": "2", "fused": "3"}
+        self.num_updates = 4
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        self.asked.append(op)
+        if op in self.fails:
+            raise self.fails[op]
+        if op == self.hangs:
+            await anyio.sleep_forever()
+        if op == "layout":
+            layout = [{"names": [n], "dtypes": ["float32"], "shapes": [[2, 3]]} for n in NAMES]
+            await anyio.Path(arguments["out"]).write_text(json.dumps(layout))
+            return {"num_updates": self.num_updates, "backend": "gloo"}
+        if op == "open":
+            if arguments["num_updates"] != self.num_updates:
+                raise LearnerRefused("open: these are gone")
+            return {"port": 1234}
+        if op == "join":
+            self.joined.append(arguments["world_size"])
+        if op == "send":
+            assert arguments["digest"] == "float32"
+            name = NAMES[arguments["bucket"]]
+            return {"sums": {name: self.sums[name]}}
+        return {}
+
+
+class Parts:
+    def __init__(self, folder: Path, fakes: list[FakeSGLang], router: Router) -> None:
+        self.folder, self.fakes, self.router = folder, fakes, router
+        self.learner = PlayedLearner()
+
+    async def hand_over(self, version: str = "1", timeout_s: float = 5) -> Handover:
+        way = publisher(SETTINGS, cast(Learner, self.learner), self.folder)
+        published = await way.publish(version, timeout_s=5)
+        return await hand_over(self.router, published, timeout_s=timeout_s)
+
+    def states(self) -> list[str]:
+        return [view.state.value for view in self.router.view()]
+
+    def nobody_waits(self) -> bool:
+        """No server is paused, in a group, or in the middle of an update."""
+        return not any(fake.paused or fake.group or fake.updating for fake in self.fakes)
+
+
+@asynccontextmanager
+async def parts(folder: Path, *fakes: FakeSGLang) -> AsyncIterator[Parts]:
+    async with AsyncExitStack() as stack:
+        for fake in fakes:
+            await stack.enter_async_context(fake.serving())
+        session = await stack.enter_async_context(http_session())
+        servers = [SGLangServer(fake.url, session) for fake in fakes]
+        settings = RouterSettings(probe_interval_s=1000)
+        router = await stack.enter_async_context(Router.open(servers, settings))
+        yield Parts(folder, list(fakes), router)
+
+
+def fakes(number: int, **fields: Any) -> list[FakeSGLang]:
+    return [FakeSGLang([5], **fields) for _ in range(number)]
+
+
+async def test_all_servers_receive_all_buckets_at_once(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(2)) as here:
+        got: list[list[str]] = []
+
+        async def note(names: list[str]) -> None:
+            got.append(names)
+
+        here.fakes[0].at_bucket = note
+        came = await here.hand_over()
+        assert (came.failed, came.checksum, here.states()) == ({}, "sum", ["healthy"] * 2)
+        assert here.learner.asked == ["layout", "open", "join", "send", "send", "leave"]
+        assert here.learner.joined == [3]
+        assert got == [["embed"], ["norm"]]
+        assert [fake.version for fake in here.fakes] == ["1", "1"]
+        assert here.nobody_waits()
+
+
+@pytest.mark.parametrize("hangs", ["", "send"])
+async def test_who_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> None:
+    """Also where the learner would wait for it: what it was asked is cancelled, and it leaves."""
+    async with parts(tmp_path, *fakes(3)) as here:
+
+        async def refuse(names: list[str]) -> None:
+            here.learner.hangs = ""
+            raise ValueError("no room")
+
+        here.fakes[1].at_bucket = refuse
+        here.learner.hangs = hangs
+        came = await here.hand_over()
+        assert list(came.failed) == [here.fakes[1].url]
+        assert "no room" in came.failed[here.fakes[1].url]
+        assert here.learner.joined == [4, 3]
+        assert here.states() == ["healthy", "stale", "healthy"]
+        assert here.nobody_waits()
+        # It is given a group of its own.
+        here.fakes[1].at_bucket = None
+        assert await keep_up(here.router, came, timeout_s=5)
+        assert here.learner.joined == [4, 3, 2]
+        assert here.states() == ["healthy"] * 3
+
+
+async def test_who_does_not_come_out_of_a_broken_group_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner notices first, by its own deadline."""
+    leave = SGLangServer.leave_group
+
+    async with parts(tmp_path, *fakes(2)) as here:
+
+        async def leave_group(self: SGLangServer, group: WeightsGroup) -> None:
+            here.learner.fails.clear()
+            if self.url == here.fakes[0].url:
+                raise ServerError("it hangs")
+            await leave(self, group)
+
+        monkeypatch.setattr(SGLangServer, "leave_group", leave_group)
+        here.learner.fails["send"] = LearnerRefused("send: it broke")
+        came = await here.hand_over()
+        assert came.failed == {here.fakes[0].url: "it hangs"}
+        assert here.learner.joined == [3, 2]
+        assert here.states() == ["stale", "healthy"]
+
+
+async def test_where_nobody_is_to_blame_it_is_not_tried_for_ever(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(2)) as here:
+        here.learner.fails["join"] = LearnerRefused("join: nobody came")
+        with pytest.raises(ServerError, match="nobody came"):
+            await here.hand_over()
+        assert here.learner.asked.count("join") == 1
+        assert here.learner.asked[-1] == "leave"
+        assert here.states() == ["stale", "stale"]
+        assert here.nobody_waits()
+
+
+async def test_a_learner_that_dies_is_an_error_and_leaves_no_server_waiting(
+    tmp_path: Path,
+) -> None:
+    async with parts(tmp_path, *fakes(2)) as here:
+        here.learner.fails["send"] = LearnerError("send: rank 0 ended")
+        here.learner.fails["leave"] = LearnerError("leave: rank 0 ended")
+        with pytest.raises(LearnerError, match="rank 0 ended"):
+            await here.hand_over()
+        assert here.nobody_waits()
+
+
+async def test_who_takes_too_long_is_stale(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1)) as here:
+
+        async def hang(names: list[str]) -> None:
+            await anyio.sleep_forever()
+
+        here.fakes[0].at_bucket = hang
+        with pytest.raises(ServerError, match=r"not within 0\.2 s"):
+            await here.hand_over(timeout_s=0.2)
+        assert here.states() == ["stale"]
+        assert here.nobody_waits()
+
+
+async def test_what_arrived_is_compared_with_what_was_sent(tmp_path: Path) -> None:
+    """Where the two give a tensor the same name: the rest is held against the other servers."""
+    async with parts(tmp_path, *fakes(2, sums={"norm": "2", "other": "9"})) as here:
+        here.fakes[0].sums = {"norm": "wrong"}
+        came = await here.hand_over()
+        assert came.failed == {here.fakes[0].url: "its norm is not what the learner sent"}
+        assert here.states() == ["stale", "healthy"]
+        assert here.nobody_waits()
+
+
+async def test_weights_that_the_learner_no_longer_has_are_not_given(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1)) as here:
+        came = await here.hand_over()
+        here.router.require_weights("0")
+        here.router.require_weights("1", verified=True)
+        here.learner.num_updates += 1
+        checksums, failed = await came.published.give(here.router.servers, timeout_s=5)
+        assert (checksums, list(failed.values())) == ({}, ["open: these are gone"])
+        assert here.nobody_waits()
+
+
+async def test_servers_elsewhere_need_an_address(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1)) as here:
+        here.fakes[0].url = here.fakes[0].url.replace("127.0.0.1", "0.0.0.0")
+        async with http_session() as session:
+            far = SGLangServer(here.fakes[0].url, session)
+            way = publisher(SETTINGS, cast(Learner, here.learner), tmp_path)
+            published = await way.publish("1", timeout_s=5)
+            with pytest.raises(SettingsError, match=r"weights\.address"):
+                await published.give([far], timeout_s=5)
+            assert "open" not in here.learner.asked
+
+
+async def test_data_parallel_ranks_take_weights_by_disk_alone(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1, dp_size=2)) as here:
+        with pytest.raises(ServerError, match=r"weights\.by"):
+            await here.hand_over()

@@ -1,0 +1,51 @@
+"""A plain torch process in the place of a server: joins a group as SGLang does, and keeps what it
+receives.
+
+    python peer.py ADDRESS PORT RANK WORLD_SIZE NAME LAYOUT OUT [dies | freezes]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed import distributed_c10d as c10d
+
+
+def main() -> None:
+    address, port, rank, size, name, layout, out, *how = sys.argv[1:]
+    store, *_ = next(dist.rendezvous(f"tcp://{address}:{port}", int(rank), int(size)))
+    group, _ = c10d._new_process_group_helper(
+        int(size), int(rank), [], dist.Backend("gloo"), dist.PrefixStore(name, store), name,
+        timeout=c10d.default_pg_timeout,
+    )  # fmt: skip
+    if how == ["dies"]:
+        os._exit(9)
+    if how == ["freezes"]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    received = {}
+    for bucket in json.loads(Path(layout).read_text()):
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, dtype))
+            for dtype, shape in zip(bucket["dtypes"], bucket["shapes"], strict=True)
+        ]
+        flat = torch.empty(sum(one.nbytes for one in tensors), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        group.broadcast([flat], options).wait()
+        start = 0
+        for key, tensor in zip(bucket["names"], tensors, strict=True):
+            end = start + tensor.nbytes
+            received[key] = flat[start:end].view(tensor.dtype).view(tensor.shape).clone()
+            start = end
+    save_file(received, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Weights by a process group: real ranks send, plain torch processes receive."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+
+import torch
+from safetensors.torch import load_file
+
+from agentloop.models import SMALL
+from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
+from learner.weights import split
+from tests.learner.ranks import Ranks, make_batch, started
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+
+PEER = Path(__file__).with_name("peer.py")
+SETTINGS = LearnerSettings(
+    model=SMALL,
+    micro_batch_tokens=57,
+    publish_dtype="float32",
+    bucket_mib=1,  # several buckets; the largest tensor has one of its own
+    collective_timeout_s=20,
+    optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0),
+    # The small model's tensors are so small that ZeRO 3 would not share them out.
+    deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+)
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["zero2", "zero3"])
+def learner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Ranks, Path]]:
+    """Two ranks; a step makes the weights others than the model's own."""
+    folder = tmp_path_factory.mktemp("broadcast")
+    settings = SETTINGS.model_copy(update={"zero_stage": request.param})
+    with started(folder, settings, 2) as ranks:
+        make_batch(1).save(folder / "batch")
+        assert ranks.ask("step", batch=folder / "batch")["num_updates"] == 1
+        yield ranks, folder
+
+
+class Peers:
+    """Processes that receive; `outs` are the files that they write."""
+
+    def __init__(self, folder: Path, num: int) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.outs = [folder / f"received-{rank}" for rank in range(num)]
+
+
+@contextmanager
+def group(
+    learner: tuple[Ranks, Path], name: str, *hows: str, timeout_s: float = 10
+) -> Iterator[tuple[Peers, dict[str, Any]]]:
+    """A group with as many peers as `hows`, joined; and the layout's answer."""
+    ranks, folder = learner
+    layout = ranks.ask("layout", out=folder / "layout.json")
+    opened = ranks.ask("open", address="127.0.0.1", port=0, num_updates=layout["num_updates"])
+    peers = Peers(folder, len(hows))
+    try:
+        for rank, (how, out) in enumerate(zip(hows, peers.outs, strict=True), 1):
+            command = [
+                sys.executable, str(PEER), "127.0.0.1", str(opened["port"]), str(rank),
+                str(1 + len(hows)), name, str(folder / "layout.json"), str(out),
+                *([how] if how else []),
+            ]  # fmt: skip
+            peers.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        joined = ranks.ask(
+            "join", name=name, world_size=1 + len(hows), backend="gloo", within_s=timeout_s
+        )
+        assert joined["ok"], joined
+        yield peers, layout
+    finally:
+        for process in peers.processes:
+            process.kill()
+            process.wait()
+
+
+def send_all(ranks: Ranks, layout: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    number = layout["num_updates"]
+    return [
+        ranks.ask("send", bucket=index, num_updates=number, **more)
+        for index in range(layout["num_buckets"])
+    ]
+
+
+def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    assert ranks.ask("publish", folder=folder / "published", version="1")["ok"]
+    return load_file(folder / "published" / "model.safetensors")
+
+
+def test_what_arrives_is_what_is_published(learner: tuple[Ranks, Path]) -> None:
+    ranks, folder = learner
+    expected = published(ranks, folder)
+    with group(learner, "whole", "", "") as (peers, layout):
+        answers = send_all(ranks, layout, digest="float32")
+        assert all(process.wait(20) == 0 for process in peers.processes)
+        assert ranks.ask("leave")["ok"]
+    assert layout["num_buckets"] > 2
+    assert sum(one["num_bytes"] for one in answers) == layout["num_bytes"]
+    for out in peers.outs:
+        received = load_file(out)
+        assert received.keys() == expected.keys()
+        assert all(torch.equal(received[name], expected[name]) for name in expected)
+    sums = {name: one for answer in answers for name, one in answer["sums"].items()}
+    assert sums
+    for name, one in sums.items():
+        data = expected[name].numpy().tobytes()
+        assert one == hashlib.sha256(data).hexdigest()[:16]
+
+
+def test_a_peer_that_dies_breaks_the_group_and_not_the_learner(
+    learner: tuple[Ranks, Path],
+) -> None:
+    ranks = learner[0]
+    with group(learner, "dying", "", "dies") as (peers, layout):
+        assert peers.processes[1].wait(20) == 9
+        refused = next(one for one in send_all(ranks, layout) if not one["ok"])
+        assert (refused["fatal"], "dying broke" in refused["error"]) == (False, True)
+        ranks.ask("leave")
+        assert peers.processes[0].wait(20) != 0, "who waits for the rest hears of it"
+    goes_on(learner, "after-a-death")
+
+
+def test_a_peer_that_freezes_breaks_the_group_in_time(learner: tuple[Ranks, Path]) -> None:
+    ranks = learner[0]
+    with group(learner, "freezing", "freezes", timeout_s=8) as (_, layout):
+        begun = time.monotonic()
+        answers = send_all(ranks, layout)
+        # What fits into the kernel's buffers counts as sent.
+        assert not answers[-1]["ok"]
+        assert time.monotonic() - begun < 20
+    goes_on(learner, "after-a-freeze")
+
+
+def test_a_peer_that_does_not_come_is_not_waited_for(learner: tuple[Ranks, Path]) -> None:
+    ranks = learner[0]
+    assert ranks.ask("open", address="127.0.0.1", port=0, num_updates=1)["ok"]
+    refused = ranks.ask("join", name="alone", world_size=2, backend="gloo", within_s=1)
+    assert not refused["ok"]
+    assert "alone did not come about" in refused["error"]
+    goes_on(learner, "after-nobody")
+
+
+def goes_on(learner: tuple[Ranks, Path], name: str) -> None:
+    """Another group gets everything."""
+    ranks, folder = learner
+    expected = published(ranks, folder)
+    with group(learner, name, "") as (peers, layout):
+        assert all(answer["ok"] for answer in send_all(ranks, layout))
+        assert peers.processes[0].wait(20) == 0
+    received = load_file(peers.outs[0])
+    assert all(torch.equal(received[key], expected[key]) for key in expected)
+
+
+def test_weights_that_are_gone_and_other_nonsense_are_refused(
+    learner: tuple[Ranks, Path],
+) -> None:
+    ranks = learner[0]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"op": "open", "address": "127.0.0.1", "port": 0, "num_updates": 7}, "7 updates are gone"),
+        ({"op": "open", "address": "192.0.2.1", "port": 0, "num_updates": 1}, "can listen"),
+        ({"op": "send", "bucket": 0, "num_updates": 0}, "0 updates are gone"),
+        ({"op": "send", "bucket": 99, "num_updates": 1}, "99 is none"),
+        ({"op": "send", "bucket": 0, "num_updates": 1}, "no group"),
+        ({"op": "send", "bucket": 0, "num_updates": 1, "digest": "x"}, "digest"),
+        ({"op": "join", "name": "x", "world_size": 2, "backend": "gloo", "within_s": 20},
+         "weights.group_timeout_s"),
+        ({"op": "layout", "out": "/nowhere/at/all"}, "no folder"),
+    ]  # fmt: skip
+    for request, why in cases:
+        answer = ranks.ask(**request)
+        assert not answer["ok"]
+        assert why in answer["error"]
+        assert answer["fatal"] is False
+
+
+def test_buckets_are_bounded_and_hold_everything_once() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(n, 10, bias=n > 3) for n in (2, 3, 4, 50, 6)))
+    bound = 4 * 64
+    buckets = split(model, torch.float32, bound)
+    names = [name for bucket in buckets for name, _ in bucket]
+    assert names == [name for name, _ in model.named_parameters()]
+    for bucket in buckets:
+        size = sum(tensor.nbytes for _, tensor in bucket)
+        assert size <= bound or len(bucket) == 1
+
+
+def test_a_layouts_places_are_aligned(tmp_path: Path) -> None:
+    """SGLang refuses a tensor that does not lie at a multiple of its type's size."""
+    from types import SimpleNamespace
+    from typing import cast
+
+    from learner.broadcast import Broadcaster
+    from learner.policy import Policy
+
+    model = torch.nn.Module()
+    model.odd = torch.nn.Parameter(torch.zeros(3))
+    model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    model.other = torch.nn.Parameter(torch.zeros(5))
+    played = SimpleNamespace(
+        model=model,
+        num_updates=0,
+        settings=SimpleNamespace(publish_dtype="bfloat16", bucket_mib=1),
+        world=SimpleNamespace(first=True, device=torch.device("cpu")),
+    )
+    made = Broadcaster(cast(Policy, played)).layout(tmp_path / "layout")
+    assert made == {"num_buckets": 1, "num_bytes": 32, "num_updates": 0, "backend": "gloo"}
+    (bucket,) = json.loads((tmp_path / "layout").read_text())
+    assert bucket == {
+        "names": ["count", "odd", "other"],
+        "dtypes": ["int64", "bfloat16", "bfloat16"],
+        "shapes": [[2], [3], [5]],
+    }
