@@ -11,6 +11,8 @@ micro-batch at once, AdamW, clipped gradients. Each arm's step stands between tw
 loop, and its ratio is taken to their mean, because the machine's speed changes from minute to
 minute. An arm whose first loss or gradient norm is not the plain loop's is an error.
 
+The plain loop stands in bench/plain_loop.py.
+
 Lengths are agentic (a long tail: median 330 tokens, mean about 440, at most 2,048), the models are
 Qwen3 with random weights, made on the fly; the head has the share of the parameters that it has in
 Qwen3 of 0.6B to 4B. Not measured: several machines, bfloat16, anything that needs a GPU.
@@ -37,21 +39,18 @@ import numpy as np
 
 from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
-from bench.sandbox import cpu_of_tree, peak_memory_mib, reset_peak_memory
-from learner.batch import Batch, MicroBatch, make_micro_batch, plan, token_weights
+from bench.sandbox import cpu_of_tree
+from learner.batch import Batch, plan
 
-_ME = (sys.executable, "-m", "bench.learner")
+_PLAIN_LOOP = (sys.executable, "-m", "bench.plain_loop")
 _MAX_LENGTH = 2048
 _GROUP = 8
 _STEP_TIMEOUT_S = 600.0
-_VOCABULARIES = (512, 32_768, 151_936)
-_HEADS = ("all", "1024", "256")
-
 
 PACKINGS = ("packed", "masked", "sorted", "unsorted")
 PACKED = ("packed", "chunked", "masked")
 # Hidden size, layers, heads, vocabulary.
-SIZES = {"0.6M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "24M": (512, 7, 8, 8192)}
+SIZES = {"0.8M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "23M": (512, 6, 8, 8192)}
 
 # --- what is trained on ---------------------------------------------------------------------------
 
@@ -62,7 +61,9 @@ def agentic_lengths(seed: int, num_tokens: int) -> list[int]:
     lengths: list[int] = []
     while (left := num_tokens - sum(lengths)) > 0:
         drawn = int(np.clip(rng.lognormal(math.log(330), 0.8), 32, _MAX_LENGTH))
-        lengths.append(drawn if left - drawn >= 32 else min(left, _MAX_LENGTH))
+        if left - drawn < 32:  # no sample is shorter than that
+            drawn = left if left <= _MAX_LENGTH else left // 2
+        lengths.append(drawn)
     return lengths
 
 
@@ -104,104 +105,6 @@ def waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
     """The share of padding, where each batch is as wide as its longest sample."""
     cells = sum(max(lengths[i] for i in one) * len(one) for one in batches)
     return 1 - sum(lengths[i] for one in batches for i in one) / cells
-
-
-# --- the plain loop -------------------------------------------------------------------------------
-
-
-class Plain:
-    """Training written by hand. `how` a micro-batch is made and scored:
-
-    packed     samples end to end, each attends to itself alone: what the learner does
-    chunked    as packed, and the learner's head, which computes logits in chunks, and twice
-    masked     as packed, under transformers' own mask
-    sorted     padded to the longest, samples of like length together
-    unsorted   padded to the longest, samples in their order
-    """
-
-    def __init__(self, settings: LearnerSettings, how: str) -> None:
-        import torch
-
-        from learner.policy import Scorer, load_model
-
-        attention = "packed" if how in ("packed", "chunked") else "sdpa"
-        self._settings = settings.model_copy(update={"attention": attention})
-        self._how = how
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = load_model(self._settings).to(self._device).train()
-        self._scorer = Scorer(self.model, self._settings) if how == "chunked" else None
-        o = settings.optimizer
-        self._adamw = torch.optim.AdamW(
-            self.model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
-        )
-
-    def step(self, batch: Batch) -> dict[str, float]:
-        """One update; its loss and gradient norm."""
-        import torch
-
-        lengths = batch.lengths.tolist()
-        weights = token_weights(batch, range(len(lengths)), "group")
-        loss_sum = 0.0
-        for indices in arrange(lengths, self._settings.micro_batch_tokens, self._how):
-            loss = self.loss(make_micro_batch(batch, indices, weights))
-            loss.backward()
-            loss_sum += loss.item()
-        most = self._settings.optimizer.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most).item()
-        self._adamw.step()
-        self._adamw.zero_grad()
-        return {"loss": loss_sum, "grad_norm": norm}
-
-    def loss(self, micro: MicroBatch) -> Any:
-        """GRPO's: the clipped ratio times the advantage, times a truncated importance weight."""
-        import torch
-
-        new = self._logprobs(micro)
-        old, advantage = new.detach(), self._on(micro.advantages)
-        ratio = torch.exp(new - old)
-        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-        tis = torch.exp(old - self._on(micro.engine)).clamp(max=2.0)
-        return -(self._on(micro.weights) * tis * objective).sum()
-
-    def _logprobs(self, micro: MicroBatch) -> Any:
-        on = self._on
-        if self._scorer is not None:
-            where = (micro.ids, micro.positions, micro.predictors, micro.targets)
-            return self._scorer(*map(on, where), micro.segments)[0]
-        hidden = self._hidden(micro)[on(micro.predictors)]
-        logits = self.model.get_output_embeddings()(hidden)
-        return logits.log_softmax(-1).gather(-1, on(micro.targets)[:, None])[:, 0]
-
-    def _hidden(self, micro: MicroBatch) -> Any:
-        """[L, H]: of the micro-batch's tokens, without padding."""
-        model, on = self.model.base_model, self._on
-        if self._how not in PACKED:
-            # Padding comes after the sample and attention is causal: nothing needs a mask.
-            width = max(micro.segments)
-            rows = np.repeat(np.arange(len(micro.segments)), micro.segments)
-            cells = rows * width + micro.positions
-            grid = np.zeros((len(micro.segments), width), np.int64)
-            grid.flat[cells] = micro.ids
-            output = model(input_ids=on(grid), use_cache=False)
-            return output.last_hidden_state.flatten(0, 1)[on(cells)]
-        more = {"segments": micro.segments} if self._how == "packed" else {}
-        ids, positions = on(micro.ids)[None], on(micro.positions)[None]
-        output = model(
-            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **more
-        )
-        return output.last_hidden_state[0]
-
-    def _on(self, array: np.ndarray[Any, Any]) -> Any:
-        import torch
-
-        return torch.from_numpy(array).to(self._device)
-
-
-def _serve_plain(settings_path: Path, how: str) -> None:
-    """A batch's path a line, a line of figures for each."""
-    plain = Plain(LearnerSettings.model_validate_json(settings_path.read_bytes()), how)
-    for line in sys.stdin:
-        print(json.dumps(plain.step(Batch.load(Path(line.strip())))), flush=True)
 
 
 # --- arms, and how they are compared --------------------------------------------------------------
@@ -259,10 +162,14 @@ def _plain_arm(
 ) -> Arm:
     path = folder / f"{how}.json"
     path.write_text(settings.model_dump_json())
-    command, pipe = [*_ME, "plain", str(path), how], subprocess.PIPE
+    command, pipe = [*_PLAIN_LOOP, str(path), how], subprocess.PIPE
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = stack.enter_context(  # on the way out it closes stdin, which ends it, and waits
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    # A session of its own, as the learner's ranks have: Linux shares out CPU time by session.
+    # On the way out its stdin is closed, which ends it.
+    process = stack.enter_context(
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
+        )
     )
 
     async def step(batch: Path) -> Mapping[str, Any]:
@@ -374,40 +281,19 @@ async def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What a forward and a backward pass add at most to model and gradients, each in a process."""
     rows = []
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(options.threads))}
-    for vocab, head in ((v, h) for v in options.vocab for h in _HEADS):
-        command = [*_ME, "peak", str(vocab), head, str(options.micro_batch)]
-        said = subprocess.check_output(command, env=environment, timeout=_STEP_TIMEOUT_S)
-        rows.append({"vocab": vocab, "head": head, **json.loads(said)})
+    for vocab, chunk in ((v, c) for v in options.vocab for c in (None, *options.chunks)):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            settings = _settings(folder, "4.5M", options.micro_batch, vocab)
+            settings = settings.model_copy(update={"head_chunk_tokens": chunk or 1})
+            (folder / "settings.json").write_text(settings.model_dump_json())
+            agentic_batch(1, options.micro_batch, vocab).save(folder / "batch")
+            how = "chunked" if chunk else "packed"
+            command = [*_PLAIN_LOOP, str(folder / "settings.json"), how, str(folder / "batch")]
+            said = subprocess.check_output(command, env=environment, timeout=_STEP_TIMEOUT_S)
+        rows.append({"vocabulary": vocab, "chunk": chunk or "none", **json.loads(said)})
         print(f"  {rows[-1]}", file=sys.stderr)
     return rows
-
-
-def _peak(vocab: int, head: str, num_tokens: int) -> dict[str, float]:
-    """MiB, and seconds of the pass. On a CPU by the process's peak of resident memory."""
-    import torch
-
-    with tempfile.TemporaryDirectory() as name:
-        settings = _settings(Path(name), "4.5M", num_tokens, vocab)
-        if head != "all":
-            settings = settings.model_copy(update={"head_chunk_tokens": int(head)})
-        plain = Plain(settings, "packed" if head == "all" else "chunked")
-    batch = agentic_batch(1, num_tokens, vocab)
-    samples = range(len(batch.lengths))
-    micro = make_micro_batch(batch, samples, token_weights(batch, samples, "group"))
-    for parameter in plain.model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.0)
-    tiny = agentic_batch(1, 64, vocab)
-    plain.loss(make_micro_batch(tiny, [0], np.ones(64, np.float32))).backward()  # buffers, threads
-    cuda = torch.cuda.is_available()
-    torch.cuda.reset_peak_memory_stats() if cuda else reset_peak_memory()
-    base = torch.cuda.memory_allocated() / 2**20 if cuda else peak_memory_mib()
-    begun = time.perf_counter()
-    plain.loss(micro).backward()
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else peak_memory_mib()
-    return {"peak MiB": peak - base, "seconds": seconds}
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -445,7 +331,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16_384, help="a step")
     parser.add_argument("--micro-batch", type=int, default=4096, help="tokens of a forward pass")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vocab", type=_numbers, default=_VOCABULARIES, help="of memory")
+    parser.add_argument("--vocab", type=_numbers, default=[512, 32_768, 151_936])
+    parser.add_argument("--chunks", type=_numbers, default=[1024, 256], help="of the head")
     parser.add_argument("--json", type=Path, help="write all figures here")
     return parser
 
@@ -459,16 +346,10 @@ async def _run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    match sys.argv[1:]:
-        case ["plain", settings, how]:  # started by _plain_arm
-            _serve_plain(Path(settings), how)
-        case ["peak", vocab, head, num_tokens]:  # started by memory
-            print(json.dumps(_peak(int(vocab), head, int(num_tokens))))
-        case _:
-            options = _parser().parse_args()
-            found = anyio.run(_run, options)
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+    options = _parser().parse_args()
+    found = anyio.run(_run, options)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
