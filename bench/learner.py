@@ -201,7 +201,9 @@ async def _learner_arm(
     return Arm(name, step)
 
 
-def _settings(folder: Path, size: str, budget: int, vocab: int | None = None) -> LearnerSettings:
+def _settings(
+    folder: Path, size: str, budget: int, chunk: int, vocab: int | None = None
+) -> LearnerSettings:
     hidden, layers, heads, usual_vocab = SIZES[size]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -219,7 +221,11 @@ def _settings(folder: Path, size: str, budget: int, vocab: int | None = None) ->
     (folder / "config.json").write_text(json.dumps(config))
     optimizer = OptimizerSettings(lr=1e-5, warmup_steps=0)
     return LearnerSettings(
-        model=folder, init="random", micro_batch_tokens=budget, optimizer=optimizer
+        model=folder,
+        init="random",
+        micro_batch_tokens=budget,
+        head_chunk_tokens=chunk,
+        optimizer=optimizer,
     )
 
 
@@ -241,7 +247,7 @@ async def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{size}, {threads} threads", file=sys.stderr)
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            settings = _settings(folder, size, options.micro_batch)
+            settings = _settings(folder, size, options.micro_batch, options.head_chunk)
             plain, *arms = (
                 _plain_arm(stack, folder, settings, threads, how) for how in ("packed", "chunked")
             )
@@ -263,7 +269,7 @@ async def packing(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{size}, packing", file=sys.stderr)
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            settings = _settings(folder, size, options.micro_batch)
+            settings = _settings(folder, size, options.micro_batch, options.head_chunk)
             batches = _batches(folder, size, options)
             arms = [
                 _plain_arm(stack, folder, settings, max(options.threads), how) for how in PACKINGS
@@ -284,8 +290,7 @@ async def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     for vocab, chunk in ((v, c) for v in options.vocab for c in (None, *options.chunks)):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            settings = _settings(folder, "4.5M", options.micro_batch, vocab)
-            settings = settings.model_copy(update={"head_chunk_tokens": chunk or 1})
+            settings = _settings(folder, "4.5M", options.micro_batch, chunk or 1, vocab)
             (folder / "settings.json").write_text(settings.model_dump_json())
             agentic_batch(1, options.micro_batch, vocab).save(folder / "batch")
             how = "chunked" if chunk else "packed"
@@ -330,6 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--one-rank", action="store_true", help="leave two ranks out")
     parser.add_argument("--tokens", type=int, default=16_384, help="a step")
     parser.add_argument("--micro-batch", type=int, default=4096, help="tokens of a forward pass")
+    parser.add_argument("--head-chunk", type=int, default=1024, help="tokens of the learner's head")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab", type=_numbers, default=[512, 32_768, 151_936])
     parser.add_argument("--chunks", type=_numbers, default=[1024, 256], help="of the head")
