@@ -101,17 +101,21 @@ class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self._entropy_grad = settings.loss.entropy_coef > 0
 
     def forward(self, hidden_MH: Any, targets_M: Any) -> tuple[Any, Any]:
+        if len(hidden_MH) <= self._chunk:  # nothing is saved by computing them again
+            return self._score(hidden_MH, targets_M)
         chunks = zip(hidden_MH.split(self._chunk), targets_M.split(self._chunk), strict=True)
         scored = [checkpoint(self._score, h, t, use_reentrant=False) for h, t in chunks]
         logprobs, entropies = zip(*scored, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _score(self, hidden: Any, targets: Any) -> tuple[Any, Any]:
-        logits = functional.linear(hidden, self.weight, self.bias).float() / self._temperature
-        total = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
+        table = functional.linear(hidden, self.weight, self.bias).float()
+        if self._temperature != 1:  # each pass over the logits counts where a model is small
+            table = table / self._temperature
+        table = table.log_softmax(-1)
+        logprobs = table.gather(-1, targets[:, None])[:, 0]
         with torch.set_grad_enabled(self._entropy_grad and torch.is_grad_enabled()):
-            entropy = total - (logits.softmax(-1) * logits).sum(-1)
+            entropy = -torch.linalg.vecdot(table.exp(), table)
         return logprobs, entropy
 
 

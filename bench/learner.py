@@ -1,0 +1,362 @@
+"""What the learner costs beside a plain PyTorch loop, what packing saves, and memory by vocabulary.
+
+    python -m bench.learner speed                tokens a second, as ratios to the plain loop
+    python -m bench.learner packing              packed samples against padded ones
+    python -m bench.learner memory               peak of one pass by vocabulary and by head
+    python -m bench.learner all --json out.json
+
+speed: the learner's real processes, asked over their socket, beside a process with a loop as one
+writes it by hand: the same weights, the same micro-batches, the same attention, all logits of a
+micro-batch at once, AdamW, clipped gradients. Each arm's step stands between two steps of the plain
+loop, and its ratio is taken to their mean, because the machine's speed changes from minute to
+minute. An arm whose first loss or gradient norm is not the plain loop's is an error.
+
+The plain loop stands in bench/plain_loop.py.
+
+Lengths are agentic (a long tail: median 330 tokens, mean about 440, at most 2,048), the models are
+Qwen3 with random weights, made on the fly; the head has the share of the parameters that it has in
+Qwen3 of 0.6B to 4B. Not measured: several machines, bfloat16, anything that needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+
+from agentloop.training.learner import RanksSettings, started
+from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
+from bench.sandbox import cpu_of_tree
+from learner.batch import Batch, plan
+
+_PLAIN_LOOP = (sys.executable, "-m", "bench.plain_loop")
+_MAX_LENGTH = 2048
+_GROUP = 8
+_STEP_TIMEOUT_S = 600.0
+
+PACKINGS = ("packed", "masked", "sorted", "unsorted")
+PACKED = ("packed", "chunked", "masked")
+# Hidden size, layers, heads, vocabulary.
+SIZES = {"0.8M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "23M": (512, 6, 8, 8192)}
+
+# --- what is trained on ---------------------------------------------------------------------------
+
+
+def agentic_lengths(seed: int, num_tokens: int) -> list[int]:
+    """Lengths of trajectories, summing up to `num_tokens`; log-normal, from 32 to 2,048."""
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := num_tokens - sum(lengths)) > 0:
+        drawn = int(np.clip(rng.lognormal(math.log(330), 0.8), 32, _MAX_LENGTH))
+        if left - drawn < 32:  # no sample is shorter than that
+            drawn = left if left <= _MAX_LENGTH else left // 2
+        lengths.append(drawn)
+    return lengths
+
+
+def agentic_batch(seed: int, num_tokens: int, vocab: int) -> Batch:
+    """Random ids; of each sample a fifth is the prompt, and of the rest three quarters are sampled,
+    in turns of 96 tokens and observations of 32."""
+    lengths = np.asarray(agentic_lengths(seed, num_tokens), np.int32)
+    rng = np.random.default_rng(seed)
+    masks = [(np.arange(n) >= n // 5) & ((np.arange(n) - n // 5) % 128 < 96) for n in lengths]
+    mask = np.concatenate(masks).astype(np.uint8)
+    mask[np.cumsum(lengths) - lengths] = 0
+    return Batch(
+        ids=rng.integers(0, vocab, num_tokens, dtype=np.int32),
+        mask=mask,
+        logprobs=(-math.log(vocab) - 0.1 * rng.random(num_tokens)).astype(np.float32) * mask,
+        lengths=lengths,
+        advantages=rng.choice(np.asarray([-1, 1], np.float32), len(lengths)),
+        groups=np.arange(len(lengths), dtype=np.int32) // _GROUP,
+    )
+
+
+def arrange(lengths: Sequence[int], budget: int, how: str) -> list[list[int]]:
+    """Indices of samples by micro-batch, of at most `budget` tokens; where `how` is a padded one
+    that counts the padding, and a sample that is longer by itself stands alone."""
+    if how in PACKED:
+        return plan(lengths, budget, 1)[0]
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i] if how == "sorted" else i)
+    batches: list[list[int]] = []
+    for index in order:
+        grown = [*batches[-1], index] if batches else []
+        if grown and max(lengths[i] for i in grown) * len(grown) <= budget:
+            batches[-1] = grown
+        else:
+            batches.append([index])
+    return batches
+
+
+def waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
+    """The share of padding, where each batch is as wide as its longest sample."""
+    cells = sum(max(lengths[i] for i in one) * len(one) for one in batches)
+    return 1 - sum(lengths[i] for one in batches for i in one) / cells
+
+
+# --- arms, and how they are compared --------------------------------------------------------------
+
+
+class Arm:
+    """What is measured, and its rounds: seconds by the clock and of CPU, of all processes; the
+    speed by either as a ratio to the base arm's."""
+
+    def __init__(self, name: str, step: Callable[[Path], Awaitable[Mapping[str, Any]]]) -> None:
+        self.name, self.step = name, step
+        self.seconds: list[tuple[float, float]] = []
+        self.ratios: list[tuple[float, float]] = []
+
+    async def timed(self, batch: Path) -> None:
+        wall_s, cpu_s = time.perf_counter(), cpu_of_tree(os.getpid())
+        await self.step(batch)
+        cpu_s, wall_s = cpu_of_tree(os.getpid()) - cpu_s, time.perf_counter() - wall_s
+        self.seconds.append((wall_s, cpu_s))
+
+    def row(self, num_tokens: int) -> dict[str, Any]:
+        wall_s, cpu_s = map(statistics.median, zip(*self.seconds, strict=True))
+        ratios, cpu_ratios = zip(*self.ratios or [(1.0, 1.0)], strict=True)
+        return {
+            "arm": self.name,
+            "tokens/s": num_tokens / wall_s,
+            "tokens/CPU s": num_tokens / cpu_s,
+            "ratio": statistics.median(ratios),
+            "ratio by CPU": statistics.median(cpu_ratios),
+            "ratios": ratios,
+            "by CPU": cpu_ratios,
+        }
+
+
+async def _compare(base: Arm, arms: Sequence[Arm], batches: Sequence[Path]) -> None:
+    """The first batch warms up, and holds the arms' results against the base's."""
+    expected = await base.step(batches[0])
+    for arm in arms:
+        found = await arm.step(batches[0])
+        for name in ("loss", "grad_norm"):
+            if not math.isclose(found[name], expected[name], rel_tol=0.01, abs_tol=1e-4):
+                raise SystemExit(f"{arm.name}: {name} {found[name]}, not {expected[name]}")
+    for batch in batches[1:]:
+        await base.timed(batch)
+        for arm in arms:
+            await arm.timed(batch)
+            await base.timed(batch)
+            wall, cpu = np.mean(base.seconds[-2:], axis=0) / arm.seconds[-1]
+            arm.ratios.append((float(wall), float(cpu)))
+            print(f"  {arm.name}: {wall:.3f}, by CPU time {cpu:.3f}", file=sys.stderr)
+
+
+def _plain_arm(
+    stack: AsyncExitStack, folder: Path, settings: LearnerSettings, threads: int, how: str
+) -> Arm:
+    path = folder / f"{how}.json"
+    path.write_text(settings.model_dump_json())
+    command, pipe = [*_PLAIN_LOOP, str(path), how], subprocess.PIPE
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # A session of its own, as the learner's ranks have: Linux shares out CPU time by session.
+    # On the way out its stdin is closed, which ends it.
+    process = stack.enter_context(
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
+        )
+    )
+
+    async def step(batch: Path) -> Mapping[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(batch, file=process.stdin, flush=True)
+        found: dict[str, Any] = json.loads(process.stdout.readline())
+        return found
+
+    return Arm(f"plain, {how}", step)
+
+
+async def _learner_arm(
+    stack: AsyncExitStack, folder: Path, settings: LearnerSettings, ranks: int, threads: int
+) -> Arm:
+    name = f"ZeRO {settings.zero_stage}, {ranks} x {threads} threads"
+    learner, _ = await stack.enter_async_context(
+        started(
+            settings.model_dump(mode="json"),
+            RanksSettings(count=ranks, threads=threads),
+            log_dir=folder / name,
+            on_progress=lambda _: None,
+        )
+    )
+
+    async def step(batch: Path) -> Mapping[str, Any]:
+        return await learner.ask("step", batch=str(batch), timeout_s=_STEP_TIMEOUT_S)
+
+    return Arm(name, step)
+
+
+def _settings(
+    folder: Path, size: str, budget: int, chunk: int, vocab: int | None = None
+) -> LearnerSettings:
+    hidden, layers, heads, usual_vocab = SIZES[size]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab or usual_vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": 64,
+        "max_position_embeddings": _MAX_LENGTH,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    optimizer = OptimizerSettings(lr=1e-5, warmup_steps=0)
+    return LearnerSettings(
+        model=folder,
+        init="random",
+        micro_batch_tokens=budget,
+        head_chunk_tokens=chunk,
+        optimizer=optimizer,
+    )
+
+
+def _batches(folder: Path, size: str, options: argparse.Namespace) -> list[Path]:
+    """A small one, and one for each round."""
+    paths = [folder / f"batch-{seed}.safetensors" for seed in range(options.rounds + 1)]
+    for seed, path in enumerate(paths):
+        agentic_batch(seed, options.tokens if seed else 2048, SIZES[size][-1]).save(path)
+    return paths
+
+
+# --- the benchmarks -------------------------------------------------------------------------------
+
+
+async def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each size and number of threads: one rank with all of them, and a rank for each."""
+    rows = []
+    for size, threads in ((s, t) for s in options.sizes for t in options.threads):
+        print(f"{size}, {threads} threads", file=sys.stderr)
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            settings = _settings(folder, size, options.micro_batch, options.head_chunk)
+            plain, *arms = (
+                _plain_arm(stack, folder, settings, threads, how) for how in ("packed", "chunked")
+            )
+            for ranks in [1] if threads == 1 or options.one_rank else [1, threads]:
+                for stage in options.stages:
+                    staged = settings.model_copy(update={"zero_stage": stage})
+                    arm = await _learner_arm(stack, folder, staged, ranks, threads // ranks)
+                    arms.append(arm)
+            await _compare(plain, arms, _batches(folder, size, options))
+        shape = {"size": size, "threads": threads}
+        rows += [{**shape, **arm.row(options.tokens)} for arm in (plain, *arms)]
+    return rows
+
+
+async def packing(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same samples in the plain loop, packed and padded; `waste` is the share of padding."""
+    rows = []
+    for size in options.sizes:
+        print(f"{size}, packing", file=sys.stderr)
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            settings = _settings(folder, size, options.micro_batch, options.head_chunk)
+            batches = _batches(folder, size, options)
+            arms = [
+                _plain_arm(stack, folder, settings, max(options.threads), how) for how in PACKINGS
+            ]
+            await _compare(arms[0], arms[1:], batches)
+            lengths = [Batch.load(path).lengths.tolist() for path in batches[1:]]
+        for how, arm in zip(PACKINGS, arms, strict=True):
+            shares = [waste(one, arrange(one, options.micro_batch, how)) for one in lengths]
+            wasted = 0.0 if how in PACKED else statistics.median(shares)
+            rows.append({"size": size, "waste": wasted, **arm.row(options.tokens)})
+    return rows
+
+
+async def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a forward and a backward pass add at most to model and gradients, each in a process."""
+    rows = []
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(options.threads))}
+    for vocab, chunk in ((v, c) for v in options.vocab for c in (None, *options.chunks)):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            settings = _settings(folder, "4.5M", options.micro_batch, chunk or 1, vocab)
+            (folder / "settings.json").write_text(settings.model_dump_json())
+            agentic_batch(1, options.micro_batch, vocab).save(folder / "batch")
+            how = "chunked" if chunk else "packed"
+            command = [*_PLAIN_LOOP, str(folder / "settings.json"), how, str(folder / "batch")]
+            said = subprocess.check_output(command, env=environment, timeout=_STEP_TIMEOUT_S)
+        rows.append({"vocabulary": vocab, "chunk": chunk or "none", **json.loads(said)})
+        print(f"  {rows[-1]}", file=sys.stderr)
+    return rows
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+BENCHMARKS = {"speed": speed, "packing": packing, "memory": memory}
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [" | ".join(rows[0]), "|".join("---" for _ in rows[0])]
+    lines += [" | ".join(map(_cell, row.values())) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_cell, value))
+    return f"{value:,.{0 if value > 50 else 2}f}" if isinstance(value, float) else str(value)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.learner",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=[*BENCHMARKS, "all"])
+    parser.add_argument("--sizes", type=lambda text: text.split(","), default=["4.5M"])
+    parser.add_argument("--threads", type=_numbers, default=[2], help="1,2: both, one by one")
+    parser.add_argument("--stages", type=_numbers, default=[1, 2, 3], help="of ZeRO")
+    parser.add_argument("--one-rank", action="store_true", help="leave two ranks out")
+    parser.add_argument("--tokens", type=int, default=16_384, help="a step")
+    parser.add_argument("--micro-batch", type=int, default=4096, help="tokens of a forward pass")
+    parser.add_argument("--head-chunk", type=int, default=1024, help="tokens of the learner's head")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vocab", type=_numbers, default=[512, 32_768, 151_936])
+    parser.add_argument("--chunks", type=_numbers, default=[1024, 256], help="of the head")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    return parser
+
+
+async def _run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for name in list(BENCHMARKS) if options.what == "all" else [options.what]:
+        found[name] = await BENCHMARKS[name](options)
+        print(f"{name}\n\n{_table(found[name])}\n", flush=True)
+    return found
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    found = anyio.run(_run, options)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The learner's training as a loop written by hand, for bench/learner.py, which starts this:
+
+python -m bench.plain_loop SETTINGS.json HOW          batches' paths on stdin, figures on stdout
+python -m bench.plain_loop SETTINGS.json HOW BATCH    peak memory of one pass over the batch
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentloop.training.learner_settings import LearnerSettings
+from bench.learner import PACKED, arrange
+from bench.sandbox import peak_memory_mib, reset_peak_memory
+from learner.batch import Batch, MicroBatch, make_micro_batch, token_weights
+from learner.policy import Scorer, load_model
+
+
+class Plain:
+    """Training written by hand. `how` a micro-batch is made and scored:
+
+    packed     samples end to end, each attends to itself alone: what the learner does
+    chunked    as packed, and the learner's head, which computes logits in chunks, and twice
+    masked     as packed, under transformers' own mask
+    sorted     padded to the longest, samples of like length together
+    unsorted   padded to the longest, samples in their order
+    """
+
+    def __init__(self, settings: LearnerSettings, how: str) -> None:
+        attention = "packed" if how in ("packed", "chunked") else "sdpa"
+        self._settings = settings.model_copy(update={"attention": attention})
+        self._how = how
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = load_model(self._settings).to(self._device).train()
+        self._scorer = Scorer(self.model, self._settings) if how == "chunked" else None
+        o = settings.optimizer
+        self._adamw = torch.optim.AdamW(
+            self.model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+        )
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """One update; its loss and gradient norm."""
+        lengths = batch.lengths.tolist()
+        weights = token_weights(batch, range(len(lengths)), "group")
+        loss_sum = 0.0
+        for indices in arrange(lengths, self._settings.micro_batch_tokens, self._how):
+            loss = self.loss(make_micro_batch(batch, indices, weights))
+            loss.backward()
+            loss_sum += loss.item()
+        most = self._settings.optimizer.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most).item()
+        self._adamw.step()
+        self._adamw.zero_grad()
+        return {"loss": loss_sum, "grad_norm": norm}
+
+    def loss(self, micro: MicroBatch) -> Any:
+        """GRPO's: the clipped ratio times the advantage, times a truncated importance weight."""
+        new = self._logprobs(micro)
+        old, advantage = new.detach(), self._on(micro.advantages)
+        ratio = torch.exp(new - old)
+        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        tis = torch.exp(old - self._on(micro.engine)).clamp(max=2.0)
+        return -(self._on(micro.weights) * tis * objective).sum()
+
+    def _logprobs(self, micro: MicroBatch) -> Any:
+        on = self._on
+        if self._scorer is not None:
+            where = (micro.ids, micro.positions, micro.predictors, micro.targets)
+            return self._scorer(*map(on, where), micro.segments)[0]
+        hidden = self._hidden(micro)[on(micro.predictors)]
+        logits = self.model.get_output_embeddings()(hidden)
+        return logits.log_softmax(-1).gather(-1, on(micro.targets)[:, None])[:, 0]
+
+    def _hidden(self, micro: MicroBatch) -> Any:
+        """[L, H]: of the micro-batch's tokens, without padding."""
+        model, on = self.model.base_model, self._on
+        if self._how not in PACKED:
+            # Padding comes after the sample and attention is causal: nothing needs a mask.
+            width = max(micro.segments)
+            rows = np.repeat(np.arange(len(micro.segments)), micro.segments)
+            cells = rows * width + micro.positions
+            grid = np.zeros((len(micro.segments), width), np.int64)
+            grid.flat[cells] = micro.ids
+            output = model(input_ids=on(grid), use_cache=False)
+            return output.last_hidden_state.flatten(0, 1)[on(cells)]
+        more = {"segments": micro.segments} if self._how == "packed" else {}
+        ids, positions = on(micro.ids)[None], on(micro.positions)[None]
+        output = model(
+            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **more
+        )
+        return output.last_hidden_state[0]
+
+    def _on(self, array: np.ndarray[Any, Any]) -> Any:
+        return torch.from_numpy(array).to(self._device)
+
+
+def peak(plain: Plain, batch: Batch) -> dict[str, float]:
+    """What a forward and a backward pass add to model and gradients; on a CPU by the process's
+    peak of resident memory."""
+    for parameter in plain.model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.0)
+    samples = range(len(batch.lengths))
+    shortest = int(batch.lengths.argmin())
+    weights = token_weights(batch, samples, "group")
+    plain.loss(make_micro_batch(batch, [shortest], weights)).backward()  # buffers, threads
+    micro = make_micro_batch(batch, samples, weights)
+    cuda = torch.cuda.is_available()
+    torch.cuda.reset_peak_memory_stats() if cuda else reset_peak_memory()
+    before_mib = torch.cuda.memory_allocated() / 2**20 if cuda else peak_memory_mib()
+    begun = time.perf_counter()
+    plain.loss(micro).backward()
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    peak_mib = torch.cuda.max_memory_allocated() / 2**20 if cuda else peak_memory_mib()
+    return {"peak MiB": peak_mib - before_mib, "seconds": seconds}
+
+
+def main(settings_path: str, how: str, *paths: str) -> None:
+    settings = LearnerSettings.model_validate_json(Path(settings_path).read_bytes())
+    plain = Plain(settings, how)
+    if paths:
+        print(json.dumps(peak(plain, Batch.load(Path(paths[0])))))
+        return
+    for line in sys.stdin:
+        print(json.dumps(plain.step(Batch.load(Path(line.strip())))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
