@@ -32,7 +32,7 @@ SETTINGS = LearnerSettings(
     micro_batch_tokens=57,
     publish_dtype="float32",
     bucket_mib=1,  # several buckets; the largest tensor has one of its own
-    collective_timeout_s=20,
+    collective_timeout_s=60,
     optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0),
     # The small model's tensors are so small that ZeRO 3 would not share them out.
     deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
@@ -62,7 +62,7 @@ class Peers:
 
 @contextmanager
 def group(
-    learner: tuple[Ranks, Path], name: str, *hows: str, timeout_s: float = 10
+    learner: tuple[Ranks, Path], name: str, *hows: str, timeout_s: float = 40
 ) -> Iterator[tuple[Peers, dict[str, Any]]]:
     """A group with as many peers as `hows`, joined; and the layout's answer."""
     ranks, folder = learner
@@ -136,12 +136,12 @@ def test_a_peer_that_dies_breaks_the_group_and_not_the_learner(
 
 def test_a_peer_that_freezes_breaks_the_group_in_time(learner: tuple[Ranks, Path]) -> None:
     ranks = learner[0]
-    with group(learner, "freezing", "freezes", timeout_s=8) as (_, layout):
+    with group(learner, "freezing", "freezes", timeout_s=15) as (_, layout):
         begun = time.monotonic()
         answers = send_all(ranks, layout)
         # What fits into the kernel's buffers counts as sent.
         assert not answers[-1]["ok"]
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 40
     goes_on(learner, "after-a-freeze")
 
 
@@ -176,7 +176,7 @@ def test_weights_that_are_gone_and_other_nonsense_are_refused(
         ({"op": "send", "bucket": 99, "num_updates": 1}, "99 is none"),
         ({"op": "send", "bucket": 0, "num_updates": 1}, "no group"),
         ({"op": "send", "bucket": 0, "num_updates": 1, "digest": "x"}, "digest"),
-        ({"op": "join", "name": "x", "world_size": 2, "backend": "gloo", "within_s": 20},
+        ({"op": "join", "name": "x", "world_size": 2, "backend": "gloo", "within_s": 60},
          "weights.group_timeout_s"),
         ({"op": "layout", "out": "/nowhere/at/all"}, "no folder"),
     ]  # fmt: skip
