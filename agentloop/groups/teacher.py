@@ -1,8 +1,7 @@
 """A noisy teacher: dialogues in which arithmetic is left to Python, and often goes wrong. Pure.
 
-Half of its calls fail, on purpose, and are tried again; half of those that do not fail compute
-something else than was asked for. So somewhat less than half of the dialogues end with the right
-answer, and a right answer says little about the calls before it: who imitates this teacher has to
+Half of its calls fail, on purpose, and are tried again; more than half of those that do not fail
+compute something else than was asked for. So two of five dialogues end with the right answer, and a right answer says little about the calls before it: who imitates this teacher has to
 learn from rewards what to compute, and from Resample-on-Correct to make no failing calls. What the
 tool answers is written as the runtime and the sandbox write it (a test holds it against them), so
 nothing has to run.
@@ -35,8 +34,8 @@ _SIGNS = {
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 # How often a call goes which way, in percent.
 _CALLS = {
-    "right": 25,
-    "wrong": 25,  # another operation: nothing looks amiss
+    "right": 21,
+    "wrong": 29,  # another operation: nothing looks amiss
     "broken": 22,  # not JSON
     "unknown tool": 22,
     "syntax": 6,

@@ -191,10 +191,10 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(n, 10, bias=n > 3) for n in (2, 3, 4, 50, 6)))
     bound = 4 * 64
     buckets = split(model, torch.float32, bound)
-    names = [name for bucket in buckets for name, _ in bucket]
+    names = [one.name for bucket in buckets for one in bucket]
     assert names == [name for name, _ in model.named_parameters()]
     for bucket in buckets:
-        size = sum(tensor.nbytes for _, tensor in bucket)
+        size = sum(one.num_bytes for one in bucket)
         assert size <= bound or len(bucket) == 1
 
 

@@ -23,7 +23,7 @@ def tasks(count: int, *levels: int) -> list[Task]:
 
 
 @pytest.mark.parametrize("level", [1, 2, 6])
-def test_less_than_half_is_right_and_half_of_the_calls_are_faulty(level: int) -> None:
+def test_two_of_five_are_right_and_half_of_the_calls_are_faulty(level: int) -> None:
     asked = tasks(3000, level)
     num_right = num_calls = num_faulty = 0
     ratios = []
@@ -41,7 +41,7 @@ def test_less_than_half_is_right_and_half_of_the_calls_are_faulty(level: int) ->
         # Who got a result says it; nobody is right who saw none.
         seen = re.fullmatch(r"-?\d+", results[-1])
         assert (boxed[1] == results[-1]) if seen else (boxed[1] != task.answer)
-    assert 0.4 < num_right / 3000 < 0.5 + 0.1 * (level == 1)  # 1 + 0 is 1 - 0, whatever the call
+    assert 0.33 < num_right / 3000 < 0.45 + 0.1 * (level == 1)  # 1 + 0 is 1 - 0, whatever the call
     assert 0.45 < num_faulty / num_calls < 0.55
     assert 0.25 < statistics.fmean(ratios) < 0.33  # a failed call costs nothing but another
 
