@@ -13,8 +13,9 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,7 +25,17 @@ from learner.files import appear, fresh_partial
 from learner.lora import adapted_layers, delta
 from learner.policy import Policy
 
-__all__ = ["MANIFEST", "publish", "verify"]
+__all__ = [
+    "MANIFEST",
+    "Shard",
+    "Whole",
+    "gathered",
+    "publish",
+    "published_dtype",
+    "size_of",
+    "split",
+    "verify",
+]
 
 MANIFEST = "published.json"
 # What a loader needs beside the weights; anything else in the folder stays there.
@@ -40,11 +51,14 @@ def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
     first = policy.world.first
     dtype = getattr(torch, policy.settings.publish_dtype)
     partial = fresh_partial(folder) if first else folder
-    shards = _shards(policy.model, dtype, policy.settings.max_shard_mib << 20)
+    shards = split(policy.model, dtype, policy.settings.max_shard_mib << 20)
     names = _file_names(len(shards))
     sha256 = {}
     for file, shard in zip(names, shards, strict=True):
-        tensors = dict(_gathered(shard, dtype, keep=first))
+        tensors = {
+            name: tensor.detach().to("cpu", published_dtype(tensor, dtype), copy=True).contiguous()
+            for name, tensor in gathered(shard, keep=first)
+        }
         if first:
             save_file(tensors, partial / file, metadata={"format": "pt"})
             (partial / file).chmod(0o644)  # safetensors writes 0600
@@ -78,34 +92,61 @@ def verify(folder: Path) -> str:
     return version
 
 
-class Published(NamedTuple):
-    """A tensor as others see it. Under ZeRO 3 each rank holds a part of what it is made of."""
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor as others see it. Under ZeRO 3 each rank holds a part of what it is made of.
 
-    name: str
+    Attributes:
+        dtype, shape: of the tensor before it is cast.
+        made_of: parameters, or a buffer.
+        make: gives it, on the device, while all of `made_of` is gathered.
+    """
+
+    dtype: Any
     shape: torch.Size
     made_of: tuple[Any, ...]
-    make: Callable[[], Any]  # on the device; while all of `made_of` is gathered
+    make: Callable[[], Any]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * int(self.dtype.itemsize)
+
+    def numel(self) -> int:
+        return int(self.shape.numel())
+
+    def is_floating_point(self) -> bool:
+        return bool(self.dtype.is_floating_point)
 
 
-Shard = list[Published]
+Shard = list[tuple[str, Whole]]
 
 
-def _shards(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
-    """All tensors, in files of at most `max_bytes` if one tensor does not take more."""
-    width = torch.empty(0, dtype=dtype).element_size()
+def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
+    """All tensors by name, in shards of at most `max_bytes` if one tensor does not take more;
+    floats count as `dtype`."""
     shards: list[Shard] = [[]]
     free = max_bytes
-    for one in _tensors(model):
-        size = one.shape.numel() * width
+    for name, tensor in _tensors(model):
+        size = size_of(tensor, dtype)
         if size > free and shards[-1]:
             shards.append([])
             free = max_bytes
-        shards[-1].append(one)
+        shards[-1].append((name, tensor))
         free -= size
     return shards
 
 
-def _tensors(model: Any) -> Iterator[Published]:
+def published_dtype(tensor: Any, dtype: Any) -> Any:
+    """`dtype` for what is floating point; others keep their own."""
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def size_of(tensor: Whole, dtype: Any) -> int:
+    """Bytes of the tensor, published as `dtype`."""
+    return tensor.numel() * int(published_dtype(tensor, dtype).itemsize)
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Whole]]:
     """Parameters and buffers, tied ones once, adapters merged into the weights beside them. The
     same on every rank."""
     layers = adapted_layers(model)
@@ -113,43 +154,40 @@ def _tensors(model: Any) -> Iterator[Published]:
         if layers and parameter.requires_grad:  # an adapter's: it comes with the weight
             continue
         name = name.replace(".base_layer.", ".")
-        if layer := layers.get(name):
-            yield _merged(name, layer)
-        else:
-            yield _as_it_is(name, parameter)
+        layer = layers.get(name)
+        yield name, _merged(parameter, layer) if layer else _as_it_is(parameter)
     kept = model.state_dict().keys()
-    yield from (_as_it_is(name, one) for name, one in model.named_buffers() if name in kept)
+    yield from ((name, _as_it_is(one)) for name, one in model.named_buffers() if name in kept)
 
 
-def _as_it_is(name: str, tensor: Any) -> Published:
-    return Published(name, _shape(tensor), (tensor,), lambda: tensor)
+def _as_it_is(tensor: Any) -> Whole:
+    return Whole(tensor.dtype, _shape(tensor), (tensor,), lambda: tensor)
 
 
-def _merged(name: str, layer: Any) -> Published:
-    weight = layer.get_base_layer().weight
-    return Published(
-        name,
+def _merged(weight: Any, layer: Any) -> Whole:
+    adapters = (p for p in layer.parameters() if p.requires_grad)
+    return Whole(
+        torch.float32,
         _shape(weight),
-        (weight, *(p for p in layer.parameters() if p.requires_grad)),
+        (weight, *adapters),
         lambda: weight.float() + delta(layer).float(),
     )
 
 
 def _shape(tensor: Any) -> torch.Size:
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))  # ZeRO 3 leaves none in place
 
 
-def _gathered(shard: Shard, dtype: Any, *, keep: bool) -> Iterator[tuple[str, Any]]:
-    """Name and tensor on the host, where `keep`; one at a time is whole on the device."""
+def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[str, Any]]:
+    """One tensor at a time is whole on the device, until the next one; without `keep` this rank
+    only helps with it. Every rank comes here, and to the end."""
     import deepspeed
 
-    for one in shard:
-        parts = [part for part in one.made_of if hasattr(part, "ds_id")]
+    for name, whole in shard:
+        parts = [part for part in whole.made_of if hasattr(part, "ds_id")]
         with torch.no_grad(), deepspeed.zero.GatheredParameters(parts, enabled=bool(parts)):
             if keep:
-                tensor = one.make().detach()
-                kind = dtype if tensor.is_floating_point() else tensor.dtype
-                yield one.name, tensor.to("cpu", kind, copy=True).contiguous()
+                yield name, whole.make()
 
 
 def _file_names(num_shards: int) -> list[str]:
@@ -159,7 +197,7 @@ def _file_names(num_shards: int) -> list[str]:
 
 
 def _write_index(partial: Path, names: list[str], shards: list[Shard]) -> None:
-    where = {one.name: file for file, shard in zip(names, shards, strict=True) for one in shard}
+    where = {name: file for file, shard in zip(names, shards, strict=True) for name, _ in shard}
     total = sum((partial / file).stat().st_size for file in names)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     text = json.dumps(index, indent=2) + "\n"
