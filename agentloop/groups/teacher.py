@@ -1,9 +1,10 @@
 """A noisy teacher: dialogues in which arithmetic is left to Python, and often goes wrong. Pure.
 
 Half of its calls fail, on purpose, and are tried again; more than half of those that do not fail
-compute something else than was asked for. So two of five dialogues end with the right answer, and a right answer says little about the calls before it: who imitates this teacher has to
-learn from rewards what to compute, and from Resample-on-Correct to make no failing calls. What the
-tool answers is written as the runtime and the sandbox write it (a test holds it against them), so
+compute something else than was asked for. So two of five dialogues end with the right answer, and
+a right answer says little about the calls before it: who imitates this teacher has to learn from
+rewards what to compute, and from Resample-on-Correct to make no failing calls. What the tool
+answers is written as the runtime and the sandbox write it (a test holds it against them), so
 nothing has to run.
 """
 

@@ -78,6 +78,11 @@ class LoopSettings(pydantic.BaseModel):
     checkpoint_every: int = pydantic.Field(
         50, ge=0, description="Steps between two checkpoints; 0: at the end alone."
     )
+    shuffle_rewards: bool = pydantic.Field(
+        False,
+        description="A control, which must not learn anything: what each rollout of a group is "
+        "learned with is the reward of another. The metrics tell the true ones.",
+    )
     seed: int = pydantic.Field(0, ge=0, description="Of what Resample-on-Correct draws.")
     step_timeout_s: float = pydantic.Field(
         3600.0, gt=0, description="For the learner's answer to one request."
@@ -194,6 +199,7 @@ class TrainingLoop:
             await self._run_stage(title, stage)
         if s.learn and self.step > self._saved_step:
             await self._checkpoint()
+        await self._leave_the_model()
 
     async def _run_stage(self, title: str, stage: StageSettings) -> None:
         s = self._settings
@@ -268,7 +274,10 @@ class TrainingLoop:
         metrics["num_learned"] = num_learned
         if num_learned:
             self._pace.waits("rollouts wait for the learner")
-            learned = await self._ask("step", batch=str(path))
+            rescue = self._folder.path / "checkpoints" / f"step-{self.step:05}-rescue"
+            learned = await self._ask(
+                "step", batch=str(path), rescue=str(rescue), state=self._state(self.step - 1)
+            )
             path.unlink()
             metrics |= {f"learner/{name}": value for name, value in learned.items()}
             learned_at = time.monotonic()
@@ -324,17 +333,19 @@ class TrainingLoop:
             for index in range(len(trajectories)):
                 scoring.start_soon(score, index)
         in_order = [rewards[index] for index in range(len(trajectories))]
-        traces = [
-            Trace.of(trajectory, reward.value)
-            for trajectory, reward in zip(trajectories, in_order, strict=True)
-        ]
+        values = [reward.value for reward in in_order]
         # Its own, for groups finish in any order.
         draw = random.Random(f"{self._settings.seed} {self.step} {number}")
+        if self._settings.shuffle_rewards:
+            values = _shuffled(values, draw)
+        traces = [
+            Trace.of(trajectory, value)
+            for trajectory, value in zip(trajectories, values, strict=True)
+        ]
         choice = resample(traces, self._roc, draw)
         scored = _Scored(task, trajectories, in_order, choice)
-        kept = [(index, in_order[index].value) for index in choice.kept]
-        values = group_advantages([value for _, value in kept if value is not None])
-        scored.advantages = dict(zip((index for index, _ in kept), values, strict=True))
+        kept = [value for index in choice.kept if (value := values[index]) is not None]
+        scored.advantages = dict(zip(choice.kept, group_advantages(kept), strict=True))
         return scored
 
     def _other_version(self, trajectory: Trajectory) -> str | None:
@@ -410,9 +421,20 @@ class TrainingLoop:
 
     async def _checkpoint(self) -> None:
         folder = self._folder.path / "checkpoints" / f"step-{self.step:05}"
-        state = {"step": self.step, "cursor": self._tasks.cursor()}
-        await self._ask("save", folder=str(folder), state=state)
+        await self._ask("save", folder=str(folder), state=self._state(self.step))
         self._saved_step = self.step
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """Of the run after that step."""
+        return {"step": step, "cursor": self._tasks.cursor()}
+
+    async def _leave_the_model(self) -> None:
+        """In the run's folder, where handing over has left it elsewhere, or nowhere."""
+        assert self._handover is not None
+        version = self._handover.version
+        folder = self._folder.path / "weights" / version
+        if not folder.exists():
+            await self._ask("publish", folder=str(folder), version=version)
 
     async def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
         timeout_s = self._settings.step_timeout_s
@@ -497,6 +519,13 @@ class _Pace:
         self.report.show(
             Standing(self._stage, self._step, self._num_stage, what, dict(self.values), left_s)
         )
+
+
+def _shuffled(values: Sequence[float | None], draw: random.Random) -> list[float | None]:
+    """Rewards dealt out anew; who has none, has none."""
+    there = [value for value in values if value is not None]
+    draw.shuffle(there)
+    return [None if value is None else there.pop() for value in values]
 
 
 def _over_and_over(tasks: Sequence[Task], draw: random.Random) -> Iterator[Task]:

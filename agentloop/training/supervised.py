@@ -293,7 +293,8 @@ async def fine_tune(
         path = folder.path / "batches" / f"step-{step:05}.safetensors"
         await anyio.to_thread.run_sync(write_batch, path, [samples[i] for i in indices])
         lr = learning_rate(step, len(steps), peak=settings.lr, warmup=settings.warmup)
-        learned = await ask("step", batch=str(path), lr=lr, timeout_s=timeout_s)
+        rescue = str(folder.path / "checkpoints" / f"step-{step:05}-rescue")
+        learned = await ask("step", batch=str(path), lr=lr, rescue=rescue, timeout_s=timeout_s)
         path.unlink()
         metrics: dict[str, Any] = {"step": step, "epoch": epoch}
         metrics |= {f"learner/{name}": value for name, value in learned.items()}

@@ -217,7 +217,8 @@ async def test_weights_go_by_group_where_that_is_asked_for(tmp_path: Path) -> No
     weights = WeightsSettings(by="group")
     learner, _, run = await played(tmp_path, steps=1, evaluate_every=0, weights=weights)
     sent = ["layout", "open", "join", "send", "leave"]
-    assert [op for op, _ in learner.asked] == [*sent, "step", *sent, "save"]
+    # At the end the model stays in the run's folder.
+    assert [op for op, _ in learner.asked] == [*sent, "step", *sent, "save", "publish"]
     updates = [asked["num_updates"] for op, asked in learner.asked if op == "send"]
     assert updates == [0, 1]
     (metrics,) = [one for one in lines(run.path / "metrics.jsonl") if "reward" in one]
@@ -463,3 +464,22 @@ async def test_without_learning_rollouts_are_written_down_alone(tmp_path: Path) 
     learner, _, run = await played(tmp_path, steps=2, learn=False, evaluate_every=0)
     assert [op for op, _ in learner.asked] == ["publish"]
     assert len(lines(run.path / "trajectories" / "step-00002.jsonl")) == 24
+
+
+async def test_shuffled_rewards_are_those_of_others(tmp_path: Path) -> None:
+    learned = []
+    for shuffle in (False, True):
+        learner, _, run = await played(
+            tmp_path / str(shuffle),
+            roc=RocSettings(down_sample_to_n=0),
+            steps=1,
+            shuffle_rewards=shuffle,
+            evaluate_every=0,
+        )
+        learned.append(learner.batches[0]["advantages"].tolist())
+        (metrics,) = [one for one in lines(run.path / "metrics.jsonl") if "reward" in one]
+        assert metrics["reward"] == pytest.approx(4 / 7)
+        assert metrics["num_without_reward"] == 3  # what is broken is broken
+    straight, shuffled = learned
+    assert straight != shuffled
+    assert sorted(straight) == sorted(shuffled)
