@@ -1,9 +1,10 @@
 """A noisy teacher: dialogues in which arithmetic is left to Python, and often goes wrong. Pure.
 
-Half of its calls fail, on purpose, and are tried again; more than half of those that do not fail
-compute something else than was asked for. So two of five dialogues end with the right answer, and
-a right answer says little about the calls before it: who imitates this teacher has to learn from
-rewards what to compute, and from Resample-on-Correct to make no failing calls. What the tool
+Half of its calls fail, on purpose, and are tried again; where one does not fail, it computes
+something else than was asked for, or its result is not listened to, as often as not. So two of
+five dialogues end with the right answer, and a right answer says little about the calls before it:
+who imitates this teacher has to learn from rewards what to compute and whom to believe, and from
+Resample-on-Correct to make no failing calls. What the tool
 answers is written as the runtime and the sandbox write it (a test holds it against them), so
 nothing has to run.
 """
@@ -35,8 +36,9 @@ _SIGNS = {
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 # How often a call goes which way, in percent.
 _CALLS = {
-    "right": 21,
-    "wrong": 29,  # another operation: nothing looks amiss
+    "right": 22,
+    "wrong": 12,  # another operation: nothing looks amiss
+    "ignored": 16,  # it is right, and is not listened to
     "broken": 22,  # not JSON
     "unknown tool": 22,
     "syntax": 6,
@@ -108,6 +110,8 @@ def _turns(asked: _Sum, rng: Random) -> Iterator[dict[str, str]]:
         if how in ("right", "wrong"):
             yield _answers("The tool says so.", sum_.value)
             return
+        if how == "ignored":
+            break
     yield _answers("I guess.", _guess(asked.value, rng))
 
 

@@ -38,9 +38,9 @@ def test_two_of_five_are_right_and_half_of_the_calls_are_faulty(level: int) -> N
         if boxed[1] == task.answer:
             num_right += 1
             ratios.append(faulty / len(results))
-        # Who got a result says it; nobody is right who saw none.
-        seen = re.fullmatch(r"-?\d+", results[-1])
-        assert (boxed[1] == results[-1]) if seen else (boxed[1] != task.answer)
+        # Who says that the tool says so says what it says; who guesses is wrong.
+        says_so = "The tool says so." in last["content"]
+        assert (boxed[1] == results[-1]) if says_so else (boxed[1] != task.answer)
     assert 0.33 < num_right / 3000 < 0.45 + 0.1 * (level == 1)  # 1 + 0 is 1 - 0, whatever the call
     assert 0.45 < num_faulty / num_calls < 0.55
     assert 0.25 < statistics.fmean(ratios) < 0.33  # a failed call costs nothing but another
