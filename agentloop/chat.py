@@ -29,7 +29,7 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import CallStatus, Message, StopReason, ToolCall, Trajectory
 
-__all__ = ["Transcript", "ask", "main"]
+__all__ = ["Transcript", "ask", "main", "settings_of"]
 
 _ENDINGS = {
     StopReason.TURN_BUDGET: "it used all its turns",
@@ -162,7 +162,8 @@ def _is_setting(text: str) -> bool:
     return " " not in text and ("=" in text or text.endswith(".toml"))
 
 
-def _settings(arguments: list[str], run: Path | None) -> Settings:
+def settings_of(arguments: list[str], run: Path | None) -> Settings:
+    """What was told on the command line, on top of what a run was told. Raises SettingsError."""
     files, overrides = commands.split_settings(arguments)
     if run is None:
         return load_settings(Settings, files, overrides)
@@ -173,7 +174,7 @@ def _settings(arguments: list[str], run: Path | None) -> Settings:
 
 
 async def _chat(question: str | None, arguments: list[str], run: Path | None) -> int:
-    settings = _settings(arguments, run)
+    settings = settings_of(arguments, run)
     out = Console()
     async with commands.started(settings) as runtime:
         if question is not None:

@@ -29,7 +29,7 @@ from agentloop.groups.killable import CallFailed, CallTimedOut, KillableProcesse
 from agentloop.groups.math_check import same_number
 from agentloop.groups.puzzles import is_solved
 from agentloop.groups.tasks import Task
-from agentloop.trajectory import Trajectory
+from agentloop.trajectory import StopReason, Trajectory
 from sandbox import Pool
 
 __all__ = ["Reward", "RewardFunction", "RewardSettings", "Scorer"]
@@ -149,6 +149,9 @@ class Scorer:
         """
         if trajectory.stop_reason.infrastructure:
             return Reward(None, None, f"infrastructure: {trajectory.error or 'no error was given'}")
+        if trajectory.stop_reason is StopReason.TIME_BUDGET:
+            # How fast it went was up to the servers and the sandbox, not to the model.
+            return Reward(None, None, "it ran out of time")
         return await self._check(trajectory, task)
 
     async def _check_answer(self, trajectory: Trajectory, task: Task) -> Reward:

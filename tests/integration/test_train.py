@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from agentloop.chat import settings_of
 from agentloop.config import load_settings
 from agentloop.console import Progress
 from agentloop.groups.tasks import Task
@@ -83,3 +85,45 @@ async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Pat
     assert (folder / "weights" / "2" / "model.safetensors").stat().st_size > 1_000_000
     assert (folder / "checkpoints" / "step-00002" / "state.json").exists()
     assert len(said.lines) == 4
+
+
+async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
+    """laptop.toml, cut short: a model that has learned nothing yet, but each part is there."""
+    overrides = [
+        f"run.folder={tmp_path}",
+        "run.name=laptop",
+        "start.data.teacher=40",
+        "stages.short.steps=1",
+        "stages.short.max_response_tokens=40",
+        "stages.longer.steps=1",
+        "stages.hard.steps=1",
+        "stages.hard.filter_tasks=2",
+        "budget.max_response_tokens=60",
+        "loop.tasks_per_step=2",
+        "loop.group_size=4",
+        "loop.evaluate_tasks=2",
+        "tasks.held_out=2",
+        "roc.down_sample_to_n=3",
+        "roc.reject_equal_reward=false",
+        f"reward.function={__name__}:coin",
+    ]
+    settings = load_settings(TrainSettings, [RECIPE.with_name("laptop.toml")], overrides)
+    said = Said()
+    folder = await train(settings, cast(Progress, said))
+    stages = [line for line in said.lines if line.startswith("Stage ")]
+    assert [line.split(",")[0] for line in stages] == [
+        "Stage 1 of 3: short",
+        "Stage 2 of 3: longer",
+        "Stage 3 of 3: hard",
+    ]
+    assert (folder / "start" / "model" / "model.safetensors").exists()
+    assert (folder / "plots.png").read_bytes().startswith(b"\x89PNG")
+    steps = {json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()}
+    assert {0, 1, 2} <= steps
+    # What `agentloop chat --run` takes.
+    asked = settings_of([], tmp_path / "latest")
+    assert asked.model is not None
+    assert os.path.realpath(asked.model).startswith(str(folder / "weights"))
+    config = json.loads((Path(asked.model) / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    assert asked.tools == ["python_code_with_standard_io"]

@@ -171,9 +171,14 @@ async def test_only_the_last_turn_answers(scorer: Scorer) -> None:
 
 
 async def test_a_rollout_cut_short_is_wrong(scorer: Scorer) -> None:
-    for reason in (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET, StopReason.TIME_BUDGET):
+    for reason in (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET):
         found = await scorer.score(rollout(r"so \boxed{5", reason=reason), task())
         assert found.value == 0.0
+
+
+async def test_a_rollout_that_ran_out_of_time_has_no_reward(scorer: Scorer) -> None:
+    found = await scorer.score(rollout(r"\boxed{5", reason=StopReason.TIME_BUDGET), task())
+    assert (found.value, found.reason) == (None, "it ran out of time")
 
 
 async def test_infrastructure_has_no_reward(scorer: Scorer) -> None:
