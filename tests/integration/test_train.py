@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import cast
 
@@ -123,7 +122,7 @@ async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     # What `agentloop chat --run` takes.
     asked = settings_of([], tmp_path / "latest")
     assert asked.model is not None
-    assert os.path.realpath(asked.model).startswith(str(folder / "weights"))
+    assert Path(asked.model).parent.name == "weights"
     config = json.loads((Path(asked.model) / "config.json").read_text())
     assert config["num_hidden_layers"] == 3
     assert asked.tools == ["python_code_with_standard_io"]
