@@ -167,7 +167,7 @@ class Policy:
         import deepspeed
 
         self.settings, self.world = settings, world
-        self.num_updates = self.num_skipped = self._skipped_in_row = 0
+        self.num_updates = self.num_skipped = self._skipped_in_row = self._warm_from = 0
         torch.manual_seed(settings.seed + world.rank)
         self.model = load_model(settings)
         # Before ZeRO 3 takes them away.
@@ -311,11 +311,13 @@ class Policy:
 
     def _rate(self) -> float:
         o = self.settings.optimizer
-        return o.lr * min(1.0, (self.num_updates + 1) / max(1, o.warmup_steps))
+        done = self.num_updates - self._warm_from
+        return o.lr * min(1.0, (done + 1) / max(1, o.warmup_steps))
 
     def reset_optimizer(self) -> None:
-        """AdamW as it was before its first step: no moments, bias correction from the start. The
-        rate does not warm up again."""
+        """AdamW as it was before its first step: no moments, bias correction from the start, and
+        the rate warms up again."""
+        self._warm_from = self.num_updates
         for state in self.engine.optimizer.optimizer.state.values():
             for value in state.values():
                 if torch.is_tensor(value):
@@ -352,10 +354,15 @@ class Policy:
 
     def counters(self) -> dict[str, int]:
         """What a checkpoint keeps beside weights and optimizer."""
-        return {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
+        return {
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "warm_from": self._warm_from,
+        }
 
     def set_counters(self, counters: dict[str, int]) -> None:
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
+        self._warm_from = counters["warm_from"]
         self._skipped_in_row = 0
 
 
