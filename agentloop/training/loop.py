@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from agentloop.groups.roc import Choice, RocSettings, Trace, resample
 from agentloop.groups.tasks import Task, TaskSource
 from agentloop.inference.router import Router
 from agentloop.training.batch import Sample, write_batch
+from agentloop.training.figures import about, mean, percent
 from agentloop.training.handover import (
     Handover,
     WeightsSettings,
@@ -39,9 +39,10 @@ from agentloop.training.handover import (
     publisher,
 )
 from agentloop.training.learner import Learner
+from agentloop.training.pace import Pace
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Report, Standing
-from agentloop.trajectory import CallStatus, StopReason, Trajectory
+from agentloop.training.standing import Report
+from agentloop.trajectory import Trajectory
 
 __all__ = ["LoopSettings", "RunGroup", "StageSettings", "TrainingLoop"]
 
@@ -162,7 +163,7 @@ class TrainingLoop:
         self._tasks = tasks
         self._source: Iterator[Task] = tasks
         self._folder = folder
-        self._pace = _Pace(report, sum(stage.steps for stage in self._stages.values()))
+        self._pace = Pace(report, sum(stage.steps for stage in self._stages.values()))
         self._held_out: list[Task] = []
         self._weights = weights or WeightsSettings()
         self._publisher = publisher(self._weights, learner, folder.path)
@@ -257,7 +258,7 @@ class TrainingLoop:
         size = self._settings.group_size
         groups = await self._groups(tasks, size, name=f"{self.step}", what="rollouts")
         rolled_s = time.monotonic() - begun
-        metrics: dict[str, Any] = {"step": self.step, **_about(groups), "rollout_s": rolled_s}
+        metrics: dict[str, Any] = {"step": self.step, **about(groups), "rollout_s": rolled_s}
         metrics["rollout_tokens_per_s"] = metrics["num_sampled_tokens"] / rolled_s
         if self._settings.learn:
             metrics |= await self._learn(groups)
@@ -410,13 +411,13 @@ class TrainingLoop:
             return
         name = f"{self.step}-held-out"
         found = await self._groups(self._held_out, 1, name=name, what="held-out tasks")
-        metrics = {f"held_out/{name}": value for name, value in _about(found).items()}
+        metrics = {f"held_out/{name}": value for name, value in about(found).items()}
         self._folder.add_metrics({"step": self.step, **metrics})
-        reward = _mean(metrics["held_out/reward"])
+        reward = mean(metrics["held_out/reward"])
         self._pace.values |= {"held-out reward": reward}
         self._say(
             f"step {self.step}: held-out reward {reward}, "
-            f"tool errors in correct {_percent(metrics['held_out/tool_errors_in_correct'])}"
+            f"tool errors in correct {percent(metrics['held_out/tool_errors_in_correct'])}"
         )
 
     async def _checkpoint(self) -> None:
@@ -463,62 +464,14 @@ class TrainingLoop:
 
     def _tell(self, metrics: dict[str, Any]) -> None:
         self._say(
-            f"step {self.step}/{self._pace.num_steps}: reward {_mean(metrics['reward'])}, "
-            f"tool errors in correct {_percent(metrics['tool_errors_in_correct'])}, "
+            f"step {self.step}/{self._pace.num_steps}: reward {mean(metrics['reward'])}, "
+            f"tool errors in correct {percent(metrics['tool_errors_in_correct'])}, "
             f"{metrics.get('num_learned', 0)} of {metrics['num_rollouts']} rollouts learned, "
             f"{metrics['rollout_tokens_per_s']:,.0f} tokens/s, {metrics['step_s']:.1f} s"
         )
 
     def _say(self, line: str) -> None:
         self._pace.report.say(line)
-
-
-class _Pace:
-    """Where the run stands, as it is shown."""
-
-    def __init__(self, report: Report, num_steps: int) -> None:
-        self.report = report
-        self.num_steps = self._num_left = num_steps
-        self.values: dict[str, str] = {}
-        self._stage, self._step, self._num_stage = "evaluation", 0, 0
-        self._begun: float | None = None
-        self._num_done = 0
-
-    def enter(self, stage: str, num_steps: int) -> None:
-        self._stage, self._step, self._num_stage = stage, 0, num_steps
-        self._begun = self._begun or time.monotonic()
-
-    def skip(self) -> None:
-        """The rest of this stage."""
-        self._num_left -= self._num_stage - self._step
-
-    def stepped(self, metrics: Mapping[str, Any]) -> None:
-        self._step += 1
-        self._num_done += 1
-        self._num_left -= 1
-        shares = [
-            f"{100 * metrics.get(name, 0.0) / metrics['step_s']:.0f}% {what}"
-            for name, what in (
-                ("rollout_s", "rolling out"),
-                ("learn_s", "learning"),
-                ("hand_over_s", "loading weights"),
-            )
-        ]
-        self.values |= {
-            "reward": _mean(metrics["reward"]),
-            "tool errors in correct": _percent(metrics["tool_errors_in_correct"]),
-            "sampled tokens/s": f"{metrics['rollout_tokens_per_s']:,.0f}",
-            "learned tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
-            "time": ", ".join(shares),
-        }
-
-    def waits(self, what: str) -> None:
-        left_s = None
-        if self._begun is not None and self._num_done:
-            left_s = (time.monotonic() - self._begun) / self._num_done * self._num_left
-        self.report.show(
-            Standing(self._stage, self._step, self._num_stage, what, dict(self.values), left_s)
-        )
 
 
 def _shuffled(values: Sequence[float | None], draw: random.Random) -> list[float | None]:
@@ -532,49 +485,3 @@ def _over_and_over(tasks: Sequence[Task], draw: random.Random) -> Iterator[Task]
     """Each epoch in an order of its own."""
     while True:
         yield from draw.sample(tasks, len(tasks))
-
-
-def _about(groups: Sequence[_Scored]) -> dict[str, Any]:
-    """What the field wants to know of rollouts. Means are over those with a reward."""
-    pairs = [
-        (trajectory, reward.value)
-        for group in groups
-        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
-    ]
-    scored = [(trajectory, value) for trajectory, value in pairs if value is not None]
-    ratios = [
-        ratio
-        for trajectory, value in scored
-        if value > 0 and (ratio := _tool_error_ratio(trajectory)) is not None
-    ]
-    lengths = [trajectory.num_sampled_tokens for trajectory, _ in scored]
-    return {
-        "reward": statistics.fmean(value for _, value in scored) if scored else None,
-        "tool_errors_in_correct": statistics.fmean(ratios) if ratios else None,
-        "num_rollouts": len(pairs),
-        "num_without_reward": len(pairs) - len(scored),
-        "num_groups_rejected": sum(group.choice.rejected is not None for group in groups),
-        "num_sampled_tokens": sum(lengths),
-        "length_mean": statistics.fmean(lengths) if lengths else 0.0,
-        "turns_mean": statistics.fmean(len(t.turns) for t, _ in scored) if scored else 0.0,
-        "truncated": statistics.fmean(
-            t.stop_reason in (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET) for t, _ in scored
-        )
-        if scored
-        else 0.0,
-    }
-
-
-def _tool_error_ratio(trajectory: Trajectory) -> float | None:
-    """Failed calls by calls; None without any."""
-    ours = (CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE)
-    statuses = [result.status for result in trajectory.results if result.status not in ours]
-    return sum(status.failed for status in statuses) / len(statuses) if statuses else None
-
-
-def _mean(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f}%"

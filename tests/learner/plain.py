@@ -31,10 +31,15 @@ class Plain:
     """GRPO with AdamW, written down as the paper has it."""
 
     def __init__(self, settings: LearnerSettings, model: Any = None) -> None:
-        o = settings.optimizer
+        self.optimizer = settings.optimizer
         self.model = model or load(settings)
-        self.max_grad_norm = o.max_grad_norm
+        self.max_grad_norm = settings.optimizer.max_grad_norm
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """With an optimizer that has seen nothing."""
+        o = self.optimizer
         self.adamw = torch.optim.AdamW(
             self.trained, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0
         )

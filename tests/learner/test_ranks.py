@@ -111,6 +111,21 @@ def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], pa
     assert differ < 5e-6
 
 
+def test_a_new_optimizer_remembers_nothing(kind: tuple[int, Ranks, Path]) -> None:
+    ranks, folder = from_the_beginning(kind), kind[2]
+    plain, batch = Plain(SETTINGS), policy_batch(SIZES)
+    batch.save(folder / "batch")
+    for _ in range(2):
+        plain.begin_anew()
+        assert ranks.ask("reset_optimizer")["ok"]
+        for _ in range(2):
+            plain.step(batch)
+            ranks.ask("step", batch=folder / "batch")
+    weights = published(ranks, folder / "anew")
+    now = dict(plain.model.named_parameters())
+    assert max((now[name] - weights[name]).abs().max().item() for name in now) < 5e-6
+
+
 def test_log_probabilities_are_the_models(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder, batch = from_the_beginning(kind), kind[2], make_batch(3)
     batch.save(folder / "batch")

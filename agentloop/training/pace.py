@@ -1,0 +1,60 @@
+"""How fast a run goes, from which follows where it stands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from agentloop.training.figures import mean, percent
+from agentloop.training.standing import Report, Standing
+
+__all__ = ["Pace"]
+
+
+class Pace:
+    """Where the run stands, as it is shown."""
+
+    def __init__(self, report: Report, num_steps: int) -> None:
+        self.report = report
+        self.num_steps = self._num_left = num_steps
+        self.values: dict[str, str] = {}
+        self._stage, self._step, self._num_stage = "evaluation", 0, 0
+        self._begun: float | None = None
+        self._num_done = 0
+
+    def enter(self, stage: str, num_steps: int) -> None:
+        self._stage, self._step, self._num_stage = stage, 0, num_steps
+        self._begun = self._begun or time.monotonic()
+
+    def skip(self) -> None:
+        """The rest of this stage."""
+        self._num_left -= self._num_stage - self._step
+
+    def stepped(self, metrics: Mapping[str, Any]) -> None:
+        self._step += 1
+        self._num_done += 1
+        self._num_left -= 1
+        shares = [
+            f"{100 * metrics.get(name, 0.0) / metrics['step_s']:.0f}% {what}"
+            for name, what in (
+                ("rollout_s", "rolling out"),
+                ("learn_s", "learning"),
+                ("hand_over_s", "loading weights"),
+            )
+        ]
+        self.values |= {
+            "reward": mean(metrics["reward"]),
+            "tool errors in correct": percent(metrics["tool_errors_in_correct"]),
+            "sampled tokens/s": f"{metrics['rollout_tokens_per_s']:,.0f}",
+            "learned tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
+            "time": ", ".join(shares),
+        }
+
+    def waits(self, what: str) -> None:
+        left_s = None
+        if self._begun is not None and self._num_done:
+            left_s = (time.monotonic() - self._begun) / self._num_done * self._num_left
+        self.report.show(
+            Standing(self._stage, self._step, self._num_stage, what, dict(self.values), left_s)
+        )
