@@ -203,6 +203,7 @@ async def test_each_step_learns_from_what_was_kept(tmp_path: Path) -> None:
     assert trained[0]["reward"] == pytest.approx(4 / 7)  # the broken one has none
     assert trained[0]["num_without_reward"] == 3
     assert trained[0]["num_learned"] == 12
+    assert trained[0]["pass_at_k"] == 1.0
     assert trained[0]["learner/loss"] == 0.5
     assert [one["step"] for one in metrics if "held_out/reward" in one] == [0, 2]
     rows = lines(run.path / "trajectories" / "step-00001.jsonl")
