@@ -36,9 +36,9 @@ _SIGNS = {
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 # How often a call goes which way, in percent.
 _CALLS = {
-    "right": 22,
+    "right": 20,
     "wrong": 12,  # another operation: nothing looks amiss
-    "ignored": 16,  # it is right, and is not listened to
+    "ignored": 18,  # it is right, and is not listened to
     "broken": 22,  # not JSON
     "unknown tool": 22,
     "syntax": 6,
