@@ -79,9 +79,9 @@ class Run:
 
 def main() -> int:
     options = _parser().parse_args()
-    runs: list[Run] = []
+    runs = [Run(**one) for file in options.read for one in json.loads(file.read_text("utf-8"))]
     with tempfile.TemporaryDirectory(prefix="bench-roc-") as folder:
-        for seed, arm in itertools.product(range(options.seeds), options.arms):
+        for seed, arm in itertools.product(options.seeds, options.arms):
             run = _run(arm, seed, options, Path(folder))
             runs.append(run)
             print(_line(run), flush=True)
@@ -97,7 +97,12 @@ def _run(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> Run:
     name = f"{arm}-{seed}"
     seeds = [f"{key}.seed={seed}" for key in ("loop", "tasks", "learner")]
     settings = [f"model={options.model}", f"loop.steps={options.steps}"]
-    where = [f"run.folder={folder}", f"run.name={name}", "loop.evaluate_every=1000"]
+    where = [
+        f"run.folder={folder}",
+        f"run.name={name}",
+        "loop.evaluate_every=1000",
+        "loop.evaluate_tasks=128",
+    ]
     command = [sys.executable, "-m", "agentloop", "train", str(RECIPE)]
     with (folder / f"{name}.log").open("w") as log:
         done = subprocess.run(
@@ -189,7 +194,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, type=Path, help="the folder of a model")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo", "roc"])
-    parser.add_argument("--seeds", type=int, default=5, help="of each arm (5)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=list(range(5)), help="of each arm (0 1 2 3 4)"
+    )
+    parser.add_argument(
+        "--read", type=Path, nargs="+", default=[], help="runs of before, by --out, to show as well"
+    )
     parser.add_argument("--steps", type=int, default=30, help="of each run (30)")
     parser.add_argument("--timeout-s", type=float, default=1800, help="of each run (1800)")
     parser.add_argument("--out", type=Path, help="a JSON file, written after each run")
