@@ -28,7 +28,7 @@ from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.loop import LoopSettings, StageSettings, TrainingLoop
 from agentloop.training.plan import plan
-from agentloop.training.plots import plot_run
+from agentloop.training.plots import plot_runs
 from agentloop.training.run_folder import RunFolder, RunSettings
 
 __all__ = ["TrainSettings", "main", "train"]
@@ -87,7 +87,7 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
         settings = settings.model_copy(update={"model": str(model), "learner": learner})
     await _roll_out_and_learn(settings, tasks, folder, progress)
     path = folder.path / "plots.png"
-    await anyio.to_thread.run_sync(plot_run, folder.path, path)
+    await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
     return folder.path
 
 

@@ -99,7 +99,7 @@ def k3(new: Tensor, other: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = other - new: unbiased for KL(new || other) on samples of new, never
     negative (Schulman, "Approximating KL Divergence", k3)."""
     d = (other - new).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return torch.exp(d) - d - 1
+    return torch.expm1(d) - d  # exact where both all but agree, as they should
 
 
 def supervised_loss(new: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,42 @@
+"""The benchmark of Resample-on-Correct: what it makes of runs."""
+
+from __future__ import annotations
+
+from agentloop.config import load_settings
+from agentloop.models import SMALL
+from agentloop.train import TrainSettings, _whole
+from bench.roc import ARMS, RECIPE, Run, summary
+
+ROWS = [
+    {"step": 0, "held_out/reward": 0.4, "held_out/tool_errors_in_correct": 0.25},
+    {"step": 1, "reward": 0.5, "tool_errors_in_correct": None, "num_sampled_tokens": 100},
+    {"step": 2, "reward": 0.7, "tool_errors_in_correct": 0.2, "num_sampled_tokens": 50},
+    {"step": 2, "held_out/reward": 0.8, "held_out/tool_errors_in_correct": 0.125},
+]
+
+
+def test_a_run_is_read_from_its_metrics() -> None:
+    run = Run.of("roc", 3, ROWS)
+    assert run.tokens == [100, 150]
+    assert run.held_out == [(0.4, 0.25), (0.8, 0.125)]
+    assert run.at_the_end(run.errors) == 0.2
+
+
+def test_the_table_has_a_row_for_each_arm() -> None:
+    head, _, *rows = summary([Run.of("grpo", 0, ROWS), Run.of("roc", 0, ROWS)])
+    assert head.startswith("| arm |")
+    assert [row.split()[1] for row in rows] == ["grpo", "roc"]
+    assert "0.800 (0.800 to 0.800)" in rows[0]
+
+
+def test_arms_differ_in_what_is_learned_alone() -> None:
+    """Not in what is sampled, and each of them is a run that may start."""
+    settings = [
+        _whole(load_settings(TrainSettings, [RECIPE], [f"model='{SMALL}'", "loop.steps=3", *arm]))
+        for arm in ARMS.values()
+    ]
+    for one in settings:
+        assert one.tasks == settings[0].tasks
+        assert one.sampling == settings[0].sampling
+        assert one.loop.group_size * one.loop.tasks_per_step == 128
+    assert [one.roc.down_sample_to_n for one in settings] == [0, 8, 8, 8]
