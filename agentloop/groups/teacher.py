@@ -1,8 +1,8 @@
 """A noisy teacher: dialogues in which arithmetic is left to Python, and often goes wrong. Pure.
 
 Half of its calls fail, on purpose, and are tried again; where one does not fail, it computes
-something else than was asked for, or its result is not listened to, as often as not. So two of
-five dialogues end with the right answer, and a right answer says little about the calls before it:
+something else than was asked for, or its result is not listened to, more often than not. So a
+third of the dialogues ends with the right answer, and a right answer says little about the calls before it:
 who imitates this teacher has to learn from rewards what to compute and whom to believe, and from
 Resample-on-Correct to make no failing calls. What the tool
 answers is written as the runtime and the sandbox write it (a test holds it against them), so
@@ -36,8 +36,8 @@ _SIGNS = {
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 # How often a call goes which way, in percent.
 _CALLS = {
-    "right": 20,
-    "wrong": 12,  # another operation: nothing looks amiss
+    "right": 17,
+    "wrong": 15,  # another operation: nothing looks amiss
     "ignored": 18,  # it is right, and is not listened to
     "broken": 22,  # not JSON
     "unknown tool": 22,
