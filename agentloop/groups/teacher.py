@@ -2,11 +2,10 @@
 
 Half of its calls fail, on purpose, and are tried again; where one does not fail, it computes
 something else than was asked for, or its result is not listened to, more often than not. So a
-third of the dialogues ends with the right answer, and a right answer says little about the calls before it:
-who imitates this teacher has to learn from rewards what to compute and whom to believe, and from
-Resample-on-Correct to make no failing calls. What the tool
-answers is written as the runtime and the sandbox write it (a test holds it against them), so
-nothing has to run.
+third of the dialogues ends with the right answer, and a right answer says little about the calls
+before it: who imitates this teacher has to learn from rewards what to compute and whom to believe,
+and from Resample-on-Correct to make no failing calls. What the tool answers is written as the
+runtime and the sandbox write it (a test holds it against them), so nothing has to run.
 """
 
 from __future__ import annotations
