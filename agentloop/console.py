@@ -215,25 +215,22 @@ def _configure_logging() -> None:
 
 async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
     status = 0
+    working = anyio.CancelScope()
 
-    async def watch() -> None:
+    async def watch(signals: AsyncIterator[signal.Signals]) -> None:
         nonlocal status
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for number in signals:
-                status = 128 + number
-                tasks.cancel_scope.cancel()
-                break
-            # A second one, while cleaning up, is not needed: every cleanup has a deadline.
-
-    async def work() -> None:
-        nonlocal status
-        status = await main()
-        tasks.cancel_scope.cancel()
+        async for number in signals:
+            # A second one changes nothing: every cleanup has a deadline.
+            status = status or 128 + number
+            working.cancel()
 
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            tasks.start_soon(work)
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch, signals)
+                with working:
+                    status = await main()
+                tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise sole(group) from None
     return status

@@ -194,7 +194,10 @@ def _tasks(files: Iterable[Path]) -> Iterable[Task]:
 
 
 def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
-    """Whole, or not at all."""
+    """Whole, or not at all; where a link leads, and never in the place of a device."""
+    out = out.resolve()
+    if out.exists() and not out.is_file():
+        raise DataError(f"{out}: no file can be written in its place")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -211,8 +214,9 @@ def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
 
 def _row(task: Task) -> dict[str, Any]:
     field = "problem" if isinstance(task.prompt, str) else "messages"
-    row = {field: task.prompt, "answer": task.answer, "source": task.source}
-    return row | ({"level": task.level} if task.level else {})
+    row: dict[str, Any] = {field: task.prompt, "answer": task.answer, "source": task.source}
+    row |= {"level": task.level} if task.level else {}
+    return row | ({"extra_info": dict(task.extra)} if task.extra else {})
 
 
 def _parser() -> argparse.ArgumentParser:

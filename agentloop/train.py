@@ -9,6 +9,7 @@ import argparse
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import anyio
 import pydantic
@@ -33,6 +34,7 @@ from agentloop.training.run_folder import RunFolder, RunSettings
 
 __all__ = ["TrainSettings", "main", "train"]
 
+StageName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _MIN_TEMPERATURE = 1e-5  # SGLang takes what is below for greedy
 
 
@@ -42,7 +44,7 @@ class TrainSettings(Settings):
     start: StartSettings | None = pydantic.Field(
         None, description="A supervised start, before the rollouts."
     )
-    stages: dict[str, StageSettings] = pydantic.Field(
+    stages: dict[StageName, StageSettings] = pydantic.Field(
         default_factory=dict, description="Stages by their names, one after the other."
     )
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
@@ -78,7 +80,8 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
     """
     config = to_toml(settings)  # as it was told: so it can be told again, with something changed
     settings = _whole(settings)
-    Scorer(settings.reward)  # what it lacks it says now, not when the servers run
+    async with Scorer(settings.reward) as scorer:
+        await scorer.ready()  # what it lacks it says now, not when the servers run
     tasks = await anyio.to_thread.run_sync(TaskSource.open, settings.tasks, abandon_on_cancel=True)
     folder = RunFolder.of(settings.run, config)
     if settings.start is not None:
@@ -103,9 +106,10 @@ async def _roll_out_and_learn(
     settings: TrainSettings, tasks: TaskSource, folder: RunFolder, progress: console.Progress
 ) -> None:
     logs = folder.path / "logs"
-    settings = settings.model_copy(update={"log_dir": logs})
+    # Servers and router reckon with the longest rollouts of any stage.
+    served = settings.as_one_stage().model_copy(update={"log_dir": logs})
     async with AsyncExitStack() as stack:
-        runtime = await stack.enter_async_context(Runtime(settings, progress=progress))
+        runtime = await stack.enter_async_context(Runtime(served, progress=progress))
         scorer = await stack.enter_async_context(Scorer(settings.reward, pool=runtime.pool))
         learner, ranks = await stack.enter_async_context(
             started(
@@ -177,7 +181,7 @@ def _whole(settings: TrainSettings) -> TrainSettings:
             f"learner.micro_batch_tokens: {s.learner.micro_batch_tokens} do not hold a prompt and "
             f"max_response_tokens ({most})"
         )
-    if s.stages and "steps" in s.loop.model_fields_set:
+    if s.stages and s.loop.steps != LoopSettings().steps:
         raise SettingsError("loop.steps: each of the stages has its own")
     if not s.loop.steps and not s.stages and not s.tasks.held_out:
         raise SettingsError("tasks.held_out: without steps there is nothing else to do")
@@ -220,10 +224,22 @@ async def _plan(arguments: list[str]) -> int:
             f"{budget.max_response_tokens:,} tokens at most"
             + (f", on what is hard of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
         )
+    refused = _refusal(settings)
     changes = start.learner.config if start is not None else settings.learner.config
     made = partial(plan, settings.as_one_stage(), changes=changes)
     print((await anyio.to_thread.run_sync(made)).text(), end="")
-    return 0
+    if refused:
+        print(f"refused    {refused}")
+    return 2 if refused else 0
+
+
+def _refusal(settings: TrainSettings) -> str:
+    """Why it would not start, for all that the settings say."""
+    try:
+        _whole(settings)
+    except SettingsError as error:
+        return str(error)
+    return ""
 
 
 async def _train(arguments: list[str]) -> int:

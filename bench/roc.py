@@ -74,7 +74,8 @@ class Run:
 
     def at_the_end(self, values: Sequence[float | None]) -> float:
         """The mean over the last steps."""
-        return statistics.fmean(value for value in values[-_LAST:] if value is not None)
+        there = [value for value in values[-_LAST:] if value is not None]
+        return statistics.fmean(there) if there else float("nan")
 
 
 def main() -> int:
@@ -134,7 +135,11 @@ def summary(runs: Sequence[Run]) -> Iterator[str]:
     for arm in dict.fromkeys(run.arm for run in runs):
         mine = [run for run in runs if run.arm == arm]
         rewards = [run.held_out[-1][0] for run in mine]
-        errors = [run.held_out[-1][1] or 0.0 for run in mine]
+        errors = [
+            one if one is not None else float("nan")
+            for run in mine
+            for one in [run.held_out[-1][1]]
+        ]
         last = [run.at_the_end(run.reward) for run in mine]
         last_errors = [run.at_the_end(run.errors) for run in mine]
         yield (

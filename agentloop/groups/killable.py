@@ -97,13 +97,20 @@ class KillableProcesses:
             raise CallRaised(reply["error"])
         return reply["value"]
 
+    async def warm_up(self) -> None:
+        """Start one, so that what it imports is known to be there. Raises CallFailed."""
+        async with self._places:
+            self._idle.append(await self._start())
+
     async def _start(self) -> _Child:
         limits = [str(self._memory_mib), *self._preload]
+        # Last comes where we are: a command's path has it not, and functions may be there.
+        paths = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
         process = await anyio.open_process(
             # Not from a file's name: beside it lie modules that would hide the library's.
             [sys.executable, "-P", "-m", "agentloop.groups.killable_child", *limits],
             stderr=None,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            env={**os.environ, "PYTHONPATH": paths},
             start_new_session=True,
         )
         child = _Child(process)

@@ -139,6 +139,19 @@ class Scorer:
     async def __aexit__(self, *exc_info: Any) -> bool | None:
         return await self._stack.__aexit__(*exc_info)
 
+    async def ready(self) -> None:
+        """Start what a function of the user's runs in, once.
+
+        Raises:
+            SettingsError: it cannot be started, such as for want of the function.
+        """
+        if ":" not in self._settings.function:
+            return
+        try:
+            await self._processes.warm_up()
+        except CallFailed as error:
+            raise SettingsError(f"reward.function: {error}") from error
+
     async def score(self, trajectory: Trajectory, task: Task) -> Reward:
         """What `trajectory` is worth as an answer to `task`.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import unicodedata
 from abc import ABC, abstractmethod
@@ -19,7 +20,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, Self
 
-import orjson
 import pydantic
 
 from agentloop.errors import DataError, SettingsError
@@ -250,8 +250,8 @@ class _Listed(TaskSource):
             self._held_out = ids[: int(held_out)]
         held = set(self._held_out)
         self._training = [id for id in (ids if settings.shuffle else tasks) if id not in held]
-        if not self._training:
-            raise DataError(f"no tasks to train on: {len(tasks)} were read, {len(held)} held out")
+        if not tasks:
+            raise DataError("there are no tasks: none were read")
         self._order: tuple[int, list[str]] = (-1, [])
 
     @cached_property
@@ -260,6 +260,8 @@ class _Listed(TaskSource):
         return _digest(f"{said.seed} {said.shuffle} {' '.join(self._training)}")
 
     def __next__(self) -> Task:
+        if not self._training:
+            raise DataError(f"no tasks to train on: all {len(self._tasks)} are held out")
         if self._position == len(self._training):
             self._epoch, self._position = self._epoch + 1, 0
         if self._order[0] != self._epoch:
@@ -301,8 +303,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
-                        yield number, orjson.loads(line.removeprefix(b"\xef\xbb\xbf"))
-                    except orjson.JSONDecodeError as error:
+                        # Not orjson, to which a long integer is a float: answers may be long.
+                        yield number, json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+                    except ValueError as error:
                         raise DataError(f"{path}: line {number}: not JSON: {error}") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error

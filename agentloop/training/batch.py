@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentloop.errors import SettingsError
+
 __all__ = ["Sample", "write_batch"]
 
 
@@ -32,6 +34,9 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     """T tokens of N samples: ids, mask, logprobs [T]; lengths, advantages, groups [N].
 
     The file appears when it is whole. numpy and safetensors are of the extra `train`.
+
+    Raises:
+        SettingsError: it cannot be written, such as on a disk that is full.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -48,5 +53,8 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
         "groups": np.array([s.group for s in samples], "int32"),
     }
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(save(tensors))
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(save(tensors))
+        os.replace(partial, path)
+    except OSError as error:
+        raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error

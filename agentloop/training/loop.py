@@ -22,7 +22,7 @@ import anyio
 import pydantic
 
 from agentloop.agent.rollout import Budget
-from agentloop.errors import RequestError, SettingsError, sole
+from agentloop.errors import RequestError, sole
 from agentloop.groups.advantage import group_advantages
 from agentloop.groups.feed import finished_groups
 from agentloop.groups.reward import Reward, Scorer
@@ -189,7 +189,7 @@ class TrainingLoop:
     async def _run(self) -> None:
         s = self._settings
         if s.evaluate_every or not self._stages:  # a generator may search for them for long
-            held_out = await anyio.to_thread.run_sync(self._tasks.held_out)
+            held_out = await anyio.to_thread.run_sync(self._tasks.held_out, abandon_on_cancel=True)
             self._held_out = held_out[: s.evaluate_tasks]
             if not held_out:
                 self._say("Nothing is evaluated: no tasks are held out (tasks.held_out)")
@@ -293,6 +293,7 @@ class TrainingLoop:
     ) -> list[_Scored]:
         """A scored group for each task, in the order of the tasks, however they finish."""
         found: dict[int, _Scored] = {}
+        refused: RequestError | None = None
         self._pace.waits(f"the learner waits for {what}: 0 of {len(tasks) * size}")
         async with finished_groups(
             list(enumerate(tasks)),
@@ -303,11 +304,15 @@ class TrainingLoop:
             async for group in groups:
                 number, task = group.task
                 if group.error is not None:  # a mistake in the data
-                    raise RequestError(f"task {task.id}: {group.error}") from group.error
+                    self._say(f"Left out: task {task.id}: {group.error}")
+                    refused = group.error
+                    continue
                 found[number] = await self._score(number, task, group.trajectories)
                 done, total = len(found) * size, len(tasks) * size
                 self._pace.waits(f"the learner waits for {what}: {done} of {total}")
-        return [found[number] for number in range(len(tasks))]
+        if refused is not None and not found:  # one that is refused is a pity, all are a mistake
+            raise RequestError(f"{refused}, and so it is with all tasks of this step") from refused
+        return [found[number] for number in sorted(found)]
 
     async def _run_group(
         self, numbered: tuple[int, Task], at_gate: Callable[[], None], *, size: int, name: str
@@ -367,10 +372,7 @@ class TrainingLoop:
         ]
         if not any(sample.advantage for sample in samples):
             return 0
-        try:
-            write_batch(path, samples)
-        except OSError as error:
-            raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+        write_batch(path, samples)
         return len(samples)
 
     async def _hand_over(self) -> dict[str, Any]:

@@ -5,9 +5,11 @@ config.toml  metrics.jsonl  trajectories/step-00001.jsonl  checkpoints/  weights
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,10 +44,11 @@ class RunFolder:
             SettingsError: there is a run of that name, or the folder cannot be made.
         """
         self.path = path
-        if (path / "metrics.jsonl").exists():
+        if any((path / name).exists() for name in ("metrics.jsonl", "start/metrics.jsonl")):
             raise SettingsError(f"run.name: there is a run at {path} already")
         try:
             path.mkdir(parents=True, exist_ok=True)  # one that never came to anything is no run
+            weakref.finalize(self, os.close, _lock(path))
             for name in ("trajectories", "checkpoints", "weights", "logs", "batches"):
                 (path / name).mkdir(exist_ok=True)
             (path / "config.toml").write_text(config, "utf-8")
@@ -96,6 +99,21 @@ class RunFolder:
         """Each with what was made of it: its task, reward, advantage. Raises as `add_metrics`."""
         path = self.path / "trajectories" / f"step-{step:05}.jsonl"
         _append(path, ({**about, "trajectory": one.to_dict()} for about, one in rows))
+
+
+def _lock(path: Path) -> int:
+    """A file that this process holds until its end: nobody else has this run meanwhile.
+
+    Raises:
+        SettingsError: somebody has.
+    """
+    file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise SettingsError(f"run.name: a run at {path} is going on") from None
+    return file
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

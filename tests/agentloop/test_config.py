@@ -277,3 +277,12 @@ def test_a_token_is_not_written_out_nor_replaced_by_asterisks() -> None:
     text = to_toml(Everything(server=Server(token=pydantic.SecretStr("hunter2"))))
     assert "hunter2" not in text
     assert "token" not in text
+
+
+def test_a_stages_name_can_be_said_on_the_command_line(tmp_path: Path) -> None:
+    from agentloop.train import TrainSettings
+
+    file = tmp_path / "run.toml"
+    file.write_text('[stages."warm up"]\nsteps = 1\n', "utf-8")
+    with pytest.raises(SettingsError, match=r"stages\.warm up"):
+        load_settings(TrainSettings, [file])

@@ -14,10 +14,10 @@ import anyio
 import pytest
 
 from agentloop import console
-from agentloop.config import load_settings
+from agentloop.config import load_settings, to_toml
 from agentloop.errors import SettingsError
 from agentloop.models import SMALL
-from agentloop.train import TrainSettings, _whole, train
+from agentloop.train import TrainSettings, _whole, main, train
 from agentloop.training import learner
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.standing import Standing
@@ -42,6 +42,7 @@ from tests.support import FakeSGLang, eventually
         ("start.data.teacher=0", "start: .*data.paths: name a file"),
         ("stages.one.max_turns=3", "stages.one.steps: Field required"),
         ("stages.one.step=3", "did you mean 'stages.one.steps'"),
+        ("stages.2nd.steps=3", "no setting"),
         ("stages.one=3", "'stages.one' is a section"),
         ("servers=['http://127.0.0.1:1']", "model: the learner needs the folder"),
         ("model=/no/such/folder", "model: /no/such/folder"),
@@ -50,6 +51,27 @@ from tests.support import FakeSGLang, eventually
 def test_what_would_teach_the_wrong_thing_is_refused_by_name(override: str, named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         _whole(load_settings(TrainSettings, overrides=[override]))
+
+
+def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "laptop.toml"
+    settings = load_settings(TrainSettings, [recipe])
+    again = tmp_path / "config.toml"
+    again.write_text(to_toml(settings), "utf-8")
+    assert _whole(load_settings(TrainSettings, [again])) == _whole(settings)
+
+
+def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "loop.group_size=1"]) == 2
+    assert "refused    loop.group_size: 1 rollouts" in capsys.readouterr().out
+
+
+@pytest.mark.anyio
+async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
+    overrides = ["reward.function=no_such_module:reward", f"run.folder='{tmp_path}/runs'"]
+    with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
+        await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_group_of_one_teaches_nothing() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agentloop.config import load_settings
 from agentloop.models import SMALL
 from agentloop.train import TrainSettings, _whole
 from bench.roc import ARMS, RECIPE, Run, summary
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"step": 0, "held_out/reward": 0.4, "held_out/tool_errors_in_correct": 0.25},
     {"step": 1, "reward": 0.5, "tool_errors_in_correct": None, "num_sampled_tokens": 100},
     {"step": 2, "reward": 0.7, "tool_errors_in_correct": 0.2, "num_sampled_tokens": 50},

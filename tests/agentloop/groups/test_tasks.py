@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from agentloop.errors import DataError, SettingsError
 from agentloop.groups.problems import Problem, arithmetic, polynomial, symbolic
-from agentloop.groups.tasks import Task, TaskSource, TasksSettings
+from agentloop.groups.tasks import Task, TaskSource, TasksSettings, read_tasks
 
 OPS = {"plus": "+", "minus": "-", "times": "*", "add": "+", "subtract": "-", "multiply by": "*"}
 
@@ -156,7 +156,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="No such file"):
             opened(tmp_path / "data", kind)
     (tmp_path / "empty").touch()
-    with pytest.raises(DataError, match="no tasks to train on: 0 were read"):
+    with pytest.raises(DataError, match="there are no tasks: none were read"):
         opened(tmp_path / "empty")
     with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / 'empty'))}: "):
         opened(tmp_path / "empty", "parquet")
@@ -293,8 +293,8 @@ def test_what_is_held_out_stays_so_when_a_file_grows(tmp_path: Path) -> None:
     assert 20 <= len(few.held_out()) <= 60
     assert len(opened(tmp_path / "few.jsonl", held_out=50).held_out()) == 50
     assert opened(tmp_path / "few.jsonl").held_out() == []
-    with pytest.raises(DataError, match="200 were read, 200 held out"):
-        opened(tmp_path / "few.jsonl", held_out=200)
+    with pytest.raises(DataError, match="all 200 are held out"):
+        next(opened(tmp_path / "few.jsonl", held_out=200))
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "symbolic"])
@@ -414,3 +414,19 @@ def test_polynomials_as_people_write_them() -> None:
     assert polynomial([0, 1]) == "x"
     assert polynomial([-2]) == "-2"
     assert polynomial([0, 0]) == "0"
+
+
+def test_long_integers_keep_their_digits(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"problem": "?", "answer": 123456789012345678901234567890}\n')
+    (task,) = read_tasks(TasksSettings(kind="jsonl", paths=[file]))
+    assert task.answer == "123456789012345678901234567890"
+
+
+def test_a_benchmark_may_be_held_out_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"problem": "?", "answer": 1}\n')
+    source = TaskSource.open(TasksSettings(kind="jsonl", paths=[file], held_out=1))
+    assert len(source.held_out()) == 1
+    with pytest.raises(DataError, match="all 1 are held out"):
+        next(source)

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agentloop.agent.rollout import Budget
-from agentloop.errors import RequestError
+from agentloop.errors import RequestError, sole
 from agentloop.groups.reward import RewardFunction, RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
@@ -385,28 +385,35 @@ async def test_without_any_reward_none_is_reported(tmp_path: Path) -> None:
     assert (held_out["held_out/reward"], trained["reward"]) == (None, None)
 
 
-async def test_a_task_that_cannot_be_asked_ends_the_run(tmp_path: Path) -> None:
-    class Refused(Played):
-        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
-            raise RequestError("messages: they make 9000 tokens")
+class Refusing(Played):
+    """Some prompts are too long."""
 
-    tasks = TaskSource.open(TasksSettings(kind="arithmetic", held_out=1))
-    fake = FakeSGLang([5])
-    async with fake.serving(), http_session() as session:
-        async with Router.open([SGLangServer(fake.url, session)], RouterSettings()) as router:
-            loop = TrainingLoop(
-                LoopSettings(steps=1),
-                RocSettings(),
-                run_group=Refused(tasks),
-                router=router,
-                learner=cast(Learner, PlayedLearner()),
-                scorer=Scorer(RewardSettings(function="exact")),
-                tasks=tasks,
-                folder=RunFolder(tmp_path / "run", ""),
-                report=Told(),
-            )
-            with pytest.raises(RequestError, match=r"task arithmetic-\d+: .*9000 tokens"):
-                await loop.run()
+    refuses = 1  # of three, in each step
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        if int(options["name"].split("-")[1]) < self.refuses:
+            raise RequestError("messages: they make 9000 tokens")
+        return await super().__call__(prompt, **options)
+
+
+async def test_a_task_that_cannot_be_asked_is_left_out(tmp_path: Path) -> None:
+    tasks, told = TaskSource.open(ARITHMETIC), Told()
+    learner, _, run = await played(
+        tmp_path, tasks=tasks, run_group=Refusing(tasks), told=told, steps=1, evaluate_every=0
+    )
+    assert len(learner.batches[0]["lengths"]) == 8
+    assert len(lines(run.path / "trajectories" / "step-00001.jsonl")) == 16
+    (said,) = [line for line in told.lines if line.startswith("Left out")]
+    assert "9000 tokens" in said
+
+
+async def test_tasks_that_all_cannot_be_asked_end_the_run(tmp_path: Path) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Refusing(tasks)
+    run_group.refuses = 3
+    with pytest.raises(ExceptionGroup) as caught:  # by the router around it
+        await played(tmp_path, tasks=tasks, run_group=run_group, steps=1, evaluate_every=0)
+    assert "9000 tokens, and so it is with all tasks" in str(sole(caught.value))
 
 
 async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> None:

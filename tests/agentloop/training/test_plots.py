@@ -19,10 +19,13 @@ def run(folder: Path, rows: list[dict[str, object]]) -> Path:
 
 
 def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "matplotlib", reason="plots need matplotlib: pip install 'agentloop[train]'"
-    )
-    step = {"step": 1, "reward": 0.5, "tool_errors_in_correct": None, "step_s": 2, "rollout_s": 1}
+    step: dict[str, object] = {
+        "step": 1,
+        "reward": 0.5,
+        "tool_errors_in_correct": None,
+        "step_s": 2,
+        "rollout_s": 1,
+    }
     whole = run(tmp_path / "whole", [{"step": 0, "held_out/reward": 0.4}, step])
     empty = run(tmp_path / "empty", [])
     out = tmp_path / "plots.png"
@@ -31,8 +34,5 @@ def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
 
 
 def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "matplotlib", reason="plots need matplotlib: pip install 'agentloop[train]'"
-    )
     with pytest.raises(SettingsError, match=r"nothing to draw: .*metrics\.jsonl"):
         plot_runs([tmp_path], tmp_path / "plots.png")

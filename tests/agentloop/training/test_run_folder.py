@@ -55,3 +55,16 @@ def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
     model(tmp_path / "b" / "weights" / "9")
     newest = model(tmp_path / "b" / "weights" / "10")
     assert RunFolder.model_in(latest).resolve() == newest
+
+
+def test_a_run_that_goes_on_is_nobody_elses(tmp_path: Path) -> None:
+    going_on = RunFolder(tmp_path / "run", "mine")
+    with pytest.raises(SettingsError, match=r"run\.name: .* is going on"):
+        RunFolder(tmp_path / "run", "yours")
+    assert (going_on.path / "config.toml").read_text() == "mine"
+
+
+def test_a_run_whose_start_came_to_something_is_one(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run", "").within("start").add_metrics({"step": 1})
+    with pytest.raises(SettingsError, match=r"run\.name: there is a run"):
+        RunFolder(tmp_path / "run", "")
