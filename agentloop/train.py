@@ -164,6 +164,17 @@ def _whole(settings: TrainSettings) -> TrainSettings:
                 f"sampling.{name}: training needs all tokens: the servers' log-probabilities, "
                 "and the learner's, are of the policy before any is left out"
             )
+    if s.learner.init == "random":
+        raise SettingsError(
+            "learner.init, learner.config: the servers start with the folder's weights: set "
+            "start.learner.init and start.learner.config instead"
+        )
+    group_s, ranks_s = s.weights.group_timeout_s, s.learner.collective_timeout_s
+    if s.weights.by == "group" and group_s >= ranks_s:
+        raise SettingsError(
+            f"weights.group_timeout_s: {group_s:g} must be below learner.collective_timeout_s "
+            f"({ranks_s:g}): the other ranks wait for rank 0 no longer"
+        )
     if s.learner.loss.kind == "sft":
         raise SettingsError("learner.loss.kind: sft would learn wrong rollouts like right ones")
     if s.learner.loss.kl_coef:

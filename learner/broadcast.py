@@ -114,7 +114,9 @@ class Broadcaster:
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
         except (OSError, RuntimeError) as error:
-            raise GroupBroken(f"nothing can listen at {address}:{port}: {error}") from error
+            raise GroupBroken(
+                f"weights.address, weights.port: nothing can listen at {address}:{port}: {error}"
+            ) from error
         return {"port": port}
 
     def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:

@@ -68,6 +68,9 @@ class GroupPublisher:
     async def tidy(self) -> None:
         """There is nothing to remove."""
 
+    async def close(self) -> None:
+        """There is nothing to remove."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Member:

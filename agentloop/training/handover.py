@@ -11,6 +11,7 @@ once its checksum was compared.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import time
@@ -57,8 +58,8 @@ class WeightsSettings(pydantic.BaseModel):
     )
     folder: Path | None = pydantic.Field(
         None,
-        description="By disk: where the newest weights lie, in a folder for each run; none: in the "
-        "run's own. /dev/shm is memory, for servers on this machine; the last ones stay there.",
+        description="By disk: where the newest weights lie while a run goes on, in a folder for "
+        "each run; none: in the run's own. /dev/shm is memory, for servers on this machine.",
     )
     timeout_s: float = pydantic.Field(
         300.0, gt=0, description="For a server to have new weights; after it, it is stale."
@@ -108,15 +109,22 @@ class Publisher(Protocol):
         """Remove all versions but the last one, which all servers have by now, or soon will."""
         ...
 
+    async def close(self) -> None:
+        """The run is over: remove what is left outside of its folder."""
+        ...
+
 
 def publisher(settings: WeightsSettings, learner: Learner, run: Path) -> Publisher:
-    """As the settings say, for the run in the folder `run`, whose name tells runs apart in a
+    """As the settings say, for the run in the folder `run`, whose path tells runs apart in a
     folder that they share."""
     if settings.by == "group":
         return GroupPublisher(learner, run / "weights", settings)
     if settings.folder is None:
         return _FolderPublisher(learner, run / "weights")
-    return _FolderPublisher(learner, settings.folder.expanduser().absolute() / run.name)
+    run = run.expanduser().absolute()
+    name = f"{run.name}-{hashlib.sha256(bytes(run)).hexdigest()[:8]}"
+    folder = settings.folder.expanduser().absolute() / name
+    return _FolderPublisher(learner, folder, is_lent=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +157,10 @@ class InFolder:
 
 
 class _FolderPublisher:
-    def __init__(self, learner: Learner, folder: Path) -> None:
+    def __init__(self, learner: Learner, folder: Path, *, is_lent: bool = False) -> None:
         self._learner = learner
         self._folder = folder
+        self._is_lent = is_lent  # outside of the run's folder
         self._last: Path | None = None
         self._old: list[Path] = []
 
@@ -167,6 +176,11 @@ class _FolderPublisher:
         while self._old:  # by name: with `weights.folder` there may be more in it than ours
             old = self._old.pop()
             await anyio.to_thread.run_sync(partial(shutil.rmtree, old, ignore_errors=True))
+
+    async def close(self) -> None:
+        if self._is_lent:
+            remove = partial(shutil.rmtree, self._folder, ignore_errors=True)
+            await anyio.to_thread.run_sync(remove, abandon_on_cancel=True)
 
 
 @dataclass(frozen=True, slots=True)

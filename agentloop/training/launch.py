@@ -12,6 +12,8 @@ file system that all of them see at the same path.
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import shlex
 import socket
@@ -21,6 +23,9 @@ from pathlib import Path
 from typing import Literal, Self
 
 import pydantic
+
+from agentloop.errors import SettingsError
+from agentloop.inference.cpu import has_accelerator
 
 __all__ = ["RanksSettings", "Start", "free_port", "on_other_nodes", "starts"]
 
@@ -89,6 +94,9 @@ def starts(
     Args:
         learner: the command of one rank, Python first.
         socket_path: where rank 0 finds who asks it.
+
+    Raises:
+        SettingsError: CUDA_VISIBLE_DEVICES lacks a device for each rank of DeepSpeed's launcher.
     """
     common = {
         "OMP_NUM_THREADS": str(settings.threads),
@@ -132,28 +140,44 @@ def on_other_nodes(settings: RanksSettings, learner: Sequence[str], port: int) -
 def _torchrun(
     settings: RanksSettings, learner: Sequence[str], port: int, *, node_rank: int
 ) -> tuple[str, ...]:
-    python, *program = learner
+    meet: tuple[str, ...] = ()
+    if settings.nodes > 1:  # else it gives the other nodes up after ten minutes
+        meet = (f"--rdzv-conf=timeout={math.ceil(settings.start_timeout_s)}",)
     return (
-        *(python, "-m", "torch.distributed.run"),
+        *(learner[0], "-P", "-m", "torch.distributed.run"),
         *(f"--nnodes={settings.nodes}", f"--node-rank={node_rank}"),
-        *(f"--nproc-per-node={settings.count}",),
+        *(f"--nproc-per-node={settings.count}", *meet),
         *(f"--master-addr={settings.address or '127.0.0.1'}", f"--master-port={port}"),
-        *program,
+        *("--no-python", *learner),  # its own way to call Python leaves out -P
     )
 
 
 def _deepspeed(settings: RanksSettings, learner: Sequence[str], port: int) -> tuple[str, ...]:
-    python, *program = learner
-    if program[0] == "-m":
-        program[0] = "--module"
-    nodes: tuple[str, ...] = ()
     if settings.hostfile is not None:
-        nodes = (f"--hostfile={settings.hostfile.absolute()}", f"--num_nodes={settings.nodes}")
+        hosts, nodes = settings.hostfile.absolute(), [f"--num_nodes={settings.nodes}"]
+    else:
+        hosts, nodes = Path(os.devnull), []  # no file: /job/hostfile is not taken either
     return (
-        *(python, "-m", "deepspeed.launcher.runner", *nodes, f"--num_gpus={settings.count}"),
+        *(learner[0], "-P", "-m", "deepspeed.launcher.runner", f"--hostfile={hosts}", *nodes),
+        _devices(settings),
         *(f"--master_addr={settings.address or '127.0.0.1'}", f"--master_port={port}"),
-        *("--no_local_rank", *program),
+        *("--no_local_rank", "--no_python", *learner),
     )
+
+
+def _devices(settings: RanksSettings) -> str:
+    """Which ones DeepSpeed's launcher takes. Told a number, it forgets CUDA_VISIBLE_DEVICES and
+    takes the first ones of the machine."""
+    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    if settings.nodes > 1 or not visible or not has_accelerator():
+        return f"--num_gpus={settings.count}"
+    taken = [one.strip() for one in visible[: settings.count]]
+    if len(taken) < settings.count or not all(one.isdecimal() for one in taken):
+        raise SettingsError(
+            f"ranks.launcher: DeepSpeed's needs CUDA_VISIBLE_DEVICES={','.join(visible)} to have "
+            f"the number of a device for each of {settings.count} ranks (ranks.count)"
+        )
+    return f"--include=localhost:{','.join(taken)}"
 
 
 def free_port() -> int:

@@ -37,11 +37,13 @@ __all__ = [
     "started",
 ]
 
-_COMMAND = (sys.executable, "-m", "learner")
+_COMMAND = (sys.executable, "-P", "-m", "learner")  # not a learner.py of who calls us
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_TAIL_BYTES = 1 << 16
-_NUM_TAIL_LINES = 40  # torchrun's own last words are about twenty
+_NUM_TAIL_LINES = 80  # of a launcher's ranks all are in one log, and its own last words
 _GOODBYE_S = 20.0
+_MAX_FOLDER_BYTES = 64  # of 103 that a socket's path may have; the rest is the name
+_OTHERS_S = 5.0  # for the end of the rank that was first to fail, which may be seen after others'
 
 T = TypeVar("T")
 
@@ -91,13 +93,17 @@ class Learner:
                     answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
                     self._num_owed -= 1
         except TimeoutError as error:
-            raise LearnerError(f"{op}: no answer within {timeout_s:g} s") from error
+            late = f"{op}: no answer within {timeout_s:g} s"
+            raise LearnerError(f"{late}; {self._processes.where()}") from error
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.IncompleteRead) as error:
             raise LearnerError(f"{op}: {await self._processes.how_it_ended()}") from error
         result: dict[str, Any] = orjson.loads(answer)
         if not result.pop("ok"):
-            kind = LearnerError if result.get("fatal", True) else LearnerRefused
-            raise kind(f"{op}: {result.get('error')}")
+            said = f"{op}: {result.get('error')}"
+            if not result.get("fatal", True):
+                raise LearnerRefused(said)
+            # Often no more than that another rank is gone: that one's log says why.
+            raise LearnerError(f"{said}\n{await self._processes.how_it_ended(_OTHERS_S)}")
         return result
 
 
@@ -119,19 +125,18 @@ class LearnerProcesses:
         self._log_paths.append(log_path)
 
     async def wait_dead(self) -> str:
-        """Wait until a rank has ended; says which, and how."""
-        said: list[str] = []
-
+        """Wait until a rank has ended; says which, and how. Where others follow, for they cannot
+        go on without it, it is the one that was the first to be silent."""
         async with anyio.create_task_group() as tasks:
 
-            async def wait(index: int) -> None:
-                await self._processes[index].wait()
-                said.append(self._epitaph(index))
-                tasks.cancel_scope.cancel()
+            async def wait(process: anyio.abc.Process) -> None:
+                await process.wait()
+                scope = tasks.cancel_scope
+                scope.deadline = min(scope.deadline, anyio.current_time() + _OTHERS_S)
 
-            for index in range(len(self._processes)):
-                tasks.start_soon(wait, index)
-        return said[0]
+            for process in self._processes:
+                tasks.start_soon(wait, process)
+        return self._epitaph()
 
     async def while_alive(self, work: Callable[[], Awaitable[T]]) -> T:
         """What `work` returns.
@@ -162,11 +167,15 @@ class LearnerProcesses:
             return found[0]
         raise LearnerError(died[0])
 
-    async def how_it_ended(self) -> str:
-        """As `wait_dead`, for when a connection broke: bounded to ten seconds."""
-        with anyio.move_on_after(10):
+    async def how_it_ended(self, within_s: float = 10.0) -> str:
+        """As `wait_dead`, for when a connection broke; bounded."""
+        with anyio.move_on_after(within_s):
             return await self.wait_dead()
-        return "the connection broke, and its processes live"
+        return self._epitaph()
+
+    def where(self) -> str:
+        """The folder of the logs, in words."""
+        return f"logs in {self._log_paths[0].parent}"
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Close each guardian's stdin, which ends what it has; before that, they may end by
@@ -186,17 +195,20 @@ class LearnerProcesses:
             with anyio.move_on_after(5, shield=True):
                 await process.aclose()
 
-    def _epitaph(self, index: int) -> str:
+    def _epitaph(self) -> str:
+        """Of the rank that ended first: its log is the oldest. Where none has, rank 0's log, or
+        the launcher's, which takes its time to end."""
+        ended = [i for i, process in enumerate(self._processes) if process.returncode is not None]
+        index = min(ended or [0], key=lambda index: _last_written(self._log_paths[index]))
         status, log_path = self._processes[index].returncode, self._log_paths[index]
         try:
             tail = _end_of(log_path).decode("utf-8", "replace").splitlines()[-_NUM_TAIL_LINES:]
         except OSError as error:
             tail = [f"(its log cannot be read: {error})"]
         lines = "\n".join(f"  {line[:300]}" for line in tail)
-        return (
-            f"{self._names[index]} ended with exit status {status}.\n"
-            f"The end of its log, {log_path}:\n{lines}"
-        )
+        name = self._names[index]
+        how = f"{name} ended with exit status {status}." if ended else f"{name} still runs."
+        return f"{how} The {self.where()}; the end of {log_path.name}:\n{lines}"
 
 
 @asynccontextmanager
@@ -217,7 +229,9 @@ async def started(
         LearnerError: a rank died, or it was not ready in time.
     """
     async with AsyncExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentloop-learner-"))
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="agentloop-learner-", dir=_short_folder())
+        )
         path = Path(folder) / "socket"
         listener = await anyio.create_unix_listener(path)
         stack.push_async_callback(listener.aclose)
@@ -259,10 +273,24 @@ async def _ready(
         learner = Learner(stream, ranks)
         await learner.ready(timeout_s - (anyio.current_time() - begun))
         return learner
-    raise LearnerError(f"the learner was not ready after {timeout_s:g} s (ranks.start_timeout_s)")
+    late = f"the learner was not ready after {timeout_s:g} s (ranks.start_timeout_s)"
+    raise LearnerError(f"{late}; {ranks.where()}")
 
 
 def _end_of(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _MAX_TAIL_BYTES))
         return file.read(_MAX_TAIL_BYTES)
+
+
+def _last_written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _short_folder() -> str | None:
+    """For a socket: the usual one for temporary files (None), or /tmp where that is too long."""
+    usual = os.fsencode(tempfile.gettempdir())
+    return None if len(usual) <= _MAX_FOLDER_BYTES else "/tmp"

@@ -46,6 +46,7 @@ from agentloop.trajectory import Trajectory
 
 __all__ = ["LoopSettings", "RunGroup", "StageSettings", "TrainingLoop"]
 
+_CLOSE_S = 60.0
 _KEEP_UP_S = 1.0
 _RETRY_S = 30.0  # of servers that cannot load them
 
@@ -185,6 +186,9 @@ class TrainingLoop:
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             raise sole(group) from None
+        finally:  # nobody is given weights any more
+            with anyio.move_on_after(_CLOSE_S, shield=True):
+                await self._publisher.close()
 
     async def _run(self) -> None:
         s = self._settings

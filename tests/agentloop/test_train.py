@@ -35,6 +35,7 @@ from tests.support import FakeSGLang, eventually
         ("learner.temperature=0.7", "learner.temperature: .* set sampling.temperature"),
         ("learner.model=/elsewhere", "learner.model: .* set model alone"),
         ("learner.loss.kl_coef=0.1", "learner.loss.kl_coef"),
+        ("learner.init=random", "learner.init.* set start.learner.init "),
         ("learner.loss.kind=sft", "learner.loss.kind"),
         ("loop.group_size=8", "loop.group_size: 8 .* roc.down_sample_to_n .16."),
         ("budget.max_response_tokens=20000", "learner.micro_batch_tokens"),
@@ -72,6 +73,16 @@ async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> N
     with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
         await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
+    group = ["weights.by=group", "weights.group_timeout_s=90"]
+    same = load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=90"])
+    with pytest.raises(SettingsError, match=r"weights\.group_timeout_s: 90 .*learner\.collective"):
+        _whole(same)
+    _whole(load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"]))
+    by_disk = ["weights.group_timeout_s=90", "learner.collective_timeout_s=90"]
+    _whole(load_settings(TrainSettings, overrides=by_disk))
 
 
 def test_a_group_of_one_teaches_nothing() -> None:
@@ -128,6 +139,7 @@ def played_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "rank.py"
     script.write_text(PLAYED_RANK)
     monkeypatch.setattr(learner, "_COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(learner, "_OTHERS_S", 1.0)
     return script
 
 

@@ -171,7 +171,8 @@ def test_weights_that_are_gone_and_other_nonsense_are_refused(
     ranks = learner[0]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"op": "open", "address": "127.0.0.1", "port": 0, "num_updates": 7}, "7 updates are gone"),
-        ({"op": "open", "address": "192.0.2.1", "port": 0, "num_updates": 1}, "can listen"),
+        ({"op": "open", "address": "192.0.2.1", "port": 0, "num_updates": 1},
+         "weights.address, weights.port: nothing can listen"),
         ({"op": "send", "bucket": 0, "num_updates": 0}, "0 updates are gone"),
         ({"op": "send", "bucket": 99, "num_updates": 1}, "99 is none"),
         ({"op": "send", "bucket": 0, "num_updates": 1}, "no group"),

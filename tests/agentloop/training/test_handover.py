@@ -157,7 +157,11 @@ async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: 
 
     run, shared = tmp_path / "run", tmp_path / "shared"
     await anyio.Path(shared / "run-2" / "1").mkdir(parents=True)
+    other = tmp_path / "elsewhere" / "run"  # another run of the same name
     settings = WeightsSettings(folder=shared if elsewhere else None)
+    others = publisher(settings, cast(Learner, Played()), other)
+    kept = await others.publish("1", timeout_s=5)
+    assert isinstance(kept, InFolder)
     way = publisher(settings, cast(Learner, Played()), run)
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
@@ -165,6 +169,11 @@ async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: 
             published = await way.publish(version, timeout_s=5)
             await hand_over(router, published, timeout_s=5)
             await way.tidy()
-    mine = shared / "run" if elsewhere else run / "weights"
+    assert isinstance(published, InFolder)
+    mine = published.folder.parent
+    assert mine.is_relative_to(shared) if elsewhere else mine == run / "weights"
     assert [path.name for path in mine.iterdir()] == ["2"]
+    await way.close()
+    assert mine.exists() != elsewhere
+    assert kept.folder.exists()
     assert (shared / "run-2" / "1").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -36,6 +37,13 @@ if settings.get("dies") and os.environ["RANK"] == str(settings.get("rank", 0)):
     print("out of luck", file=sys.stderr)
     sys.exit(3)
 if os.environ["RANK"] != "0":
+    if settings.get("follows"):
+        while not os.path.exists(settings["follows"]):
+            time.sleep(0.01)
+        print("the real reason", file=sys.stderr, flush=True)
+        open(settings["follows"] + ".told", "w").close()
+        time.sleep(0.3)
+        sys.exit(7)
     time.sleep(600)
 if settings.get("late"):
     link = socket.socket(socket.AF_UNIX)
@@ -52,6 +60,23 @@ for line in file:
     request = json.loads(line)
     if request["op"] == "die":
         os._exit(9)
+    if request["op"] == "lose":
+        open(settings["follows"], "w").close()
+        while not os.path.exists(settings["follows"] + ".told"):
+            time.sleep(0.01)
+        time.sleep(0.05)
+        print("a peer is gone", file=sys.stderr, flush=True)
+        tell({"ok": False, "error": "Connection closed by peer", "fatal": True})
+        if request.get("ends"):
+            sys.exit(1)
+    if request["op"] == "fatal":
+        tell({"ok": False, "error": "broken", "fatal": True})
+        continue
+    if request["op"] == "hang_up":
+        print("last words", file=sys.stderr, flush=True)
+        file.close()
+        link.close()
+        time.sleep(600)
     if request["op"] == "hang":
         time.sleep(600)
     if request["op"] == "slow":
@@ -61,6 +86,11 @@ for line in file:
     else:
         tell({"ok": True, "echo": request, "pid": os.getpid()})
 """
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "_OTHERS_S", 1.0)
 
 
 @asynccontextmanager
@@ -107,7 +137,7 @@ async def test_who_asks_after_one_that_was_cancelled_gets_its_own_answer(
 
 async def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
-        with pytest.raises(LearnerError, match=r"hang: no answer within 0\.1 s"):
+        with pytest.raises(LearnerError, match=r"hang: no answer within 0\.1 s; logs in"):
             await learner.ask("hang", timeout_s=0.1)
 
 
@@ -145,6 +175,35 @@ async def test_one_death_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
             await processes.while_alive(anyio.sleep_forever)
 
 
+@pytest.mark.parametrize(("ends", "watched"), [(False, False), (True, True)])
+async def test_of_ranks_that_follow_each_other_the_first_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, watched: bool
+) -> None:
+    """Rank 0 says that it has lost a rank, and may be gone before that one's end is seen."""
+    monkeypatch.setattr(learner_module, "_OTHERS_S", 5.0)
+    follows = str(tmp_path / "go")
+    async with ranks(tmp_path, monkeypatch, follows=follows) as (learner, processes):
+        ask = partial(learner.ask, "lose", timeout_s=5, ends=ends)
+        with pytest.raises(LearnerError, match=r"rank 1 ended[\s\S]*the real reason") as caught:
+            await (processes.while_alive(ask) if watched else ask())
+    assert str(tmp_path / "logs") in str(caught.value)
+    assert "a peer is gone" not in str(caught.value)
+
+
+async def test_where_none_has_ended_the_log_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher may take half a minute."""
+    async with ranks(tmp_path, monkeypatch) as (learner, processes):
+        with pytest.raises(
+            LearnerError, match=f"fatal: broken\nrank 0 still runs.*{tmp_path}/logs"
+        ):
+            await learner.ask("fatal", timeout_s=5)
+        monkeypatch.setattr(processes, "how_it_ended", partial(processes.how_it_ended, 0.5))
+        with pytest.raises(LearnerError, match=r"still runs[\s\S]*last words"):
+            await learner.ask("hang_up", timeout_s=5)
+
+
 async def test_while_it_lives_work_is_let_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,3 +238,31 @@ async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_settings_of_ranks_that_do_not_go_together(values: dict[str, object], message: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=message):
         RanksSettings.model_validate(values)
+
+
+async def test_a_file_of_the_users_with_the_learners_name_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings are wrong, which our learner says before it does anything."""
+    (tmp_path / "learner.py").write_text("raise SystemExit('not ours')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(learner_module.__file__).parents[2]))
+    with pytest.raises(LearnerError, match=r"learner\.json: [\s\S]*no_such") as caught:
+        async with started(
+            {"no_such": 1},
+            RanksSettings(),
+            log_dir=tmp_path / "logs",
+            on_progress=lambda line: None,
+        ):
+            pass
+    assert "not ours" not in str(caught.value)
+
+
+async def test_a_long_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    async with ranks(tmp_path, monkeypatch, count=1) as (learner, _):
+        await learner.ask("step", timeout_s=5)

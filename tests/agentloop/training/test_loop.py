@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,7 +70,7 @@ class PlayedLearner:
             self.batches.append(load(await anyio.Path(arguments["batch"]).read_bytes()))
             return {"loss": 0.5}
         if op == "publish":
-            await anyio.Path(arguments["folder"]).mkdir()
+            await anyio.Path(arguments["folder"]).mkdir(parents=True)
         if op == "layout":
             layout = [{"names": ["norm"], "dtypes": ["float32"], "shapes": [[2]]}]
             await anyio.Path(arguments["out"]).write_text(json.dumps(layout))
@@ -224,6 +225,26 @@ async def test_weights_go_by_group_where_that_is_asked_for(tmp_path: Path) -> No
     assert updates == [0, 1]
     (metrics,) = [one for one in lines(run.path / "metrics.jsonl") if "reward" in one]
     assert metrics["weights/num_servers"] == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_run_leaves_no_weights_elsewhere(tmp_path: Path, fails: bool) -> None:
+    shared = tmp_path / "shared"
+    weights = WeightsSettings(folder=shared)
+    seen: list[Path] = []
+
+    async def rollouts(*arguments: Any, **named: Any) -> Any:
+        seen.extend(shared.iterdir())
+        raise RequestError("no such tool")
+
+    run_group = rollouts if fails else None
+    with pytest.raises(ExceptionGroup) if fails else nullcontext():  # of the router
+        await played(
+            tmp_path, run_group=run_group, weights=weights, steps=1, tasks_per_step=1,
+            evaluate_every=0,
+        )  # fmt: skip
+    assert bool(seen) == fails
+    assert list(shared.iterdir()) == []
 
 
 async def test_a_step_that_teaches_nothing_asks_nothing(tmp_path: Path) -> None:
