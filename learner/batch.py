@@ -103,6 +103,8 @@ class Batch:
             raise BatchError(f"{path}: {error.strerror or error}") from error
         except SafetensorError as error:
             raise BatchError(f"{path}: no safetensors file: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:  # bfloat16: numpy has no such type
+            raise BatchError(f"{path}: a type that no batch has: {error}") from error
         if missing := set(_TYPES) - set(_OPTIONAL) - set(tensors):
             raise BatchError(f"{path}: without {', '.join(sorted(missing))}")
         if unknown := set(tensors) - set(_TYPES):
@@ -114,7 +116,7 @@ class Batch:
 
 
 def _check(batch: Batch) -> None:
-    sizes = {"token": len(batch.ids), "sample": len(batch.lengths)}
+    sizes = {"token": batch.ids.size, "sample": batch.lengths.size}
     for name, dtype in _TYPES.items():
         array = getattr(batch, name)
         if array is None and name in _OPTIONAL:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from learner.errors import LearnerError
-from learner.files import appear, fresh_partial
+import torch
+
+from learner.errors import LearnerError, NotWritten
+from learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from learner.policy import Policy
 
 __all__ = ["load_checkpoint", "read_state", "save_checkpoint"]
@@ -25,22 +28,64 @@ _TAG = "zero"
 
 
 def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
-    """Every rank comes here. The folder is seen when the last rank has written its part."""
-    first = policy.world.first
-    partial = folder.with_name(f".{folder.name}.partial")
-    if first:
-        fresh_partial(folder)
-    policy.world.wait()
-    policy.engine.save_checkpoint(
-        str(partial), tag=_TAG, save_latest=False, exclude_frozen_parameters=_has_lora(policy)
-    )
-    policy.world.wait()
-    if first:
+    """Every rank comes here. The folder is seen when the last rank has written its part.
+
+    Raises:
+        NotWritten: nothing is left of what was begun.
+    """
+    world, partial = policy.world, partial_of(folder)
+
+    def begin() -> None:
+        with writing(folder):
+            (fresh_partial(folder) / _TAG).mkdir()
+
+    def write() -> None:
+        with writing(folder):
+            for one in parts:
+                one()
+
+    def complete() -> None:
         kept = {"state": state, **policy.counters(), **_shape(policy)}
-        (partial / _STATE).write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
-        appear(partial, folder, durable=True)
-        _remove_older(folder, policy.settings.keep_checkpoints)
-    policy.world.wait()
+        with writing(folder):
+            (partial / _STATE).write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
+            appear(partial, folder, durable=True)
+            _remove_older(folder, policy.settings.keep_checkpoints)
+
+    try:
+        world.beside(begin if world.first else None)
+        parts = _parts(policy, partial)
+        world.finish()
+        world.beside(write)
+        world.beside(complete if world.first else None)
+    except NotWritten:
+        if world.first:
+            remove_partial(folder)
+        raise
+
+
+def _parts(policy: Policy, partial: Path) -> list[Callable[[], None]]:
+    """What this rank has to write. DeepSpeed would write it between its collectives, which do not
+    wait for a slow disk, and which nobody comes to whose disk is full."""
+    engine, parts = policy.engine, list[Callable[[], None]]()
+    writer = engine.checkpoint_engine
+
+    def save(state_dict: Any, path: str) -> None:
+        parts.append(lambda: _write(state_dict, path))
+
+    writer.save = save
+    engine._copy_recovery_script = lambda _: None  # a script for others, written by rank 0
+    try:
+        engine.save_checkpoint(
+            str(partial), tag=_TAG, save_latest=False, exclude_frozen_parameters=_has_lora(policy)
+        )
+    finally:
+        del writer.save, engine._copy_recovery_script  # they hid the methods of the classes
+    return parts
+
+
+def _write(state: Any, path: str) -> None:
+    with open(path, "wb") as file:  # which lets go of Python's lock as it writes
+        torch.save(state, file)
 
 
 def read_state(policy: Policy, folder: Path) -> dict[str, Any]:
@@ -70,8 +115,14 @@ def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
 
 def _shape(policy: Policy) -> dict[str, Any]:
     s = policy.settings
-    shape = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage, "dtype": s.dtype}
-    return {**shape, "lora_rank": s.lora.rank}
+    shape: dict[str, Any] = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage}
+    shape |= {"dtype": s.dtype, "lora_rank": s.lora.rank}
+    if _has_lora(policy):  # what the adapters are added to, and how, is not in the checkpoint
+        shape |= {"lora_alpha": s.lora.alpha, "lora_targets": sorted(s.lora.targets)}
+        shape["init"] = s.init
+        if s.init == "random":
+            shape |= {"seed": s.seed, "config": s.config}
+    return shape
 
 
 def _has_lora(policy: Policy) -> bool:

@@ -3,6 +3,7 @@
 AgentLoopError
  └─ LearnerError        any of it
      ├─ BatchError      a batch file, or what stands in it: the learner goes on
+     ├─ NotWritten      a folder or file could not be written: the learner goes on
      ├─ GroupBroken     the group of the servers, of which rank 0 is one: the learner goes on
      └─ TrainingBroken  the policy is no longer to be trusted: the learner ends
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from agentloop.errors import AgentLoopError
 
-__all__ = ["BatchError", "GroupBroken", "LearnerError", "TrainingBroken"]
+__all__ = ["BatchError", "GroupBroken", "LearnerError", "NotWritten", "TrainingBroken"]
 
 
 class LearnerError(AgentLoopError):
@@ -20,6 +21,10 @@ class LearnerError(AgentLoopError):
 
 class BatchError(LearnerError):
     """A batch is unusable; the message names the file, the tensor and the place."""
+
+
+class NotWritten(LearnerError):
+    """A full disk, most often; the message names the folder. Raised on every rank."""
 
 
 class GroupBroken(LearnerError):

@@ -73,19 +73,63 @@ def _made(settings: LearnerSettings) -> Any:
     }
     if settings.init == "pretrained":
         return AutoModelForCausalLM.from_pretrained(settings.model, local_files_only=True, **how)
-    config = AutoConfig.for_model(**config_of(settings))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)  # the same on every rank
-        return AutoModelForCausalLM.from_config(config, **how)
+    given = config_of(settings)
+    try:
+        config = AutoConfig.for_model(**given)
+        _check_config(settings, type(config))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)  # the same on every rank
+            return AutoModelForCausalLM.from_config(config, **how)
+    except ModelError:
+        raise
+    except Exception as error:  # a number of the wrong kind breaks a model anywhere
+        if not settings.config:
+            raise
+        raise ModelError(f"learner.config: no model can be made: {error!r}") from error
 
 
 def config_of(settings: LearnerSettings) -> dict[str, Any]:
     """The model's config.json: that of its folder, with what `settings.config` says otherwise."""
+    config = _folders_config(settings)
+    num, types = settings.config.get("num_hidden_layers"), config.get("layer_types")
+    if isinstance(num, int) and types:  # beyond those that are there: as the last one
+        config["layer_types"] = types[:num] + types[-1:] * (num - len(types))
+    return config | settings.config
+
+
+def _folders_config(settings: LearnerSettings) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((settings.model / "config.json").read_text("utf-8"))
-    config |= settings.config
-    if "num_hidden_layers" in settings.config and "layer_types" in config:
-        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     return config
+
+
+def _check_config(settings: LearnerSettings, kind: Any) -> None:
+    """`settings.config` against the folder's, and against `kind`, a class of transformers'.
+
+    Raises:
+        ModelError: it names the key.
+    """
+    usual = kind().to_dict() | _folders_config(settings)
+    for key, value in settings.config.items():
+        where = f"learner.config.{key}"
+        if key not in usual:
+            raise ModelError(f"{where}: {kind.__name__} has no such setting")
+        if not _is_alike(value, usual[key]):
+            raise ModelError(f"{where}: {type(usual[key]).__name__} expected, not {value!r}")
+    size, file = settings.config.get("vocab_size"), settings.model / "tokenizer.json"
+    if size is not None and file.is_file():
+        from tokenizers import Tokenizer
+
+        num_ids = max(Tokenizer.from_file(str(file)).get_vocab(True).values(), default=-1) + 1
+        if size < num_ids:
+            raise ModelError(f"learner.config.vocab_size: the tokenizer has {num_ids}, not {size}")
+
+
+def _is_alike(value: Any, usual: Any) -> bool:
+    """Whether they are of one type; an int is a float, too, and a bool is a number to none."""
+    if usual is None or value is None:
+        return True
+    kinds: Any = (int, float) if type(usual) is float else type(usual)
+    return isinstance(value, kinds) and isinstance(value, bool) == isinstance(usual, bool)
 
 
 class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy

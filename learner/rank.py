@@ -26,8 +26,8 @@ from safetensors.numpy import save
 from learner.batch import Batch, plan
 from learner.broadcast import Broadcaster
 from learner.checkpoint import load_checkpoint, read_state, save_checkpoint
-from learner.errors import GroupBroken, LearnerError, TrainingBroken
-from learner.files import fresh_partial
+from learner.errors import GroupBroken, LearnerError, NotWritten, TrainingBroken
+from learner.files import fresh_partial, writing
 from learner.policy import Policy
 from learner.weights import publish
 
@@ -35,8 +35,6 @@ __all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "Link", "serve"]
 
 FD_VARIABLE = "AGENTLOOP_LEARNER_FD"
 SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
-_BEATS_PER_TIMEOUT = 4
-_MAX_BEAT_S = 5.0
 _MAX_LINE = 1 << 20
 
 Request = dict[str, Any]
@@ -106,9 +104,8 @@ def serve(policy: Policy, link: Link | None) -> None:
     """
     world = policy.world
     broadcaster = Broadcaster(policy)
-    beat_s = min(_MAX_BEAT_S, policy.settings.collective_timeout_s / _BEATS_PER_TIMEOUT)
     while True:
-        request: Request | None = world.share(link.next(beat_s) if link else None)
+        request: Request | None = world.share(link.next(world.beat_s) if link else None)
         if request is None:
             continue
         closing = request.get("op") == "close"
@@ -141,7 +138,8 @@ def _handle(policy: Policy, broadcaster: Broadcaster, request: Request) -> Answe
     assert work is not None
     try:
         return work()
-    except GroupBroken as error:  # on rank 0; the others have done what is theirs
+    except (GroupBroken, NotWritten) as error:
+        # GroupBroken is rank 0's: the others have done what is theirs. NotWritten is everybody's.
         raise _Refused(str(error)) from error
 
 
@@ -232,10 +230,14 @@ def _lr(request: Request) -> float | None:
 
 def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
     found = policy.logprobs(batch)
-    if policy.world.first:
+
+    def write() -> None:
         partial = out.with_name(f".{out.name}.partial")
-        partial.write_bytes(save({"logprobs": found}))
-        os.replace(partial, out)
+        with writing(out):
+            partial.write_bytes(save({"logprobs": found}))
+            os.replace(partial, out)
+
+    policy.world.beside(write if policy.world.first else None)
     return {"num_tokens": int(batch.mask.sum())}
 
 

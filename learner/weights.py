@@ -8,6 +8,7 @@ and `published.json`: {"version": "7", "sha256": {"model.safetensors": "..."}}.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
@@ -20,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 
 from agentloop.training.learner_settings import LearnerSettings
-from learner.errors import LearnerError
-from learner.files import appear, fresh_partial
+from learner.errors import LearnerError, NotWritten
+from learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from learner.lora import adapted_layers, delta
 from learner.policy import Policy, config_of
 
@@ -36,33 +37,61 @@ def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
     """Write the weights into `folder`. Every rank comes here; rank 0 writes.
 
     Tied weights are written once. Returns on rank 0: version, sha256 by file, num_bytes, seconds.
+
+    Raises:
+        NotWritten: nothing is left of what was begun.
     """
+    try:
+        return _publish(policy, folder, version)
+    except NotWritten:
+        if policy.world.first:
+            remove_partial(folder)
+        raise
+
+
+def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
     begun = time.perf_counter()
-    first = policy.world.first
+    world, first = policy.world, policy.world.first
     dtype = getattr(torch, policy.settings.publish_dtype)
-    partial = fresh_partial(folder) if first else folder
+    partial = partial_of(folder)
+
+    def on_first(work: Callable[[], Any]) -> None:
+        def written() -> None:
+            with writing(folder):
+                work()
+
+        world.beside(written if first else None)
+
+    on_first(lambda: fresh_partial(folder))
     shards = split(policy.model, dtype, policy.settings.max_shard_mib << 20)
     names = _file_names(len(shards))
-    sha256 = {}
+    sha256: dict[str, str] = {}
     for file, shard in zip(names, shards, strict=True):
         tensors = {
             one.name: tensor.to("cpu", one.dtype, copy=True).contiguous()
             for one, tensor in gathered(shard, keep=first)
         }
-        if first:
-            save_file(tensors, partial / file, metadata={"format": "pt"})
-            (partial / file).chmod(0o644)  # safetensors writes 0600
-            sha256[file] = _sha256(partial / file)
+        on_first(functools.partial(_write_shard, partial / file, tensors, sha256))
+    manifest = {"version": version, "sha256": sha256}
+
+    def complete() -> None:
+        if len(shards) > 1:
+            _write_index(partial, names, shards)
+        _copy_others(policy.settings, partial)
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+        appear(partial, folder, durable=False)  # after a crash they are published anew
+
+    on_first(complete)
     if not first:
         return {}
-    if len(shards) > 1:
-        _write_index(partial, names, shards)
-    _copy_others(policy.settings, partial)
-    manifest = {"version": version, "sha256": sha256}
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
-    num_bytes = sum((partial / file).stat().st_size for file in names)
-    appear(partial, folder, durable=False)  # after a crash they are published anew
+    num_bytes = sum((folder / file).stat().st_size for file in names)
     return {**manifest, "num_bytes": num_bytes, "seconds": time.perf_counter() - begun}
+
+
+def _write_shard(path: Path, tensors: dict[str, Any], sha256: dict[str, str]) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})  # lets go of Python's lock as it writes
+    path.chmod(0o644)  # safetensors writes 0600
+    sha256[path.name] = _sha256(path)
 
 
 def verify(folder: Path) -> str:

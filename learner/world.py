@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,9 @@ from learner.errors import LearnerError
 
 __all__ = ["Clock", "World"]
 
+_BEATS_PER_TIMEOUT = 4
+_MAX_BEAT_S = 5.0
+
 
 class World:
     """This process among its peers.
@@ -27,6 +31,7 @@ class World:
     Attributes:
         rank, size: as in the environment (RANK, WORLD_SIZE).
         device: this rank's accelerator, or the CPU.
+        beat_s: seconds between signs of life.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -37,6 +42,8 @@ class World:
         Raises:
             LearnerError: the environment lacks something.
         """
+        # How often ranks hear of each other, so that none is taken for lost.
+        self.beat_s = min(_MAX_BEAT_S, timeout_s / _BEATS_PER_TIMEOUT)
         self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
         local_rank = _number("LOCAL_RANK")
         self._cuda = torch.cuda.is_available()
@@ -67,6 +74,20 @@ class World:
         for found in errors:
             if found is not None:
                 raise found
+
+    def beside(self, work: Callable[[], None] | None) -> None:
+        """Every rank comes here with what it has to do on the host, if anything, and waits for all
+        for as long as they take: meanwhile each beat says that they are there. `work` runs in a
+        thread, has no collectives, and does not hold Python's lock for long.
+
+        Raises:
+            LearnerError: what went wrong on the first rank where something did, on all of them.
+        """
+        task = _Task(work or (lambda: None))
+        done = [False] * self.size
+        while not all(done):
+            dist.all_gather_object(done, task.wait(self.beat_s), group=self._control)
+        self.agree(task.error)
 
     def wait(self) -> None:
         """For all ranks."""
@@ -104,6 +125,34 @@ class World:
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+class _Task:
+    """`work` in a thread that nobody has to wait for when the process ends."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._failed: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._failed = error
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is done by then. Raises what is not for the other ranks to hear."""
+        self._thread.join(timeout_s)
+        if self._failed is not None and not isinstance(self._failed, LearnerError):
+            raise self._failed
+        return not self._thread.is_alive()
+
+    @property
+    def error(self) -> LearnerError | None:
+        """Of work that is done."""
+        return self._failed if isinstance(self._failed, LearnerError) else None
 
 
 class Clock:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
 __all__ = ["LearnerSettings", "LoraSettings", "LossSettings", "OptimizerSettings"]
 
 Aggregate = Literal["group", "batch", "sequence"]
+_Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 class LossSettings(pydantic.BaseModel):
     """The objective. The formulas stand in `learner/loss.py`."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     kind: Literal["grpo", "gspo", "cispo", "sft"] = pydantic.Field(
         "grpo",
@@ -67,13 +68,13 @@ class LossSettings(pydantic.BaseModel):
 class OptimizerSettings(pydantic.BaseModel):
     """AdamW."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    lr: float = pydantic.Field(1e-6, ge=0, description="Learning rate after the warm-up.")
+    lr: float = pydantic.Field(1e-6, ge=0, lt=1, description="Learning rate after the warm-up.")
     warmup_steps: int = pydantic.Field(
         20, ge=0, description="Steps over which the rate rises linearly."
     )
-    betas: tuple[float, float] = pydantic.Field((0.9, 0.999), description="AdamW's decay rates.")
+    betas: tuple[_Decay, _Decay] = pydantic.Field((0.9, 0.999), description="AdamW's decay rates.")
     eps: float = pydantic.Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = pydantic.Field(
         0.0, ge=0, description="AdamW's decay, of matrices alone: not of norms and biases."
@@ -89,7 +90,7 @@ class LoraSettings(pydantic.BaseModel):
     There is no dropout: the ratio is taken to what the same weights said when they sampled.
     """
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rank: int = pydantic.Field(0, ge=0, description="Of the matrices; 0: all weights are trained.")
     alpha: float = pydantic.Field(
@@ -105,7 +106,7 @@ class LoraSettings(pydantic.BaseModel):
 class LearnerSettings(pydantic.BaseModel):
     """A learner."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: Path = pydantic.Field(
         Path(), description="Folder of the model that training starts from."
@@ -182,7 +183,10 @@ class LearnerSettings(pydantic.BaseModel):
         300.0, gt=0, description="A rank that keeps the others waiting for this long is lost."
     )
     seed: int = pydantic.Field(
-        0, ge=0, description="Of random weights; and for dropout, where the model has any."
+        0,
+        ge=0,
+        lt=2**63,
+        description="Of random weights; and for dropout, where the model has any.",
     )
     deepspeed: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="More of DeepSpeed's own configuration, merged in last."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ def changed(name: str, at: int, value: float) -> Any:
     ("arrays", "message"),
     [
         ({"ids": np.zeros(150, np.int64)}, "ids: int32 [150]"),
+        (
+            {"ids": np.zeros((), np.int32)},
+            "ids: int32 [1], one for each token",
+        ),
+        ({"lengths": np.zeros((), np.int32)}, "lengths: int32 [1]"),
         ({"mask": np.zeros(149, np.uint8)}, "mask: uint8 [150], one for each token"),
         ({"advantages": np.zeros(3, np.float32)}, "advantages: float32 [4], one for each sample"),
         ({"lengths": np.asarray([40, 25, 33, 51], np.int32)}, "summing up to 150"),
@@ -55,6 +61,16 @@ def changed(name: str, at: int, value: float) -> Any:
 def test_what_is_wrong_with_a_batch_is_named(arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=re.escape(message)):
         make_batch(**arrays)
+
+
+@pytest.mark.parametrize(("name", "size"), [("BF16", 2), ("F8_E4M3", 1), ("F8_E5M2", 1)])
+def test_a_type_that_numpy_lacks_is_named(tmp_path: Path, name: str, size: int) -> None:
+    header = {"logprobs": {"dtype": name, "shape": [8], "data_offsets": [0, 8 * size]}}
+    text = json.dumps(header).encode()
+    file = tmp_path / "batch"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8 * size))
+    with pytest.raises(BatchError, match=re.escape(str(file))):
+        Batch.load(file)
 
 
 def test_numbers_where_nothing_was_sampled_do_not_matter() -> None:

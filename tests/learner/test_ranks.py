@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -304,6 +305,26 @@ def test_a_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]
         assert (answer["ok"], answer["fatal"]) == (False, False)
         assert message in answer["error"]
     assert ranks.ask("step", batch=folder / "batch")["ok"]
+
+
+def test_a_full_disk_refuses_the_request(two: tuple[Ranks, Path]) -> None:
+    """Of either rank: here a file that grows beyond what the system lets it."""
+    ranks, folder = two
+    make_batch().save(folder / "batch")
+    for full, op in ((0, "publish"), (0, "save"), (1, "save")):
+        target = folder / "full" / op
+        fields = {"version": "7"} if op == "publish" else {}
+        pid = ranks.processes[full].pid
+        usual = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, usual[1]))
+        answer = ranks.ask(op, folder=target, **fields)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, usual)
+        assert (answer["ok"], answer["fatal"]) == (False, False)
+        assert f"{target}: " in answer["error"]
+        assert "File too large" in answer["error"]
+        assert list((folder / "full").iterdir()) == [], "what was begun is removed"
+        assert ranks.ask("step", batch=folder / "batch")["ok"], "it goes on"
+        assert ranks.ask(op, folder=folder / "whole" / op, **fields)["ok"]
 
 
 def test_ranks_end_when_their_supervisor_hangs_up(tmp_path: Path) -> None:

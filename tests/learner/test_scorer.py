@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -173,6 +174,31 @@ def test_packed_attention_refuses_what_it_cannot_do() -> None:
 def test_a_folder_without_a_model_is_named(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_model(SETTINGS.model_copy(update={"model": tmp_path}))
+
+
+def test_more_layers_than_the_folders_are_as_its_last() -> None:
+    num = len(json.loads((SMALL / "config.json").read_text())["layer_types"])
+    for more in (-1, 1):
+        config = {"num_hidden_layers": num + more}
+        model = load_model(LearnerSettings(model=SMALL, init="random", config=config))
+        assert len(model.base_model.layers) == len(model.config.layer_types) == num + more
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_layers_hidden": 2}, "learner.config.num_layers_hidden: "),
+        ({"num_hidden_layers": "two"}, "learner.config"),
+        ({"hidden_size": 64.5}, "learner.config"),
+        ({"hidden_size": -64}, "learner.config: no model can be made"),
+        ({"num_attention_heads": 0}, "learner.config"),
+        ({"tie_word_embeddings": 1}, "learner.config"),
+        ({"vocab_size": 8}, "learner.config.vocab_size: the tokenizer has "),
+    ],
+)
+def test_a_configuration_that_is_none_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model(LearnerSettings(model=SMALL, init="random", config=config))
 
 
 def test_random_weights_are_drawn_by_the_seed_alone(tmp_path: Any) -> None:

@@ -1,0 +1,50 @@
+"""What a checkpoint is refused for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+
+from agentloop.models import SMALL
+from agentloop.training.learner_settings import LearnerSettings
+from learner.checkpoint import _shape, read_state
+from learner.errors import LearnerError
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+
+
+def policy(**settings: Any) -> Any:
+    lora = {"rank": 4, "alpha": 8, "targets": ("q_proj", "v_proj"), **settings.pop("lora", {})}
+    made = LearnerSettings.model_validate({"model": SMALL, "lora": lora, **settings})
+    return SimpleNamespace(settings=made, world=SimpleNamespace(size=1))
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"lora": {"alpha": 16}}, "lora_alpha"),
+        ({"lora": {"targets": ("q_proj",)}}, "lora_targets"),
+        ({"seed": 1}, "seed"),
+        ({"config": {"num_hidden_layers": 2}}, "config"),
+        ({"init": "pretrained"}, "init"),
+    ],
+)
+def test_adapters_of_another_model_are_refused(
+    tmp_path: Path, other: dict[str, Any], name: str
+) -> None:
+    saved = policy(init="random")
+    (tmp_path / "state.json").write_text(json.dumps(_shape(saved)))
+    read_state(saved, tmp_path)
+    with pytest.raises(LearnerError, match=f"saved with {name} "):
+        read_state(policy(**{"init": "random", **other}), tmp_path)
+
+
+def test_the_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(_shape(policy())))
+    read_state(policy(seed=3, lora={"targets": ("v_proj", "q_proj")}), tmp_path)
