@@ -47,7 +47,7 @@ class PrivateEngine:
     ) -> None:
         self.folder = folder
         self.url = f"unix://{folder}/docker.sock"
-        self.cgroup = f"agentloop-test-{os.getpid()}"
+        self.cgroup = f"agentloop-test-{os.getpid()}-{self.folder.name}"
         self._options = options
         self._listener = listener
         self._process: anyio.abc.Process | None = None
@@ -112,6 +112,8 @@ class PrivateEngine:
         shutil.rmtree(self.folder / "data", ignore_errors=True)
         for group in (ROOT / self.cgroup, *ROOT.glob(f"*/{self.cgroup}")):
             with contextlib.suppress(OSError):
+                for container in filter(Path.is_dir, group.iterdir()):
+                    container.rmdir()
                 group.rmdir()
 
     def cgroups(self) -> list[str]:

@@ -117,7 +117,8 @@ async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     ]
     assert (folder / "start" / "model" / "model.safetensors").exists()
     assert (folder / "plots.png").read_bytes().startswith(b"\x89PNG")
-    steps = {json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = {json.loads(line)["step"] for line in lines}
     assert {0, 1, 2} <= steps
     # What `agentloop chat --run` takes.
     asked = settings_of([], tmp_path / "latest")
