@@ -121,6 +121,19 @@ class ServerModel:
             self._planned = num_done
             self.next_s = max(now, self._start_s + self._duration(num_done))
 
+    def cancel(self, job: Job, now: float) -> None:
+        """Nobody wants the rest: it ends with the step that is being computed."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        elif job.name in self.running:
+            num_steps = 0
+            if self._planned:
+                num_steps = min(self._planned, math.floor(self._steps_until(now)) + 1)
+                self._planned = num_steps
+                self.next_s = max(now, self._start_s + self._duration(num_steps))
+            job.num_output = job.num_emitted + self._step + num_steps - job.first_step
+            heapq.heappush(self._ends, (_last_step(job), job.name))
+
     def advance(self) -> list[Job]:
         """Go to `next_s`; the jobs that ended there."""
         now = self.next_s

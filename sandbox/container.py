@@ -127,7 +127,7 @@ class _Engine:
     async def sweep(self) -> None:
         """Until cancelled: remove what an engine that was away could not."""
         while True:
-            await self._changed.wait()
+            await self._changed.wait()  # no deadline: as long as the pool is open
             self._changed = anyio.Event()
             while self.left:
                 await anyio.sleep(SWEEP_EVERY_S)
@@ -205,6 +205,7 @@ class DockerBackend:
 
         async def see_end() -> None:
             try:
+                # no deadline: who waits for the worker has one, and ends this
                 status = (await container.wait())["StatusCode"]
                 link.lose(f"its container ended with status {status}")
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
@@ -242,12 +243,14 @@ class DockerBackend:
             async def write() -> None:
                 try:
                     while True:
+                        # no deadline: calls have theirs; a worker that is late is ended
                         await stream.write_in(await outgoing.get())
                 except STREAM_ERRORS as error:
                     link.lose(f"its stream is closed ({error!r})")
 
             async def read() -> None:
                 try:
+                    # no deadline: as long as the worker lives
                     while (message := await stream.read_out()) is not None:
                         if message.stream == 1:
                             link.feed(message.data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 OPEN_PATHS = frozenset({"/healthz", "/ping"})
 
@@ -21,9 +21,19 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """Decides on a request before any handler sees it."""
 
-    def __init__(self, host: str, token: str | None, allowed_hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        host: str,
+        token: str | None,
+        allowed_hosts: Sequence[str] = (),
+        *,
+        open_paths: Callable[[str], bool] = OPEN_PATHS.__contains__,
+    ) -> None:
+        """`open_paths` says which paths want no token."""
+        self._open_paths = open_paths
         self._token = token.encode() if token else None
-        self._names = {host.lower(), *(name.lower() for name in allowed_hosts)}
+        self._allowed = {name.lower() for name in allowed_hosts}
+        self._names = {host.lower(), *self._allowed}
         self._any_address = host in ("0.0.0.0", "::")
         if self._any_address or is_loopback(host):
             self._names |= {"localhost", "127.0.0.1", "::1"}
@@ -33,9 +43,9 @@ class Guard:
         host, origin = headers.get("Host"), headers.get("Origin")
         if not self._knows(host):
             return 403, f"Host {host!r} is not one of this server's; see allowed_hosts"
-        if origin is not None and not self._knows_origin(origin):
+        if origin is not None and not self._knows_origin(origin, host or ""):
             return 403, f"Origin {origin!r} may not use this server"
-        if path in OPEN_PATHS or self._token is None:
+        if self._open_paths(path) or self._token is None:
             return None
         scheme, _, given = headers.get("Authorization", "").partition(" ")
         # Bytes of a header that are no UTF-8 arrive as surrogates.
@@ -48,9 +58,12 @@ class Guard:
         name = _name_of(host or "")
         return name in self._names or (self._any_address and _is_address(name))
 
-    def _knows_origin(self, origin: str) -> bool:
+    def _knows_origin(self, origin: str, host: str) -> bool:
+        """Its own, port and all: another program on this machine may have a page at another port.
+        Or one of those that are allowed by their names."""
         scheme, separator, rest = origin.partition("://")
-        return bool(separator) and scheme in ("http", "https") and self._knows(rest)
+        is_ours = rest.lower() == host.lower() or _name_of(rest) in self._allowed
+        return bool(separator) and scheme in ("http", "https") and is_ours
 
 
 def _name_of(host: str) -> str:

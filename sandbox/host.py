@@ -44,6 +44,7 @@ class Guest:
             self._greet()
             self._group.start_soon(self._tell_load)
             try:
+                # no deadline: until the client leaves; its heartbeat tells
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         for frame in reader.feed(message.data):

@@ -104,7 +104,7 @@ class Link:
 class SocketProtocol(asyncio.Protocol):
     """A Link over a socket: bytes go straight from the loop into the frame reader."""
 
-    def __init__(self, link: Link, greeting: bytes) -> None:
+    def __init__(self, link: Link, greeting: bytes = b"") -> None:
         self._link = link
         self._greeting = greeting
         self._transport: asyncio.Transport | None = None
@@ -116,7 +116,8 @@ class SocketProtocol(asyncio.Protocol):
             return
         self._transport = transport
         self._link.write = transport.write
-        transport.write(self._greeting)
+        if self._greeting:
+            transport.write(self._greeting)
 
     def data_received(self, data: bytes) -> None:
         self._link.feed(data)
@@ -140,7 +141,7 @@ async def wait_ready(link: Link, timeout_s: float) -> None:
         async with anyio.create_task_group() as group:
 
             async def fail_early() -> None:
-                await link.lost.wait()
+                await link.lost.wait()  # no deadline: it ends with the wait beside it
                 group.cancel_scope.cancel()
 
             group.start_soon(fail_early)

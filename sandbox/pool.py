@@ -258,7 +258,7 @@ class Pool:
                 task_status.started()
                 task_status = anyio.TASK_STATUS_IGNORED
             if worker is not None:
-                await worker.vacant.wait()
+                await worker.vacant.wait()  # no deadline: as long as the worker lives
                 self._num_replaced += 1
                 failures = 0 if worker.proven else failures + 1
             if failures:
@@ -310,7 +310,7 @@ class Pool:
         async with anyio.create_task_group() as group:
 
             async def watch(event: anyio.Event) -> None:
-                await event.wait()
+                await event.wait()  # no deadline: as long as the worker lives
                 group.cancel_scope.cancel()
 
             group.start_soon(watch, worker.link.lost)
@@ -527,7 +527,7 @@ class Session:
         """
         pool = self._pool
         message = pool._message(code, stdin, timeout_s) | {"session": self.id}
-        async with self._turn:
+        async with self._turn:  # no deadline: the calls before it have theirs
             if self.lost:
                 raise SessionLost("the session is closed" if self.closed else SESSION_GONE)
             worker = self._worker

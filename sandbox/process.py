@@ -56,9 +56,7 @@ class ProcessBackend:
     async def _worker(self, worker_id: str, uid_base: int) -> AsyncIterator[Link]:
         link = Link(worker_id)
         scratch = await anyio.to_thread.run_sync(make_scratch)
-        protocol = SocketProtocol(
-            link, greeting(self._settings, scratch=str(scratch), uid_base=uid_base)
-        )
+        protocol = SocketProtocol(link)
         process: anyio.abc.Process | None = None
         try:
             near, far = socket.socketpair()
@@ -70,6 +68,9 @@ class ProcessBackend:
             except BaseException:
                 near.close()
                 raise
+            # Not earlier: where a write fails as the connection is made, uvloop closes the file
+            # descriptor under the socket, which closes it again, whosever it is by then.
+            link.write(greeting(self._settings, scratch=str(scratch), uid_base=uid_base))
             await wait_ready(link, self._settings.start_timeout_s)
             self._layers = link.hello["layers"]
             yield link
@@ -78,6 +79,7 @@ class ProcessBackend:
         finally:
             protocol.close()  # the worker sees the end of its connection, and ends
             link.lose("the pool closed it")
+            # no deadline: _see_end has; the rest is done at once
             with anyio.CancelScope(shield=True):
                 if process is not None:
                     await _see_end(process)

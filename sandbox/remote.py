@@ -14,7 +14,7 @@ vanishes is found by its missing heartbeat, within 15 s.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -49,7 +49,7 @@ class Outbox:
         """Until cancelled, or the other side takes nothing for too long: then the socket closes."""
         try:
             while True:
-                await self._filled.wait()
+                await self._filled.wait()  # no deadline: as long as the link lives
                 self._filled = anyio.Event()
                 frames, self._frames = self._frames, []
                 with anyio.fail_after(WRITE_TIMEOUT_S):
@@ -103,8 +103,11 @@ class HostBackend:
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(sock_connect=10)) as http,
-                self._connect(http) as socket,
+                AsyncExitStack() as stack,
             ):
+                # A host that hangs still accepts: its kernel does.
+                with anyio.fail_after(self._settings.start_timeout_s):
+                    socket = await stack.enter_async_context(self._connect(http))
                 async with self._linked(socket, worker_id) as link:
                     yield link
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -133,7 +136,7 @@ class HostBackend:
         refused: SandboxUnavailable | None = None
 
         async def read() -> None:
-            async for message in socket:
+            async for message in socket:  # no deadline: until the host leaves; its heartbeat tells
                 if message.type is aiohttp.WSMsgType.BINARY:
                     link.feed(message.data)
             link.lose(f"the connection to {self._url} ended")

@@ -160,7 +160,7 @@ class App:
         await response.prepare(request)
         try:
             async with self._each((c.code, c.stdin, c.timeout_s) for c in calls) as results:
-                async for index, result in results:
+                async for index, result in results:  # no deadline: the calls have theirs
                     with anyio.fail_after(self._settings.io_timeout_s):
                         await response.write(to_line(index, result))
         except* OSError:  # TimeoutError is one: the client has left or reads nothing
@@ -228,7 +228,7 @@ class App:
         timeout_s = self._settings.code_judge_timeout_s
         calls = ((asked[i].solution, asked[i].input or "", timeout_s) for i in todo)
         async with self._each(calls) as results:
-            async for place, result in results:
+            async for place, result in results:  # no deadline: the calls have theirs
                 index = todo[place]
                 answers[index] = compat.judged(asked[index], result, with_output=with_output)
         return [answer for answer in answers if answer is not None]
@@ -265,6 +265,7 @@ class App:
                 for index, call in numbered:
                     waited_s = anyio.current_time() - began
                     result = await self._pool.run(*call)
+                    # no deadline: its reader has one, or waits for nobody
                     await out.send((index, replace(result, queue_s=result.queue_s + waited_s)))
 
         # The group inside: a caller that fails ends the tasks before their stream is closed.
@@ -389,7 +390,7 @@ async def serve(settings: ServeSettings) -> None:
             f"workers: {stats['workers']}, slots: {stats['slots']})",
             flush=True,
         )
-        await anyio.sleep_forever()
+        await anyio.sleep_forever()  # no deadline: until it is told to stop
 
 
 async def _until_signal(settings: ServeSettings) -> int:
@@ -397,7 +398,7 @@ async def _until_signal(settings: ServeSettings) -> int:
     async with anyio.create_task_group() as group:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             group.start_soon(serve, settings)
-            async for number in signals:
+            async for number in signals:  # no deadline: as long as the service runs
                 status = 128 + number
                 group.cancel_scope.cancel()
                 break  # no second one is needed: every cleanup has a deadline

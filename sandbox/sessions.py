@@ -86,6 +86,7 @@ class Sessions:
                 held = self._held[key] = _Held(session, scope)
                 task_status.started()
                 try:
+                    # no deadline: the scope around it has one, which calls move
                     await anyio.sleep_forever()
                 finally:
                     if self._held.get(key) is held:

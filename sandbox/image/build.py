@@ -167,7 +167,7 @@ async def _import_output(
     said = bytearray()
 
     async def listen(stream: anyio.abc.ByteReceiveStream) -> None:
-        async for chunk in stream:
+        async for chunk in stream:  # no deadline: _import_output has one
             said.extend(chunk[-4000:])
 
     try:
@@ -193,7 +193,7 @@ async def _import_output(
 async def _rootfs(process: anyio.abc.Process, progress: Progress) -> AsyncIterator[bytes]:
     assert process.stdout is not None
     num_bytes, told = 0, 0
-    async for chunk in process.stdout:
+    async for chunk in process.stdout:  # no deadline: _import_output has one
         num_bytes += len(chunk)
         if num_bytes - told >= 100_000_000:
             told = num_bytes
@@ -211,4 +211,4 @@ async def _import(docker: aiodocker.Docker, rootfs: AsyncIterator[bytes]) -> Non
         data=rootfs,
         timeout=aiohttp.ClientTimeout(total=BUILD_TIMEOUT_S),
     ) as response:
-        await response.read()
+        await response.read()  # no deadline: the request has one

@@ -1,0 +1,332 @@
+"""Servers of the discrete-event model on asyncio's clock, and rollouts on them.
+
+    run_group ──gate──> rollouts ──turn──> a server's model ──> tools, asleep ──> the next turn
+                                              ▲ new weights: all of it starts anew from its ids
+
+What the training loop needs of `Router`, `SGLangServer` and `Runtime`, with the runtime's own gate
+of groups; for bench/async_train.py, in virtual time. There is no waiting room: a turn goes to its
+server at once and waits there. It stays where its cache is, unless another server has far fewer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import anyio
+
+from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.group_gate import GroupGate
+from agentloop.inference.health import ServerState
+from agentloop.inference.router import ServerView
+from agentloop.inference.sglang import Pause
+from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
+from bench.router import RolloutSpec
+from bench.server_model import Job, ServerModel, ServerParams
+
+__all__ = ["TOKENS_PER_ID", "Server", "Servers"]
+
+TOKENS_PER_ID = 100
+"""An id stands for so many tokens: the files would be large, and say no more."""
+
+_TICK_S = 5.0  # how often the gate is told how far rollouts are
+_FAR_FEWER = 8  # sequences, for which a turn leaves its cache behind
+_TARGET = 0.8  # of the KV: no waiting room here keeps what is parked from being evicted
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A job that may be moved into another life of its server."""
+
+    job: Job
+    spans: list[VersionSpan] = field(default_factory=list)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+
+    def sampled(self, version: str, num_tokens: int) -> None:
+        if num_tokens:
+            start = self.spans[-1].end if self.spans else 0
+            self.spans.append(VersionSpan(version, start, start + num_tokens))
+
+
+class Server:
+    """A model of a server on the loop's clock, with the part of `SGLangServer` that loads."""
+
+    def __init__(self, url: str, params: ServerParams, load_s: float) -> None:
+        self.url = url
+        self.capacity = params.capacity
+        self.version = ""
+        self.is_loading = False
+        self.num_rollouts = 0  # in flight, at a tool as well
+        self.num_recomputed = 0
+        self._params = params
+        self._load_s = load_s
+        self._model = ServerModel(params)
+        self._turns: dict[str, _Turn] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._busy_s = self._settled_s = 0.0
+        self._num_sampled = 0  # of turns that ended, or were cut off by loading
+        self._num_retracted = 0  # in former lives
+
+    @property
+    def busy_s(self) -> float:
+        """How long it had something to compute."""
+        self._settle()
+        return self._busy_s
+
+    @property
+    def num_sampled(self) -> int:
+        return self._num_sampled + sum(map(self.num_emitted, self._turns))
+
+    @property
+    def num_retracted(self) -> int:
+        return self._num_retracted + self._model.num_retracted
+
+    async def generate(self, job: Job) -> list[VersionSpan]:
+        """Which versions sampled it."""
+        turn = self._turns[job.name] = _Turn(job)
+        if not self.is_loading:
+            self._submit(turn)
+        try:
+            await turn.ended.wait()
+        except BaseException:
+            self._drop(turn)
+            raise
+        return turn.spans
+
+    def _drop(self, turn: _Turn) -> None:
+        """Nobody waits for it any more."""
+        name = turn.job.name
+        if self._turns.get(name) is turn:
+            self._settle()
+            self._num_sampled += self.num_emitted(name)
+            del self._turns[name]
+            self._model.cancel(turn.job, _now())
+            self._schedule()
+
+    async def update_weights(
+        self, folder: str, version: str, *, timeout_s: float, pause: Pause
+    ) -> str:
+        """As SGLangServer's: what runs starts anew from its ids, in an empty cache."""
+        self._settle()
+        self.is_loading = True
+        for name, turn in self._turns.items():
+            num_done = self.num_emitted(name)
+            self._num_sampled += num_done
+            turn.sampled(self.version, num_done)
+            job = turn.job
+            self.num_recomputed += (name in self._model.running) * (job.num_prompt + num_done)
+            turn.job = Job(
+                job.name,
+                job.key,
+                job.group,
+                job.num_prompt + num_done,
+                job.num_shared,
+                job.num_output - num_done,
+                job.max_new - num_done,
+            )
+        self._num_retracted = self.num_retracted
+        self._model = ServerModel(self._params)
+        self._schedule()
+        await anyio.sleep(self._load_s)
+        self.version, self.is_loading = version, False
+        for turn in self._turns.values():
+            self._submit(turn)
+        return "the same for all"
+
+    def num_emitted(self, name: str) -> int:
+        """Tokens of a turn in flight since the last loading; the last one ends it."""
+        job = self._turns[name].job
+        if name not in self._model.running:  # it waits, maybe again
+            return job.num_emitted
+        return min(self._model.num_emitted(job, _now()), job.num_output - 1)
+
+    def in_flight(self) -> list[tuple[str, int]]:
+        """Rollouts that are at a turn, and the tokens that they hold besides their prompt."""
+        return [
+            (turn.job.key, turn.job.num_prompt - turn.job.num_shared + self.num_emitted(name))
+            for name, turn in self._turns.items()
+        ]
+
+    def _submit(self, turn: _Turn) -> None:
+        self._settle()
+        self._model.submit(turn.job, _now())
+        self._schedule()
+
+    def _advance(self) -> None:
+        self._settle()
+        self._timer = None
+        for job in self._model.advance():
+            if job.name not in self._turns:  # nobody waits for it any more
+                continue
+            turn = self._turns.pop(job.name)
+            self._num_sampled += job.num_output
+            turn.sampled(self.version, job.num_output)
+            turn.ended.set()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        when = self._model.next_s
+        if self._timer is not None:
+            if self._timer.when() == when:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if when < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(when, self._advance)
+
+    def _settle(self) -> None:
+        now = _now()
+        if self._model.next_s < math.inf:
+            self._busy_s += now - self._settled_s
+        self._settled_s = now
+
+
+class Servers:
+    """What the loop sees of the router and the runtime, with the runtime's own gate."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        specs: Callable[[int], Sequence[RolloutSpec]],
+        *,
+        longest: int,
+    ) -> None:
+        """`specs` are the rollouts of the group of that number, none of which has more tokens than
+        `longest` besides its prompt."""
+        self.servers = servers
+        self.num_ended = 0  # rollouts
+        self._specs = specs
+        self._longest = longest
+        self._live = set[str]()
+        self._gate = GroupGate(
+            Admission(AdmissionSettings(target=_TARGET), Forecast(longest=longest)),
+            capacity=lambda: sum(one.capacity for one in servers if one.url in self._live),
+            clock=_now,
+        )
+
+    # --- as the router ----------------------------------------------------------------------------
+
+    def require_weights(self, version: str, *, verified: bool) -> None:
+        self._live.clear()
+
+    def weights_loaded(self, url: str, version: str) -> None:
+        self._live.add(url)
+        self._gate.admit()
+
+    def view(self) -> list[ServerView]:
+        live, stale = ServerState.HEALTHY, ServerState.STALE
+        return [
+            ServerView(one.url, live if one.url in self._live else stale, 0, 0, 0, 0, 0, 0, "")
+            for one in self.servers
+        ]
+
+    async def has_room(self, size: int) -> None:
+        await self._gate.has_room(size)
+
+    # --- as the runtime ---------------------------------------------------------------------------
+
+    async def run_group(
+        self,
+        prompt: object,
+        *,
+        size: int,
+        name: str,
+        budget: object,
+        at_gate: Any,
+        enough: int = 0,
+    ) -> list[Trajectory]:
+        specs = self._specs(int(name.partition("-")[0]))[:size]
+        found: dict[str, Trajectory] = {}
+        at_gate()
+        async with self._gate.group(name, size, specs[0].num_prompt) as group:
+            async with anyio.create_task_group() as tasks:
+
+                async def run(key: str, spec: RolloutSpec) -> None:
+                    await self._rollout(key, name, spec, found)
+                    if len(found) == enough:
+                        tasks.cancel_scope.cancel()
+
+                for key, spec in zip(group.keys, specs, strict=True):
+                    tasks.start_soon(run, key, spec)
+        stopped = partial(Trajectory, prompt_ids=[0], stop_reason=StopReason.STRAGGLER)
+        return [found.get(key) or stopped(key) for key in group.keys]
+
+    async def keep_told(self) -> None:
+        """The gate hears how far rollouts are; the runtime tells it with each token."""
+        num_retracted = 0
+        while True:
+            await anyio.sleep(_TICK_S)
+            for server in self.servers:
+                for key, num_tokens in server.in_flight():
+                    self._gate.reached(key, num_tokens)
+            before, num_retracted = num_retracted, sum(one.num_retracted for one in self.servers)
+            self._gate.observe(_now(), num_retracted - before, _now())
+
+    async def _rollout(
+        self, key: str, group: str, spec: RolloutSpec, found: dict[str, Trajectory]
+    ) -> None:
+        at: list[Server] = []  # where it is
+        try:
+            found[key] = await self._turns(key, group, spec, at)
+        finally:
+            for server in at:
+                server.num_rollouts -= 1
+        self.num_ended += 1
+        self._gate.ended(key, whole=True)
+
+    async def _turns(self, key: str, group: str, spec: RolloutSpec, at: list[Server]) -> Trajectory:
+        num_own, left = 0, self._longest
+        record = Trajectory(key, [0] * _num_ids(spec.num_prompt), stop_reason=StopReason.ANSWERED)
+        for number, turn in enumerate(spec.turns):
+            job = Job(
+                f"{key}.{number}",
+                key,
+                group,
+                spec.num_prompt + num_own,
+                spec.num_prompt,
+                turn.num_output,
+                max(left, turn.num_output),
+            )
+            spans = await self._place(at).generate(job)
+            num_own += turn.num_output + turn.num_tool
+            left -= turn.num_output + turn.num_tool
+            self._gate.reached(key, num_own)
+            is_last = turn is spec.turns[-1]
+            record.turns.append(_as_turn(spans, 0 if is_last else turn.num_tool))
+            if not is_last:
+                await anyio.sleep(turn.tool_s)
+        return record
+
+    def _place(self, at: list[Server]) -> Server:
+        least = min(self.servers, key=lambda server: server.num_rollouts)
+        if at and at[0].num_rollouts - least.num_rollouts < _FAR_FEWER:
+            return at[0]
+        for own in at:
+            own.num_rollouts -= 1
+        least.num_rollouts += 1
+        at[:] = [least]
+        return least
+
+
+def _as_turn(spans: Sequence[VersionSpan], num_tool: int) -> Turn:
+    """With the version that sampled it in place of each id."""
+    ids: list[int] = []
+    short = []
+    for span in spans:
+        end = max(len(ids) + 1, round(span.end / TOKENS_PER_ID))
+        short.append(VersionSpan(span.version, len(ids), end))
+        ids += [int(span.version)] * (end - len(ids))
+    observation_ids = [0] * _num_ids(num_tool) if num_tool else []
+    return Turn(ids, [-1.0] * len(ids), short, TurnEnd.STOP, observation_ids=observation_ids)
+
+
+def _num_ids(num_tokens: int) -> int:
+    return max(1, round(num_tokens / TOKENS_PER_ID))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
