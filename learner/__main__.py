@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pydantic
 
+from agentloop.errors import AgentLoopError
 from agentloop.training.learner_settings import LearnerSettings
 
 _PR_SET_PDEATHSIG = 1
@@ -58,18 +59,19 @@ def _run(settings: LearnerSettings) -> int:
         world.leave()
     except Exception as error:
         if link:
-            text = f"{type(error).__name__}: {error}"
-            _try_to_tell(link, text)
+            _try_to_tell(link, error)
         raise
     return 0
 
 
-def _try_to_tell(link: object, text: str) -> None:
+def _try_to_tell(link: object, error: Exception) -> None:
+    """`on_purpose`: to start again would not help."""
     from learner.rank import Link
 
     assert isinstance(link, Link)
+    text, on_purpose = f"{type(error).__name__}: {error}", isinstance(error, AgentLoopError)
     try:
-        link.send({"ok": False, "error": text, "fatal": True})
+        link.send({"ok": False, "error": text, "fatal": True, "on_purpose": on_purpose})
     except OSError:
         print(json.dumps({"unsent": text}), file=sys.stderr)
 

@@ -3,74 +3,153 @@
     folder/state.json    {"state": the caller's, "num_updates": 12, ...}: readable without torch
     folder/zero/         DeepSpeed's files, one or more per rank
 
-A checkpoint is for as many ranks and the same ZeRO stage as it was saved by. With LoRA it holds the
-adapters alone: what they are added to is the model that training starts from.
+Writing it has two phases, each in a thread of every rank: all write their parts; then rank 0 lets
+the folder appear. In between the ranks agree, by collectives that stand in the request loop, where
+all ranks come to them in the same order. So what is written beside the training needs no more
+than a look at it between two requests.
+
+One of another number of ranks or another ZeRO stage is converted as it is loaded. With LoRA it
+holds the adapters alone: what they are added to is the model that training starts from.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from learner.errors import LearnerError, NotWritten
+from learner import universal
+from learner.errors import LearnerError, NotConverted, NotWritten
 from learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from learner.policy import Policy
+from learner.world import Task
 
-__all__ = ["load_checkpoint", "read_state", "save_checkpoint"]
+__all__ = ["Saver", "load_checkpoint", "read_state"]
 
 _STATE = "state.json"
 _TAG = "zero"
+_CONVERTED = ("num_ranks", "zero_stage")
+
+Work = Callable[[], None] | None
 
 
-def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
-    """Every rank comes here. The folder is seen when the last rank has written its part.
+class Saver:
+    """Writes the policy's checkpoints, one at a time. Every rank comes to each method.
 
-    Raises:
-        NotWritten: nothing is left of what was begun.
+    Attributes:
+        folder: the newest that is complete, of those that were saved in this life.
+        failed: why the one that was last over is not.
+        writing: the one that is being written.
     """
-    world, partial = policy.world, partial_of(folder)
 
-    def begin() -> None:
-        with writing(folder):
-            (fresh_partial(folder) / _TAG).mkdir()
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._world = policy, policy.world
+        self.folder: Path | None = None
+        self.failed: str | None = None
+        self.writing: Path | None = None
+        self._phases: Generator[Work, None, None] | None = None
+        self._task = Task(None)
+
+    def save(self, folder: Path, state: dict[str, Any], *, beside: bool = False) -> None:
+        """Wait for the one before, so that the host holds one copy at most; then write this one.
+        The folder is seen when the last rank has written its part. With `beside` it returns once
+        a copy is in the host's memory.
+
+        Raises:
+            NotWritten: nothing is left of what was begun.
+        """
+        self.wait()
+        try:
+            self._world.beside((lambda: _begin(folder)) if self._world.first else None)
+        except NotWritten as error:
+            self.failed = str(error)
+            raise
+        parts = _parts(self._policy, partial_of(folder), hold=beside)
+        kept = {"state": state, **self._policy.counters(), **_shape(self._policy)}
+        self._world.finish()
+        self._phases = _phases(self._policy, folder, parts, kept)
+        self._task, self.writing = Task(next(self._phases)), folder
+        if beside:
+            return
+        self.wait()
+        if self.failed is not None:
+            raise NotWritten(self.failed)
+
+    def go_on(self, within_s: float = 0.0) -> None:
+        """Look whether all ranks are done with a phase, by then, and begin the next one if so."""
+        if self.writing is None or not self._world.all_done(self._task, within_s):
+            return
+        assert self._phases is not None
+        try:
+            try:
+                self._world.agree(self._task.error)
+            except NotWritten as error:
+                self._task = Task(self._phases.throw(error))
+            else:
+                self._task = Task(next(self._phases))
+        except StopIteration:
+            self.folder, self.failed, self.writing = self.writing, None, None
+        except NotWritten as error:
+            self.failed, self.writing = str(error), None
+
+    def wait(self, timeout_s: float = math.inf) -> None:
+        """Until nothing is being written, or for so long."""
+        end = time.monotonic() + timeout_s
+        while self.writing is not None and self._world.share(time.monotonic() < end):
+            self.go_on(self._world.beat_s)
+
+
+def _begin(folder: Path) -> None:
+    with writing(folder):
+        for left in folder.parent.glob(".*.partial"):  # by a learner that died
+            if (left / _TAG).is_dir():
+                shutil.rmtree(left)
+        (fresh_partial(folder) / _TAG).mkdir()
+
+
+def _phases(
+    policy: Policy, folder: Path, parts: list[Callable[[], None]], kept: dict[str, Any]
+) -> Generator[Work, None, None]:
+    """What this rank has to do, one after the other; the next one when all ranks are done. What
+    went wrong on one of them is thrown in."""
+    first, partial = policy.world.first, partial_of(folder)
 
     def write() -> None:
         with writing(folder):
-            for one in parts:
-                one()
+            while parts:  # and let go of each
+                parts.pop()()
 
     def complete() -> None:
-        kept = {"state": state, **policy.counters(), **_shape(policy)}
         with writing(folder):
             (partial / _STATE).write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
             appear(partial, folder, durable=True)
             _remove_older(folder, policy.settings.keep_checkpoints)
 
     try:
-        world.beside(begin if world.first else None)
-        parts = _parts(policy, partial)
-        world.finish()
-        world.beside(write)
-        world.beside(complete if world.first else None)
+        yield write
+        yield complete if first else None
     except NotWritten:
-        if world.first:
-            remove_partial(folder)
+        yield (lambda: remove_partial(folder)) if first else None
         raise
 
 
-def _parts(policy: Policy, partial: Path) -> list[Callable[[], None]]:
-    """What this rank has to write. DeepSpeed would write it between its collectives, which do not
-    wait for a slow disk, and which nobody comes to whose disk is full."""
+def _parts(policy: Policy, partial: Path, *, hold: bool) -> list[Callable[[], None]]:
+    """What this rank has to write; with `hold`, as it is now, whatever the policy does next.
+    DeepSpeed would write it between its collectives, which do not wait for a slow disk, and which
+    nobody comes to whose disk is full."""
     engine, parts = policy.engine, list[Callable[[], None]]()
     writer = engine.checkpoint_engine
 
     def save(state_dict: Any, path: str) -> None:
-        parts.append(lambda: _write(state_dict, path))
+        state = _held(state_dict, {}) if hold else state_dict
+        parts.append(lambda: _write(state, path))
 
     writer.save = save
     engine._copy_recovery_script = lambda _: None  # a script for others, written by rank 0
@@ -83,6 +162,27 @@ def _parts(policy: Policy, partial: Path) -> list[Callable[[], None]]:
     return parts
 
 
+def _held(value: Any, storages: dict[int, Any]) -> Any:
+    """A copy of `value` in the host's memory. What shares memory there goes on to do so, as it does
+    in the file: `storages` has what was copied, by its address."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        address = storage.data_ptr()
+        if address not in storages:
+            storages[address] = storage.clone() if value.device.type == "cpu" else storage.cpu()
+        copied = torch.empty(0, dtype=value.dtype)
+        place = (value.storage_offset(), value.size(), value.stride())
+        return copied.set_(storages[address], *place)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, one in value.items():
+            made[key] = _held(one, storages)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(_held(one, storages) for one in value)
+    return copy.deepcopy(value)
+
+
 def _write(state: Any, path: str) -> None:
     with open(path, "wb") as file:  # which lets go of Python's lock as it writes
         torch.save(state, file)
@@ -92,25 +192,55 @@ def read_state(policy: Policy, folder: Path) -> dict[str, Any]:
     """What `state.json` holds.
 
     Raises:
-        LearnerError: no checkpoint is there, or it is of another number of ranks or ZeRO stage.
+        LearnerError: no checkpoint is there, or it is of another kind of policy.
     """
     try:
         kept: dict[str, Any] = json.loads((folder / _STATE).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise LearnerError(f"{folder}: no checkpoint: {error}") from error
     for name, now in _shape(policy).items():
-        if kept.get(name) != now:
+        if name not in _CONVERTED and kept.get(name) != now:
             raise LearnerError(f"{folder}: saved with {name} {kept.get(name)}, this is {now}")
     return kept
 
 
 def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
-    """Every rank comes here, with what `read_state` gave."""
-    whole = not _has_lora(policy)
-    loaded, _ = policy.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=whole)
-    if loaded is None:
-        raise LearnerError(f"{folder}: DeepSpeed found nothing to load")
+    """Every rank comes here, with what `read_state` gave.
+
+    Raises:
+        NotConverted, NotWritten: nothing has changed.
+    """
+    shape = _shape(policy)
+    if all(kept.get(name) == shape[name] for name in _CONVERTED):
+        whole = not _has_lora(policy)
+        loaded, _ = policy.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=whole)
+        if loaded is None:
+            raise LearnerError(f"{folder}: DeepSpeed found nothing to load")
+    else:
+        _load_converted(policy, folder, kept)
     policy.set_counters(kept)
+
+
+def _load_converted(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
+    world, target = policy.world, folder.with_name(f".{folder.name}.universal")
+    then, now = (
+        f"num_ranks {one['num_ranks']}, zero_stage {one['zero_stage']}"
+        for one in (kept, _shape(policy))
+    )
+
+    def convert() -> None:
+        try:
+            if kept["num_updates"] == 0:  # DeepSpeed would keep this policy's moments
+                raise NotConverted("it was saved before the first step; start anew instead")
+            universal.convert(policy, folder / _TAG, target, stage=kept["zero_stage"])
+        except NotConverted as error:
+            text = f"{folder}: saved with {then}, cannot be read with {now}: {error}"
+            raise NotConverted(text) from error
+
+    world.beside(convert if world.first else None)
+    universal.load(policy, target)
+    world.wait()
+    world.beside((lambda: universal.remove(target)) if world.first else None)
 
 
 def _shape(policy: Policy) -> dict[str, Any]:

@@ -369,16 +369,22 @@ class Policy:
 
     def logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
         """float32 [T]: of the sampled tokens; 0 elsewhere. On every rank. All samples fit."""
-        found_T = torch.zeros(len(batch.ids))
+        found: np.ndarray[Any, Any] = self.scores(batch)[0]
+        return found
+
+    def scores(self, batch: Batch) -> np.ndarray[Any, Any]:
+        """float32 [2, T]: of the sampled tokens their log-probabilities, and the entropies, in
+        nats, of what each was drawn from; 0 elsewhere. On every rank. All samples fit."""
+        found_2T = torch.zeros(2, len(batch.ids))
         samples = range(len(batch.lengths))
         self.engine.eval()
         with torch.no_grad():
             for micro in self._micro_batches(batch, samples, np.zeros_like(batch.logprobs)):
-                scored, _ = self._score(micro)
+                scored = torch.stack(self._score(micro))
                 if micro.source[0] >= 0:
-                    found_T[torch.from_numpy(micro.source)] = scored.cpu()
+                    found_2T[:, torch.from_numpy(micro.source)] = scored.cpu()
         self.engine.train()
-        found: np.ndarray[Any, Any] = self.world.sum(found_T).numpy()
+        found: np.ndarray[Any, Any] = self.world.sum(found_2T).numpy()
         return found
 
     def _micro_batches(

@@ -25,8 +25,8 @@ from safetensors.numpy import save
 
 from learner.batch import Batch, plan
 from learner.broadcast import Broadcaster
-from learner.checkpoint import load_checkpoint, read_state, save_checkpoint
-from learner.errors import GroupBroken, LearnerError, NotWritten, TrainingBroken
+from learner.checkpoint import Saver, load_checkpoint, read_state
+from learner.errors import GroupBroken, LearnerError, NotConverted, NotWritten, TrainingBroken
 from learner.files import fresh_partial, writing
 from learner.policy import Policy
 from learner.weights import publish
@@ -36,6 +36,7 @@ __all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "Link", "serve"]
 FD_VARIABLE = "AGENTLOOP_LEARNER_FD"
 SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
 _MAX_LINE = 1 << 20
+_LOOK_S = 0.5  # between two looks at a checkpoint that is being written
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -103,17 +104,24 @@ def serve(policy: Policy, link: Link | None) -> None:
         TrainingBroken, and whatever else must end the learner.
     """
     world = policy.world
-    broadcaster = Broadcaster(policy)
+    broadcaster, saver = Broadcaster(policy), Saver(policy)
     while True:
-        request: Request | None = world.share(link.next(world.beat_s) if link else None)
+        beat_s = world.beat_s if saver.writing is None else min(world.beat_s, _LOOK_S)
+        request: Request | None = world.share(link.next(beat_s) if link else None)
+        saver.go_on()
         if request is None:
             continue
         closing = request.get("op") == "close"
         try:
-            done = {} if closing else _handle(policy, broadcaster, request)
+            done = {} if closing else _handle(policy, broadcaster, saver, request)
             answer = {"ok": True, **done}
         except _Refused as error:
             answer = {"ok": False, "error": str(error), "fatal": False}
+        except TrainingBroken:  # on all ranks; what was saved before is as good as it was
+            saver.wait(policy.settings.close_timeout_s)
+            raise
+        if closing:
+            saver.wait(policy.settings.close_timeout_s)
         if link:
             link.send(answer)
         if closing:
@@ -125,10 +133,12 @@ class _Refused(Exception):
     """The request cannot be carried out. No rank is in the middle of anything."""
 
 
-def _handle(policy: Policy, broadcaster: Broadcaster, request: Request) -> Answer:
+def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request) -> Answer:
     problem, work = None, None
+    if request.get("op") in ("save", "load"):  # it may be about the same folder
+        saver.wait()
     try:
-        work = _prepare(policy, broadcaster, request)
+        work = _prepare(policy, broadcaster, saver, request)
     except LearnerError as error:
         problem = error
     try:
@@ -138,12 +148,14 @@ def _handle(policy: Policy, broadcaster: Broadcaster, request: Request) -> Answe
     assert work is not None
     try:
         return work()
-    except (GroupBroken, NotWritten) as error:
-        # GroupBroken is rank 0's: the others have done what is theirs. NotWritten is everybody's.
+    except (GroupBroken, NotConverted, NotWritten) as error:
+        # GroupBroken is rank 0's: the others have done what is theirs. The rest is everybody's.
         raise _Refused(str(error)) from error
 
 
-def _prepare(policy: Policy, broadcaster: Broadcaster, request: Request) -> Callable[[], Answer]:
+def _prepare(
+    policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request
+) -> Callable[[], Answer]:
     """Check the request on this rank alone; what is returned is done by all ranks together."""
     match request:
         case {"op": "step", "batch": str(path), **rest}:
@@ -153,7 +165,7 @@ def _prepare(policy: Policy, broadcaster: Broadcaster, request: Request) -> Call
             if not isinstance(rescue, str):
                 raise LearnerError(f"rescue: a folder's path expected, not {rescue!r}")
             state = _state(rest)
-            return lambda: _step_or_save(policy, batch, lr, Path(rescue), state)
+            return lambda: _step_or_save(policy, saver, batch, lr, Path(rescue), state)
         case {"op": "logprobs", "batch": str(path), "out": str(out)}:
             scored = _batch(policy, path)
             plan(scored.lengths.tolist(), policy.settings.micro_batch_tokens, policy.world.size)
@@ -162,8 +174,11 @@ def _prepare(policy: Policy, broadcaster: Broadcaster, request: Request) -> Call
             target = _target(policy, folder)
             return lambda: publish(policy, target, version)
         case {"op": "save", "folder": str(folder), **rest}:
-            target, state = _target(policy, folder), _state(rest)
-            return lambda: _save(policy, target, state)
+            target, state, beside = _target(policy, folder), _state(rest), _flag(rest, "beside")
+            return lambda: _save(policy, saver, target, state, beside)
+        case {"op": "saved", **rest}:
+            wait = _flag(rest, "wait")
+            return lambda: _saved(saver, wait)
         case {"op": "reset_optimizer"}:
             return lambda: _reset_optimizer(policy)
         case {"op": "load", "folder": str(folder)}:
@@ -213,6 +228,13 @@ def _state(request: Request) -> dict[str, Any]:
     return state
 
 
+def _flag(request: Request, name: str) -> bool:
+    value = request.get(name, False)
+    if not isinstance(value, bool):
+        raise LearnerError(f"{name}: true or false expected, not {value!r}")
+    return value
+
+
 def _batch(policy: Policy, path: str) -> Batch:
     batch = Batch.load(Path(path))
     policy.check(batch)
@@ -229,12 +251,12 @@ def _lr(request: Request) -> float | None:
 
 
 def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
-    found = policy.logprobs(batch)
+    logprobs_T, entropies_T = policy.scores(batch)
 
     def write() -> None:
         partial = out.with_name(f".{out.name}.partial")
         with writing(out):
-            partial.write_bytes(save({"logprobs": found}))
+            partial.write_bytes(save({"logprobs": logprobs_T, "entropies": entropies_T}))
             os.replace(partial, out)
 
     policy.world.beside(write if policy.world.first else None)
@@ -242,7 +264,12 @@ def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
 
 
 def _step_or_save(
-    policy: Policy, batch: Batch, lr: float | None, folder: Path, state: dict[str, Any]
+    policy: Policy,
+    saver: Saver,
+    batch: Batch,
+    lr: float | None,
+    folder: Path,
+    state: dict[str, Any],
 ) -> Answer:
     """Where training breaks, what it can go on from is saved first: no step that was left out has
     changed it."""
@@ -250,15 +277,24 @@ def _step_or_save(
         return policy.step(batch, lr)
     except TrainingBroken as error:
         try:
-            save_checkpoint(policy, folder, state)
+            saver.save(folder, state)
         except Exception as failed:
             raise TrainingBroken(f"{error}; {folder} could not be saved: {failed}") from failed
         raise TrainingBroken(f"{error}; they are saved in {folder}") from error
 
 
-def _save(policy: Policy, folder: Path, state: dict[str, Any]) -> Answer:
-    save_checkpoint(policy, folder, state)
+def _save(
+    policy: Policy, saver: Saver, folder: Path, state: dict[str, Any], beside: bool
+) -> Answer:
+    saver.save(folder, state, beside=beside)
     return {"folder": str(folder), **policy.counters()}
+
+
+def _saved(saver: Saver, wait: bool) -> Answer:
+    if wait:
+        saver.wait()
+    found = {"folder": saver.folder, "writing": saver.writing}
+    return {name: path and str(path) for name, path in found.items()} | {"failed": saver.failed}
 
 
 def _reset_optimizer(policy: Policy) -> Answer:

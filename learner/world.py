@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from learner.errors import LearnerError
 
-__all__ = ["Clock", "World"]
+__all__ = ["Clock", "Task", "World"]
 
 _BEATS_PER_TIMEOUT = 4
 _MAX_BEAT_S = 5.0
@@ -83,11 +83,17 @@ class World:
         Raises:
             LearnerError: what went wrong on the first rank where something did, on all of them.
         """
-        task = _Task(work or (lambda: None))
-        done = [False] * self.size
-        while not all(done):
-            dist.all_gather_object(done, task.wait(self.beat_s), group=self._control)
+        task = Task(work)
+        while not self.all_done(task, self.beat_s):
+            pass
         self.agree(task.error)
+
+    def all_done(self, task: Task, within_s: float) -> bool:
+        """Every rank comes here with a task of its own, and waits for it for `within_s` at most,
+        which is below a collective's timeout: whether those of all ranks are done."""
+        done = [False] * self.size
+        dist.all_gather_object(done, task.wait(within_s), group=self._control)
+        return all(done)
 
     def wait(self) -> None:
         """For all ranks."""
@@ -127,11 +133,12 @@ class World:
         dist.destroy_process_group()
 
 
-class _Task:
-    """`work` in a thread that nobody has to wait for when the process ends."""
+class Task:
+    """`work`, if there is any, in a thread that nobody has to wait for when the process ends. It
+    has no collectives: those of several threads would meet others of other ranks."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], None] | None) -> None:
+        self._work = work or (lambda: None)
         self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -108,6 +108,7 @@ async def finished_groups(
                 await places.acquire()  # no deadline: until the reader has taken a group
                 await has_room()
                 try:
+                    # no deadline: a source may wait for its tasks as long as it likes
                     task = await anext(each)
                 except StopAsyncIteration:
                     break
@@ -137,10 +138,10 @@ async def finished_groups(
 async def _each(source: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:
     if isinstance(source, AsyncGenerator):
         async with aclosing(source):
-            async for one in source:
+            async for one in source:  # no deadline: as above
                 yield one
     elif isinstance(source, AsyncIterable):
-        async for one in source:
+        async for one in source:  # no deadline: as above
             yield one
     else:
         for one in source:

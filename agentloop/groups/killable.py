@@ -99,7 +99,7 @@ class KillableProcesses:
 
     async def warm_up(self) -> None:
         """Start one, so that what it imports is known to be there. Raises CallFailed."""
-        async with self._places:
+        async with self._places:  # no deadline: each call and each start has one
             self._idle.append(await self._start())
 
     async def _start(self) -> _Child:
@@ -143,11 +143,13 @@ class _Child:
     async def ask(self, request: bytes) -> dict[str, Any]:
         assert self._process.stdin is not None
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # reading tells why
+            # no deadline: call() has one
             await self._process.stdin.send(len(request).to_bytes(8, "big") + request)
-        return await self.read()
+        return await self.read()  # no deadline: call() has one
 
     async def read(self) -> dict[str, Any]:
         try:
+            # no deadline: call() has one, and _start()
             line = await self._replies.receive_until(b"\n", _MAX_REPLY_BYTES)
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
             raise CallDied(f"its process ended {await self._ending()}") from None

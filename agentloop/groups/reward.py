@@ -160,6 +160,8 @@ class Scorer:
             RewardError: a function of the user's raised, took too long or gave nonsense, each
                 time that it was tried.
         """
+        if trajectory.stop_reason is StopReason.CANCELLED:
+            return Reward(None, None, "it was cancelled")
         if trajectory.stop_reason.infrastructure:
             return Reward(None, None, f"infrastructure: {trajectory.error or 'no error was given'}")
         if trajectory.stop_reason is StopReason.TIME_BUDGET:

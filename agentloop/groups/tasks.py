@@ -177,7 +177,7 @@ class TaskSource(ABC):
     def _resume(self, cursor: Mapping[str, Any]) -> None:
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
-                "the tasks are not those of the cursor: other files, another seed or another split"
+                "tasks: not those of the cursor: other files, another seed or another split"
             )
         self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
 

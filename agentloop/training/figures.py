@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentloop.groups.reward import Reward
 from agentloop.groups.roc import Choice
 from agentloop.trajectory import CallStatus, StopReason, Trajectory
 
-__all__ = ["ScoredGroup", "about", "mean", "percent"]
+__all__ = ["ScoredGroup", "about", "figures", "mean", "of_rollout", "percent"]
 
 
 _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
@@ -24,36 +24,56 @@ class ScoredGroup(Protocol):
     choice: Choice
 
 
-def about(groups: Sequence[ScoredGroup]) -> dict[str, Any]:
-    """What the field wants to know of rollouts. Means are over those with a reward."""
-    pairs = [
-        (trajectory, reward.value)
-        for group in groups
-        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
-    ]
-    scored = [(trajectory, value) for trajectory, value in pairs if value is not None]
-    ratios = [
-        ratio
-        for trajectory, value in scored
-        if value > 0 and (ratio := _tool_error_ratio(trajectory)) is not None
-    ]
-    lengths = [trajectory.num_sampled_tokens for trajectory, _ in scored]
+def figures(group: ScoredGroup) -> dict[str, Any]:
+    """What `about` needs of a group, as plain data."""
+    rejected = group.choice.rejected
     return {
-        "reward": statistics.fmean(value for _, value in scored) if scored else None,
-        "tool_errors_in_correct": statistics.fmean(ratios) if ratios else None,
-        "num_rollouts": len(pairs),
-        "num_without_reward": len(pairs) - len(scored),
-        "num_groups_rejected": sum(group.choice.rejected is not None for group in groups),
-        "num_sampled_tokens": sum(lengths),
-        "length_mean": _fmean(lengths),
-        "turns_mean": _fmean([len(t.turns) for t, _ in scored]),
-        "truncated": _fmean([t.stop_reason in _TRUNCATED for t, _ in scored]),
-        "pass_at_k": _fmean([any(_is_right(one) for one in group.rewards) for group in groups]),
+        "rejected": None if rejected is None else str(rejected),
+        "rollouts": [
+            of_rollout(trajectory, reward.value)
+            for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
+        ],
     }
 
 
-def _is_right(reward: Reward) -> bool:
-    return reward.value is not None and reward.value > 0
+def of_rollout(trajectory: Trajectory, reward: float | None) -> dict[str, Any]:
+    """What `about` needs of one rollout."""
+    return {
+        "reward": reward,
+        "tool_errors": _tool_error_ratio(trajectory),
+        "num_tokens": trajectory.num_sampled_tokens,
+        "num_turns": len(trajectory.turns),
+        "truncated": trajectory.stop_reason in _TRUNCATED,
+        "num_versions": len({v for v in trajectory.versions if v is not None}),
+    }
+
+
+def about(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the field wants to know of rollouts, of each group's `figures`. Means are over those
+    with a reward."""
+    rollouts = [rollout for group in groups for rollout in group["rollouts"]]
+    scored = [rollout for rollout in rollouts if rollout["reward"] is not None]
+    ratios = [
+        rollout["tool_errors"]
+        for rollout in scored
+        if rollout["reward"] > 0 and rollout["tool_errors"] is not None
+    ]
+    lengths = [rollout["num_tokens"] for rollout in scored]
+    return {
+        "reward": statistics.fmean(one["reward"] for one in scored) if scored else None,
+        "tool_errors_in_correct": statistics.fmean(ratios) if ratios else None,
+        "num_rollouts": len(rollouts),
+        "num_without_reward": len(rollouts) - len(scored),
+        "num_groups_rejected": sum(group["rejected"] is not None for group in groups),
+        "num_sampled_tokens": sum(lengths),
+        "length_mean": _fmean(lengths),
+        "turns_mean": _fmean([one["num_turns"] for one in scored]),
+        "versions_mean": _fmean([one["num_versions"] for one in scored]),
+        "truncated": _fmean([one["truncated"] for one in scored]),
+        "pass_at_k": _fmean(
+            [any((one["reward"] or 0) > 0 for one in group["rollouts"]) for group in groups]
+        ),
+    }
 
 
 def _fmean(values: Sequence[float]) -> float:

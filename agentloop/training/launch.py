@@ -65,6 +65,12 @@ class RanksSettings(pydantic.BaseModel):
     start_timeout_s: float = pydantic.Field(
         300.0, gt=0, description="From the start until all ranks are ready."
     )
+    max_restarts: int = pydantic.Field(
+        3,
+        ge=0,
+        description="How often in ten minutes the ranks are started again after one has died; they "
+        "load the newest checkpoint and do the steps since then again.",
+    )
 
     @pydantic.model_validator(mode="after")
     def _goes_together(self) -> Self:

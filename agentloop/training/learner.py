@@ -3,7 +3,14 @@
     started ──> guardians: of each rank, or of a launcher ──> python -m learner (DeepSpeed)
       │  one request at a time, JSON lines over a unix socket to rank 0, which tells the others;
       │  batches and weights go by files
-      └─ a rank that dies, or an answer that is late, is a LearnerError; on the way out, all end
+      └─ a rank that dies, or an answer that is late, is LearnerLost; on the way out, all end
+
+    KeptLearner ──> the same, and `restart`: new processes, which then load a checkpoint
+
+    LearnerError
+     ├─ LearnerRefused  it said no, and goes on
+     ├─ LearnerLost     its processes are gone or do not answer: others may do better
+     └─ LearnerEnded    on purpose, such as for want of finite gradients: others would, too
 
 Torch is nowhere here: the learner has it to itself.
 """
@@ -14,13 +21,14 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import orjson
 from anyio.streams.buffered import BufferedByteReceiveStream
 
@@ -29,8 +37,11 @@ from agentloop.inference.supervise import guarded
 from agentloop.training.launch import RanksSettings, Start, free_port, on_other_nodes, starts
 
 __all__ = [
+    "KeptLearner",
     "Learner",
+    "LearnerEnded",
     "LearnerError",
+    "LearnerLost",
     "LearnerProcesses",
     "LearnerRefused",
     "RanksSettings",
@@ -43,7 +54,15 @@ _MAX_TAIL_BYTES = 1 << 16
 _NUM_TAIL_LINES = 80  # of a launcher's ranks all are in one log, and its own last words
 _GOODBYE_S = 20.0
 _MAX_FOLDER_BYTES = 64  # of 103 that a socket's path may have; the rest is the name
+_LAST_WORDS_S = 1.0  # for what a rank that died has said before, such as that it was on purpose
 _OTHERS_S = 5.0  # for the end of the rank that was first to fail, which may be seen after others'
+
+_BROKEN = (
+    anyio.EndOfStream,
+    anyio.IncompleteRead,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+)
 
 T = TypeVar("T")
 
@@ -56,8 +75,28 @@ class LearnerRefused(LearnerError):
     """It said no, and goes on."""
 
 
-class Learner:
-    """Rank 0 of a learner that runs, over its connection."""
+class LearnerLost(LearnerError):
+    """A rank died, or there was no answer in time. What was not saved is gone."""
+
+
+class LearnerEnded(LearnerError):
+    """It ended itself, and would again: training broke, or its model cannot be used."""
+
+
+class Learner(Protocol):
+    """What can be asked."""
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """One request and its answer. It may be cancelled: whoever asks next waits for both.
+
+        Raises:
+            LearnerRefused, LearnerLost, LearnerEnded.
+        """
+        ...
+
+
+class _RankZero:
+    """A learner that runs, over its connection."""
 
     def __init__(self, stream: anyio.abc.ByteStream, processes: LearnerProcesses) -> None:
         self._stream = stream
@@ -67,13 +106,7 @@ class Learner:
         self._num_owed = 0  # answers, of which the last one is to what was asked last
 
     async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """One request and its answer. It may be cancelled: whoever asks next waits for both.
-
-        Raises:
-            LearnerRefused: it said no.
-            LearnerError: it is late, or a rank died.
-        """
-        async with self._asking:
+        async with self._asking:  # no deadline: who asked before has one
             return await self._answer(op, {"op": op, **arguments}, timeout_s)
 
     async def ready(self, timeout_s: float) -> dict[str, Any]:
@@ -87,23 +120,26 @@ class Learner:
             with anyio.fail_after(timeout_s):
                 self._num_owed += 1
                 if request is not None:
-                    with anyio.CancelScope(shield=True):  # a line; the learner reads it at once
+                    # A line, whole or not at all; the learner reads it at once.
+                    with anyio.fail_after(timeout_s, shield=True):
                         await self._stream.send(orjson.dumps(request) + b"\n")
                 while self._num_owed:
                     answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
                     self._num_owed -= 1
         except TimeoutError as error:
             late = f"{op}: no answer within {timeout_s:g} s"
-            raise LearnerError(f"{late}; {self._processes.where()}") from error
-        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.IncompleteRead) as error:
-            raise LearnerError(f"{op}: {await self._processes.how_it_ended()}") from error
+            raise LearnerLost(f"{late}; {self._processes.where()}") from error
+        except _BROKEN as error:
+            raise LearnerLost(f"{op}: {await self._processes.how_it_ended()}") from error
         result: dict[str, Any] = orjson.loads(answer)
         if not result.pop("ok"):
             said = f"{op}: {result.get('error')}"
             if not result.get("fatal", True):
                 raise LearnerRefused(said)
+            if result.get("on_purpose"):
+                raise LearnerEnded(f"{said}\nThe {self._processes.where()}")
             # Often no more than that another rank is gone: that one's log says why.
-            raise LearnerError(f"{said}\n{await self._processes.how_it_ended(_OTHERS_S)}")
+            raise LearnerLost(f"{said}\n{await self._processes.how_it_ended(_OTHERS_S)}")
         return result
 
 
@@ -117,7 +153,7 @@ class LearnerProcesses:
 
     async def start(self, start: Start, log_path: Path) -> None:
         """Under a guardian. Cancellation does not interrupt it: a process would be lost."""
-        with anyio.CancelScope(shield=True):
+        with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
             environment = {**os.environ, **start.environment}
             process = await guarded(start.command, environment, log_path, stop_timeout_s=0)
         self._processes.append(process)
@@ -130,7 +166,7 @@ class LearnerProcesses:
         async with anyio.create_task_group() as tasks:
 
             async def wait(process: anyio.abc.Process) -> None:
-                await process.wait()
+                await process.wait()  # no deadline: as long as it lives; then the others have one
                 scope = tasks.cancel_scope
                 scope.deadline = min(scope.deadline, anyio.current_time() + _OTHERS_S)
 
@@ -142,8 +178,8 @@ class LearnerProcesses:
         """What `work` returns.
 
         Raises:
-            LearnerError: a rank died before.
-            Exception: what `work` raised.
+            LearnerLost: a rank died before.
+            Exception: what `work` raised, which it may do until shortly after that.
         """
         found: list[T] = []
         died: list[str] = []
@@ -153,7 +189,7 @@ class LearnerProcesses:
                 async def die() -> None:
                     # Not by an error: whoever asks the rank has one, too, and one is enough.
                     died.append(await self.wait_dead())
-                    tasks.cancel_scope.cancel()
+                    tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_S
 
                 async def do() -> None:
                     found.append(await work())
@@ -165,7 +201,7 @@ class LearnerProcesses:
             raise sole(group) from None
         if found:
             return found[0]
-        raise LearnerError(died[0])
+        raise LearnerLost(died[0])
 
     async def how_it_ended(self, within_s: float = 10.0) -> str:
         """As `wait_dead`, for when a connection broke; bounded."""
@@ -226,7 +262,8 @@ async def started(
         log_dir: for logs, and for the settings, which every node reads there.
 
     Raises:
-        LearnerError: a rank died, or it was not ready in time.
+        LearnerLost: a rank died, or it was not ready in time.
+        LearnerEnded: it says why it cannot start.
     """
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(
@@ -259,22 +296,116 @@ async def started(
         yield learner, ranks
 
 
+class KeptLearner:
+    """A learner that can be started again. It does not do so by itself: who asks knows what is to
+    be loaded then, and how often is enough.
+
+        async with KeptLearner(settings, ranks_settings, ...) as learner:
+            try:
+                await learner.ask("step", ...)
+            except LearnerLost:
+                await learner.restart()
+                await learner.ask("load", ...)
+
+    Attributes:
+        num_starts: the first one included.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        ranks_settings: RanksSettings,
+        *,
+        log_dir: Path,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """As `started`."""
+        self._start = partial(
+            started, settings, ranks_settings, log_dir=log_dir, on_progress=on_progress
+        )
+        self._log_dir = log_dir
+        self._life = AsyncExitStack()
+        self._restarting, self._up = anyio.Lock(), anyio.Event()
+        self.num_starts = 0
+
+    async def __aenter__(self) -> Self:
+        """Start it for the first time. Raises as `started`."""
+        await self._begin()
+        self._up.set()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._life.aclose()
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """As `Learner`; it waits for a restart, and hears of each rank that dies meanwhile."""
+        begun = anyio.current_time()
+        with anyio.move_on_after(timeout_s):
+            while not self._up.is_set():
+                await self._up.wait()
+        left_s = timeout_s - (anyio.current_time() - begun)
+        if not self._up.is_set():
+            raise LearnerLost(f"{op}: it did not run again within {timeout_s:g} s")
+        ask = partial(self._learner.ask, op, timeout_s=left_s, **arguments)
+        return await self._processes.while_alive(ask)
+
+    async def lost(self) -> str:
+        """Wait until a rank has died that was not to; says which, and how. It has no deadline: a
+        learner may live for weeks."""
+        while True:
+            await self._up.wait()  # no deadline: a learner may live for weeks
+            life = self._processes
+            how = await life.wait_dead()
+            if self._up.is_set() and life is self._processes:
+                return how
+
+    async def restart(self) -> None:
+        """End what is left of it and start it anew, with the weights that its settings name. Who
+        asks meanwhile waits. Where it fails, every request does, until a restart that does not.
+
+        Raises:
+            LearnerLost, LearnerEnded: as `started`.
+        """
+        async with self._restarting:
+            self._up = anyio.Event()
+            try:
+                await self._life.aclose()
+                await self._begin()
+            finally:
+                self._up.set()
+
+    async def _begin(self) -> None:
+        if self.num_starts:
+            await anyio.to_thread.run_sync(_keep_logs, self._log_dir)
+        self.num_starts += 1
+        life = AsyncExitStack()
+        self._learner, self._processes = await life.enter_async_context(self._start())
+        self._life = life
+
+
+def _keep_logs(folder: Path) -> None:
+    """Those of the life before stay beside the new ones: they say why it ended."""
+    for log in folder.glob("learner-*.log"):
+        with suppress(OSError):  # it is in the way: start all the same
+            log.replace(log.with_name(f"{log.name}.previous"))
+
+
 async def _ready(
     listener: anyio.abc.SocketListener,
     ranks: LearnerProcesses,
     timeout_s: float,
     stack: AsyncExitStack,
-) -> Learner:
+) -> _RankZero:
     """Rank 0's connection, once it says that all of them are ready. Raises LearnerError."""
     begun = anyio.current_time()
     with anyio.move_on_after(timeout_s):
         stream = await listener.accept()
         stack.push_async_callback(stream.aclose)
-        learner = Learner(stream, ranks)
+        learner = _RankZero(stream, ranks)
         await learner.ready(timeout_s - (anyio.current_time() - begun))
         return learner
     late = f"the learner was not ready after {timeout_s:g} s (ranks.start_timeout_s)"
-    raise LearnerError(f"{late}; {ranks.where()}")
+    raise LearnerLost(f"{late}; {ranks.where()}")
 
 
 def _end_of(path: Path) -> bytes:

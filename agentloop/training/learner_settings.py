@@ -182,6 +182,12 @@ class LearnerSettings(pydantic.BaseModel):
     collective_timeout_s: float = pydantic.Field(
         300.0, gt=0, description="A rank that keeps the others waiting for this long is lost."
     )
+    close_timeout_s: float = pydantic.Field(
+        60.0,
+        ge=0,
+        description="A learner that is told to end waits so long for a checkpoint that is still "
+        "being written.",
+    )
     seed: int = pydantic.Field(
         0,
         ge=0,

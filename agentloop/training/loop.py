@@ -1,135 +1,85 @@
-"""The training loop, in step: roll out, choose, learn, hand over; stage by stage.
+"""The training loop: groups are admitted, rolled out and queued; the learner takes batch by batch.
 
-    tasks ──> groups of rollouts ──> rewards ──> Resample-on-Correct ──> batch ──> learner
-      ▲                                                                              │
-      └───────────────────────── new weights in every server <───────────────────────┘
+    tasks ──room──> rollouts ──> rewards ──> Resample-on-Correct ──> queue ──batch──> learner
+              ▲                                                                         │
+              └── slots, freed when the weights are live ── servers load them <─────────┘
 
-The learner and the rollouts take turns: every sample is of the newest policy.
+Who waits for what:
+
+    admission   a free slot (staleness.py: how far the learner may be behind), bytes in the queue,
+                room in the KV caches; freed by new weights that are live, by a group that is given
+                back, by a batch that is taken
+    learner     a batch: enough finished groups, and none left behind that would become too stale
+    loading     weights that were published; the learner goes on meanwhile, where it may
+
+With `max_staleness` 0 all of that goes in step, and every sample is of the newest policy. What has
+been admitted, finished and leased stands in the queue's journal, so a run that was killed goes on
+where it was: `restored` says after which step the learner's state is, and the batches since then
+are done again, the same ones in the same order.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import anyio
-import pydantic
+import anyio.from_thread
+from anyio.abc import TaskStatus
 
 from agentloop.agent.rollout import Budget
-from agentloop.errors import RequestError, sole
-from agentloop.groups.advantage import group_advantages
-from agentloop.groups.feed import finished_groups
-from agentloop.groups.reward import Reward, Scorer
-from agentloop.groups.roc import Choice, RocSettings, Trace, resample
+from agentloop.errors import RequestError, ServerError, sole
+from agentloop.events import Emit, Measured, WeightsLoaded, ignore
+from agentloop.groups.queue import Group, GroupQueue, Lease
+from agentloop.groups.staleness import Slots
 from agentloop.groups.tasks import Task, TaskSource
-from agentloop.inference.router import Router
-from agentloop.training.batch import Sample, write_batch
+from agentloop.training.collapse import (
+    Collapse,
+    CollapseSettings,
+    RunCollapsed,
+    Verdict,
+    checkpoint_before,
+    report,
+)
 from agentloop.training.figures import about, mean, percent
 from agentloop.training.handover import (
     Handover,
+    Published,
+    Serving,
     WeightsSettings,
-    hand_over,
-    keep_up,
     publisher,
 )
-from agentloop.training.learner import Learner
+from agentloop.training.learner import KeptLearner, Learner, LearnerLost, LearnerRefused
+from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.pace import Pace
+from agentloop.training.rollouts import RolledOut, RollsOut, in_order
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Report
-from agentloop.trajectory import Trajectory
+from agentloop.training.standing import Report, Unwatched, Watch
+from agentloop.training.steps import Steps
 
-__all__ = ["LoopSettings", "RunGroup", "StageSettings", "TrainingLoop"]
+__all__ = ["TrainingLoop"]
+
+log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
 _KEEP_UP_S = 1.0
 _RETRY_S = 30.0  # of servers that cannot load them
-
-RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
-"""`Runtime.run_group`: (prompt, *, size, name, budget, at_gate) to trajectories."""
-
-
-class LoopSettings(pydantic.BaseModel):
-    """How long to train, on how much."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-    steps: int = pydantic.Field(
-        510, ge=0, description="Steps of a run without stages; 0 only evaluates."
-    )
-    tasks_per_step: int = pydantic.Field(512, ge=1, description="Tasks, a group of rollouts each.")
-    group_size: int = pydantic.Field(
-        32, ge=1, description="Rollouts of a task; roc.down_sample_to_n of them are learned from."
-    )
-    learn: bool = pydantic.Field(
-        True,
-        description="false: roll out and write the trajectories alone, such as for "
-        "`agentloop data filter`.",
-    )
-    evaluate_every: int = pydantic.Field(
-        10, ge=0, description="Steps between two evaluations on held-out tasks; 0: never."
-    )
-    evaluate_tasks: int = pydantic.Field(
-        64, ge=1, description="Held-out tasks that are evaluated, a rollout each."
-    )
-    checkpoint_every: int = pydantic.Field(
-        50, ge=0, description="Steps between two checkpoints; 0: at the end alone."
-    )
-    shuffle_rewards: bool = pydantic.Field(
-        False,
-        description="A control, which must not learn anything: what each rollout of a group is "
-        "learned with is the reward of another. The metrics tell the true ones.",
-    )
-    seed: int = pydantic.Field(0, ge=0, description="Of what Resample-on-Correct draws.")
-    step_timeout_s: float = pydantic.Field(
-        3600.0, gt=0, description="For the learner's answer to one request."
-    )
-
-
-class StageSettings(pydantic.BaseModel):
-    """A part of a run, with settings of its own; what it leaves out is as in the rest of them."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-    steps: int = pydantic.Field(ge=1, description="Steps of this stage.")
-    max_turns: int | None = pydantic.Field(
-        None, ge=1, description="In place of budget.max_turns, in this stage."
-    )
-    max_response_tokens: int | None = pydantic.Field(
-        None, ge=1, description="In place of budget.max_response_tokens, in this stage."
-    )
-    reset_optimizer: bool = pydantic.Field(
-        False, description="Forget the optimizer's moments before it."
-    )
-    filter_tasks: int = pydantic.Field(
-        0,
-        ge=0,
-        description="Before it, roll out so many tasks; those that every rollout solves are "
-        "dropped, and the stage learns of the others, over and over. 0: it takes all as they come.",
-    )
-    filter_rollouts: int = pydantic.Field(
-        8, ge=1, description="Rollouts of each of the tasks that are filtered."
-    )
-
-    def budget(self, usual: Budget) -> Budget:
-        own = {"max_turns": self.max_turns, "max_response_tokens": self.max_response_tokens}
-        return usual.model_copy(update={k: v for k, v in own.items() if v is not None})
+_MANY_REPLACED = 10  # batches' worth of groups in a row: then it is told of
+_NUM_TRIES = 3  # of a hand-over: it waits for servers that are started again
 
 
 @dataclass(slots=True)
-class _Scored:
-    """A group with what it is worth and what is learned from it."""
+class _Begun:
+    """A checkpoint that somebody waits for."""
 
-    task: Task
-    trajectories: Sequence[Trajectory]
-    rewards: list[Reward]
-    choice: Choice
-    advantages: dict[int, float] = field(default_factory=dict)
+    event: anyio.Event = field(default_factory=anyio.Event)
+    step: int | None = 0  # None: it could not be begun
 
 
 class TrainingLoop:
@@ -138,40 +88,136 @@ class TrainingLoop:
     def __init__(
         self,
         settings: LoopSettings,
-        roc: RocSettings,
         *,
-        run_group: RunGroup,
-        router: Router,
+        rollouts: RollsOut,
+        serving: Serving,
         learner: Learner,
-        scorer: Scorer,
         tasks: TaskSource,
+        queue: GroupQueue,
         folder: RunFolder,
         report: Report,
         stages: Mapping[str, StageSettings] | None = None,
         budget: Budget | None = None,
         weights: WeightsSettings | None = None,
+        restored: Mapping[str, Any] | None = None,
+        kept: KeptLearner | None = None,
+        max_restarts: int = 0,
+        collapse: CollapseSettings | None = None,
+        watch: Watch | None = None,
+        emit: Emit = ignore,
     ) -> None:
+        """`tasks` are where the queue's cursor says; `restored` is what the learner has loaded
+        (`load_newest`); `kept` is it, where it may be started again, so often in ten minutes;
+        `emit` is told of metrics and of weights."""
         self._settings = settings
         self._stages = dict(stages or {})
         if not self._stages and settings.steps:
             self._stages = {"": StageSettings(steps=settings.steps)}
         self._usual_budget = self._budget = budget or Budget()
-        self._roc = roc
-        self._rollouts = run_group
-        self._router = router
-        self._learner = learner
-        self._scorer = scorer
+        self._rollouts = rollouts
+        self._serving = serving
         self._tasks = tasks
-        self._source: Iterator[Task] = tasks
+        self._queue = queue
         self._folder = folder
         self._pace = Pace(report, sum(stage.steps for stage in self._stages.values()))
         self._held_out: list[Task] = []
         self._weights = weights or WeightsSettings()
         self._publisher = publisher(self._weights, learner, folder.path)
+        self._published: Published | None = None  # what is to be loaded
         self._handover: Handover | None = None
         self._handing_over = anyio.Lock()
         self._keeping_up = anyio.CancelScope()
-        self.step = self._saved_step = 0
+        self._loaded: dict[str, Any] = {}  # how the last loading went
+        self._changed = anyio.Event()
+        self._slots = Slots(settings.max_staleness, settings.tasks_per_step)
+        self._source: Iterator[Task] = tasks
+        self._stage_number = 0
+        self._num_drawn = 0  # of a stage's own tasks
+        self._again: deque[Group] = deque()  # admitted before a restart
+        self._num_left = 0  # tasks of this stage to be admitted
+        self._num_refused = self._num_replaced = 0  # in a row
+        self._watch = watch or Unwatched()
+        self._emit = emit
+        self.is_paused = self.is_draining = False
+        self._to_save: list[_Begun] = []
+        self._collapse_settings = collapse or CollapseSettings()
+        self._collapse = Collapse(self._collapse_settings)
+        self._steps = Steps(
+            learner,
+            queue,
+            folder,
+            restored=restored or {},
+            timeout_s=settings.step_timeout_s,
+            say=self._say,
+            kept=kept,
+            max_restarts=max_restarts,
+        )
+
+    @property
+    def step(self) -> int:
+        """The last one that is done."""
+        return self._steps.step
+
+    @property
+    def version(self) -> int:
+        """Of the learner's weights."""
+        return self._steps.version
+
+    # --- what people ask of it ----------------------------------------------------------------
+
+    def pause(self, paused: bool = True) -> None:
+        """Admit no further groups, or admit them again; what runs goes on."""
+        self.is_paused = paused
+        self._tell_all()
+
+    def drain(self) -> None:
+        """Admit no further groups; when those in flight have ended, and what can be learned is
+        learned, `run` ends with a checkpoint, from which the run can be gone on with."""
+        self.is_draining = True
+        self._tell_all()
+
+    async def save(self) -> int:
+        """Have a checkpoint begun, now or after the step at hand; returns its step. Where there is
+        one of that step, nothing is done.
+
+        Raises:
+            LearnerRefused: it could not be begun.
+        """
+        begun = _Begun()
+        self._to_save.append(begun)
+        self._tell_all()
+        await begun.event.wait()  # no deadline: the learner's answers have one, or end the run
+        if begun.step is None:
+            raise LearnerRefused("no checkpoint could be begun; the run goes on, and says why")
+        return begun.step
+
+    def view(self) -> dict[str, Any]:
+        """Where it stands, for a page: plain numbers by their names."""
+        slots = self._slots
+        return {
+            "num_steps": self._pace.num_steps,
+            "step": self.step,
+            "learner_version": str(self.version),
+            "slots": len(slots) + slots.room,
+            "slots_used": len(slots),
+            "queue_groups": len(slots) - len(slots.open),
+            "queue_bytes": self._queue.num_bytes,
+            "max_staleness": self._settings.max_staleness,
+            "paused": self.is_paused,
+            "draining": self.is_draining,
+        }
+
+    async def _save(self) -> None:
+        """Checkpoints that people ask for, in a task of the run's: who asks may leave, and a
+        learner that is started again just then must be brought to where it was all the same."""
+        while True:
+            while not self._to_save:
+                await self._changed.wait()  # no deadline: until somebody asks
+            asked, self._to_save = self._to_save, []
+            is_begun = await self._steps.checkpoint()
+            for one in asked:
+                one.step = self.step if is_begun else None
+                one.event.set()
 
     async def run(self) -> None:
         """To the last step.
@@ -181,7 +227,10 @@ class TrainingLoop:
         """
         try:
             async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._load)
                 tasks.start_soon(self._keep_up)
+                tasks.start_soon(self._save)
+                tasks.start_soon(self._steps.watch)
                 await self._run()
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
@@ -197,206 +246,407 @@ class TrainingLoop:
             self._held_out = held_out[: s.evaluate_tasks]
             if not held_out:
                 self._say("Nothing is evaluated: no tasks are held out (tasks.held_out)")
-        await self._hand_over()
-        await self._evaluate()
+        if self.step:
+            self._say(f"Going on after step {self.step}, of which there is a checkpoint")
+        await self._steps.do_again(self._tell_again)
+        rows = await anyio.to_thread.run_sync(self._folder.metrics)
+        self._collapse = Collapse.replay(self._collapse_settings, rows, step=self.step)
+        self._slots = Slots(s.max_staleness, s.tasks_per_step, version=self.version)
+        await self._publish()
+        await self._until_live()
+        if not self.step:
+            await self._evaluate()
         for number, (name, stage) in enumerate(self._stages.items(), 1):
             title = f"stage {number} of {len(self._stages)}: {name}" if name else "training"
-            await self._run_stage(title, stage)
-        if s.learn and self.step > self._saved_step:
-            await self._checkpoint()
-        await self._leave_the_model()
+            await self._run_stage(number, title, stage)
+            if self.is_draining:
+                self._say(f"Drained after step {self.step}; it can be gone on with")
+                break
+        if s.learn and self.step:
+            await self._steps.checkpoint(wait=True)
+        await self._steps.leave_model()
 
-    async def _run_stage(self, title: str, stage: StageSettings) -> None:
+    # --- stages -----------------------------------------------------------------------------------
+
+    async def _run_stage(self, number: int, title: str, stage: StageSettings) -> None:
         s = self._settings
-        self._pace.enter(title, stage.steps)
+        noted = await self._queue.noted(f"stage {number}")
+        done = 0 if noted is None else min(self.step - noted["begun"], stage.steps)
+        if done and await self._queue.noted(f"stage {number + 1}") is not None:
+            done = stage.steps  # it is over, also where it was told to be longer meanwhile
+            self._pace.enter(title, stage.steps, done)
+            return
+        self._pace.enter(title, stage.steps, done)
         self._budget = stage.budget(self._usual_budget)
+        if noted is not None and noted["tasks"] != [] and self.step == noted["begun"] + done:
+            await self._after_step(done, stage)  # a kill may have come before
+        if done == stage.steps:
+            return
         if len(self._stages) > 1:
-            self._say(f"{title[0].upper()}{title[1:]}, {stage.steps} steps")
-        self._source = self._tasks
-        if stage.filter_tasks:
-            hard = await self._unsolved(stage)
-            if not hard:
-                self._say("Nothing is left to learn there: every task is solved each time")
-                self._pace.skip()
-                return
-            self._source = _over_and_over(hard, random.Random(f"{s.seed} {title}"))
-        if stage.reset_optimizer:
-            await self._ask("reset_optimizer")
-        for number in range(1, stage.steps + 1):
-            self.step += 1
-            metrics = await self._train_step()
-            self._pace.stepped(metrics)
-            self._tell(metrics)
-            is_last = number == stage.steps
-            if s.evaluate_every and (is_last or self.step % s.evaluate_every == 0):
-                await self._evaluate()
-            if s.learn and s.checkpoint_every and self.step % s.checkpoint_every == 0:
-                await self._checkpoint()
+            self._say(f"{title[0].upper()}{title[1:]}, {stage.steps - done} steps")
+        self._stage_number, self._num_drawn = number, 0
+        if noted is None:
+            tasks = await self._unsolved(stage) if stage.filter_tasks else None
+            noted = {"begun": self.step, "tasks": None if tasks is None else [*map(asdict, tasks)]}
+            await self._queue.note(f"stage {number}", noted, cursor=self._cursor())
+        await self._find_tasks(noted["tasks"], title)
+        if noted["tasks"] == []:
+            self._say("Nothing is left to learn there: every task is solved each time")
+            self._pace.skip()
+            return
+        self._slots = Slots(s.max_staleness, s.tasks_per_step, version=self.version)
+        self._num_left = (stage.steps - done) * s.tasks_per_step
+        await self._take_up()
+        async with anyio.create_task_group() as tasks_:
+            tasks_.start_soon(self._admit)
+            for index in range(done, stage.steps):
+                if not await self._train_step(resets=stage.reset_optimizer and not index):
+                    break  # drained
+                await self._after_step(index + 1, stage)
+            await self._until_live()
+            tasks_.cancel_scope.cancel()
+
+    async def _after_step(self, done: int, stage: StageSettings) -> None:
+        """What is due after so many steps of the stage, and was not done yet."""
+        s = self._settings
+        if s.evaluate_every and (done == stage.steps or self.step % s.evaluate_every == 0):
+            await self._until_live()
+            await self._evaluate()
+        if s.learn and s.checkpoint_every and self.step % s.checkpoint_every == 0:
+            await self._steps.checkpoint()
+
+    async def _find_tasks(self, own: Sequence[Mapping[str, Any]] | None, title: str) -> None:
+        """Where the stage's tasks come from: its own, over and over, from where it was."""
+        self._source, self._num_drawn = self._tasks, 0
+        if own:
+            draw = random.Random(f"{self._settings.seed} {title}")
+            self._source = _over_and_over([Task(**task) for task in own], draw)
+            cursor = await self._queue.noted("cursor") or {}
+            if cursor.get("stage") == self._stage_number:
+                self._num_drawn = cursor["num_drawn"]
+                next(itertools.islice(self._source, self._num_drawn, self._num_drawn), None)
+
+    async def _take_up(self) -> None:
+        """What was admitted before a restart: finished groups wait on, where they are not too old;
+        the others are rolled out anew."""
+        again = []
+        for group in await self._queue.finished_groups():
+            if not self._slots.has_room_for(group.version):
+                again.append(group)
+            else:
+                self._slots.admit(group.number, version=group.version, finished=True)
+                self._num_left -= 1
+        again += await self._queue.open_groups()
+        self._again = deque(sorted(again, key=lambda group: group.number))
 
     async def _unsolved(self, stage: StageSettings) -> list[Task]:
         """Of the next tasks, those that a rollout fails. One without any reward stays, too."""
         tasks = list(itertools.islice(self._tasks, stage.filter_tasks))
         groups = await self._groups(
             tasks,
-            stage.filter_rollouts,
-            name=f"{self.step}-filter",
+            f"{self.step}-filter",
+            size=stage.filter_rollouts,
             what="the tasks to be filtered",
         )
         left = []
-        for group in groups:
-            values = [reward.value for reward in group.rewards if reward.value is not None]
+        for task, group in groups:
+            rewards = [one["reward"] for one in group.figures["rollouts"]]
+            values = [reward for reward in rewards if reward is not None]
             if not values or min(values) <= 0:
-                left.append(group.task)
-        self._folder.add_metrics(
-            {"step": self.step, "filter/num_tasks": len(tasks), "filter/num_left": len(left)}
-        )
+                left.append(task)
+        if not await self._is_told("filter/num_tasks"):
+            self._measured(
+                {"step": self.step, "filter/num_tasks": len(tasks), "filter/num_left": len(left)}
+            )
         self._say(
             f"{len(left)} of {len(tasks)} tasks are not solved by "
             f"{stage.filter_rollouts} of {stage.filter_rollouts} rollouts"
         )
         return left
 
-    async def _train_step(self) -> dict[str, Any]:
-        begun = time.monotonic()
-        tasks = list(itertools.islice(self._source, self._settings.tasks_per_step))
-        size = self._settings.group_size
-        groups = await self._groups(tasks, size, name=f"{self.step}", what="rollouts")
-        rolled_s = time.monotonic() - begun
-        metrics: dict[str, Any] = {"step": self.step, **about(groups), "rollout_s": rolled_s}
-        metrics["rollout_tokens_per_s"] = metrics["num_sampled_tokens"] / rolled_s
-        if self._settings.learn:
-            metrics |= await self._learn(groups)
-        metrics["step_s"] = time.monotonic() - begun
-        await anyio.to_thread.run_sync(self._write, groups, metrics)
-        return metrics
+    # --- rollouts ---------------------------------------------------------------------------------
 
-    async def _learn(self, groups: Sequence[_Scored]) -> dict[str, Any]:
-        """A step of the learner's, and new weights; nothing where there is nothing to learn."""
-        begun = time.monotonic()
-        metrics: dict[str, Any] = {}
-        path = self._folder.path / "batches" / f"step-{self.step:05}.safetensors"
-        num_learned = await anyio.to_thread.run_sync(self._write_batch, path, groups)
-        metrics["num_learned"] = num_learned
-        if num_learned:
-            self._pace.waits("rollouts wait for the learner")
-            rescue = self._folder.path / "checkpoints" / f"step-{self.step:05}-rescue"
-            learned = await self._ask(
-                "step", batch=str(path), rescue=str(rescue), state=self._state(self.step - 1)
+    async def _admit(self) -> None:
+        """Start groups while there is room."""
+        async with anyio.create_task_group() as groups:
+            while True:
+                await self._until(self._may_admit, "the next task", "a free slot")
+                await self._rollouts.has_room(self._settings.group_size)
+                if not self._may_admit():  # it was paused, or drained, meanwhile
+                    continue
+                group = await self._next_group()
+                self._slots.admit(group.number)
+                self._num_left -= 1
+                await groups.start(self._roll_out, group)
+
+    def _may_admit(self) -> bool:
+        if self._num_left < 1 or self._slots.room < 1 or self.is_paused or self.is_draining:
+            return False
+        # A batch must always come about, however large its groups are.
+        is_needed = len(self._slots) < self._settings.tasks_per_step
+        return is_needed or self._queue.num_bytes < self._settings.max_queue_bytes
+
+    async def _next_group(self) -> Group:
+        """Admitted under the weights that are live as this returns: others may become so while the
+        journal is written."""
+        if self._again:
+            group = await self._reopened(self._again.popleft())
+        else:
+            task = next(self._source)
+            self._num_drawn += self._source is not self._tasks
+            version, cursor = self._slots.live, self._cursor()
+            group = await self._queue.admit(task, version=version, cursor=cursor)
+        while group.version != self._slots.live:
+            group = await self._reopened(group)
+        return group
+
+    async def _reopened(self, group: Group) -> Group:
+        version = self._slots.live
+        await self._queue.reopen([group.number], version=version)
+        return Group(group.number, group.task, version)
+
+    def _cursor(self) -> dict[str, Any]:
+        """Where the sources of tasks are."""
+        return {
+            "tasks": self._tasks.cursor(),
+            "stage": self._stage_number,
+            "num_drawn": self._num_drawn,
+        }
+
+    async def _roll_out(self, group: Group, *, task_status: TaskStatus[None]) -> None:
+        """A group from its admission to the queue."""
+        number, s = group.number, self._settings
+        stands = anyio.Event()
+
+        def at_gate() -> None:
+            if not stands.is_set():
+                stands.set()
+                task_status.started()
+
+        path, num_bytes = None, 0
+        told: Mapping[str, Any] = {"rejected": None, "rollouts": []}
+        try:
+            rolled = await self._rollouts.group(
+                group.task,
+                str(number),
+                size=s.group_size,
+                budget=self._budget,
+                oldest=group.version,
+                at_gate=at_gate,
             )
-            path.unlink()
-            metrics |= {f"learner/{name}": value for name, value in learned.items()}
-            learned_at = time.monotonic()
-            metrics["learn_s"] = learned_at - begun
-            self._pace.waits("everybody waits for the new weights to be loaded")
-            metrics |= await self._hand_over()
-            metrics["hand_over_s"] = time.monotonic() - learned_at
-        return metrics
+        except RequestError as error:  # a mistake in the data
+            teaches = False
+            self._refused(group.task, error)
+        else:
+            self._num_refused = 0
+            teaches, told = rolled.teaches, rolled.figures
+            about_it = {"group": number, "version": group.version}
+            path, num_bytes = await anyio.to_thread.run_sync(
+                self._folder.add_group, number, [{**about_it, **row} for row in rolled.rows()]
+            )
+        if s.dynamic_sampling and not teaches:
+            await self._queue.give_back(number, path=path, figures=told)
+            self._slots.give_back(number)
+            self._num_left += 1
+            self._replaced()
+        else:
+            self._num_replaced = 0
+            await self._queue.finish(number, path=path, num_bytes=num_bytes, figures=told)
+            self._slots.finish(number)
+        at_gate()
+        self._tell_all()
+
+    def _refused(self, task: Task, error: RequestError) -> None:
+        """One that is refused is a pity, all are a mistake. Raises RequestError."""
+        self._say(f"Left out: task {task.id}: {error}")
+        self._num_refused += 1
+        if self._num_refused >= self._settings.tasks_per_step:
+            raise RequestError(
+                f"{error}, and so it is with all of {self._num_refused} tasks, one after the other"
+            ) from error
+
+    def _replaced(self) -> None:
+        """It may go on like that for ever, but not in silence."""
+        self._num_replaced += 1
+        if self._num_replaced % (_MANY_REPLACED * self._settings.tasks_per_step) == 0:
+            self._say(
+                f"Nothing to learn from: {self._num_replaced} groups in a row were replaced, for "
+                "all of a group's rewards were equal (loop.dynamic_sampling)"
+            )
 
     async def _groups(
-        self, tasks: Sequence[Task], size: int, *, name: str, what: str
-    ) -> list[_Scored]:
-        """A scored group for each task, in the order of the tasks, however they finish."""
-        found: dict[int, _Scored] = {}
-        refused: RequestError | None = None
-        self._pace.waits(f"the learner waits for {what}: 0 of {len(tasks) * size}")
-        async with finished_groups(
-            list(enumerate(tasks)),
-            partial(self._run_group, size=size, name=name),
-            partial(self._router.has_room, size),
-            max_open=len(tasks),
-        ) as groups:
-            async for group in groups:
-                number, task = group.task
-                if group.error is not None:  # a mistake in the data
-                    self._say(f"Left out: task {task.id}: {group.error}")
-                    refused = group.error
-                    continue
-                found[number] = await self._score(number, task, group.trajectories)
-                done, total = len(found) * size, len(tasks) * size
-                self._pace.waits(f"the learner waits for {what}: {done} of {total}")
-        if refused is not None and not found:  # one that is refused is a pity, all are a mistake
-            raise RequestError(f"{refused}, and so it is with all tasks of this step") from refused
-        return [found[number] for number in sorted(found)]
-
-    async def _run_group(
-        self, numbered: tuple[int, Task], at_gate: Callable[[], None], *, size: int, name: str
-    ) -> Sequence[Trajectory]:
-        number, task = numbered  # where epochs meet, or tasks are few, one comes twice in a step
-        name = f"{name}-{number}-{task.id}"
-        return await self._rollouts(
-            task.prompt, size=size, name=name, budget=self._budget, at_gate=at_gate
+        self, tasks: Sequence[Task], name: str, *, size: int, what: str
+    ) -> list[tuple[Task, RolledOut]]:
+        """Groups that are not trained on."""
+        total = len(tasks) * size
+        self._pace.waits(f"the learner waits for {what}: 0 of {total}")
+        return await in_order(
+            self._rollouts,
+            tasks,
+            name,
+            size=size,
+            budget=self._budget,
+            oldest=self.version,
+            on_done=lambda num: self._pace.waits(
+                f"the learner waits for {what}: {num * size} of {total}"
+            ),
+            on_refused=lambda task, error: self._say(f"Left out: task {task.id}: {error}"),
         )
 
-    async def _score(self, number: int, task: Task, trajectories: Sequence[Trajectory]) -> _Scored:
-        rewards: dict[int, Reward] = {}
+    # --- learning ---------------------------------------------------------------------------------
 
-        async def score(index: int) -> None:
-            trajectory = trajectories[index]
-            if not trajectory.num_sampled_tokens:
-                rewards[index] = Reward(None, None, "nothing was sampled: it waited too long")
-            elif other := self._other_version(trajectory):
-                rewards[index] = Reward(None, None, f"sampled with other weights: {other}")
-            else:
-                rewards[index] = await self._scorer.score(trajectory, task)
-
-        async with anyio.create_task_group() as scoring:
-            for index in range(len(trajectories)):
-                scoring.start_soon(score, index)
-        in_order = [rewards[index] for index in range(len(trajectories))]
-        values = [reward.value for reward in in_order]
-        # Its own, for groups finish in any order.
-        draw = random.Random(f"{self._settings.seed} {self.step} {number}")
-        if self._settings.shuffle_rewards:
-            values = _shuffled(values, draw)
-        traces = [
-            Trace.of(trajectory, value)
-            for trajectory, value in zip(trajectories, values, strict=True)
-        ]
-        choice = resample(traces, self._roc, draw)
-        scored = _Scored(task, trajectories, in_order, choice)
-        kept = [value for index in choice.kept if (value := values[index]) is not None]
-        scored.advantages = dict(zip(choice.kept, group_advantages(kept), strict=True))
-        return scored
-
-    def _other_version(self, trajectory: Trajectory) -> str | None:
-        """A server that was restarted by others serves its old weights until it is probed."""
-        assert self._handover is not None
-        versions = (span.version for turn in trajectory for span in turn.versions)
-        return next((one for one in versions if one != self._handover.version), None)
-
-    def _write_batch(self, path: Path, groups: Sequence[_Scored]) -> int:
-        """How many rollouts there are to learn from. One whose advantage is 0 counts all the same:
-        the objective is a mean over all tokens of a group."""
-        samples = [
-            Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, advantage, number)
-            for number, group in enumerate(groups)
-            if any(group.advantages.values()) or not self._roc.reject_equal_reward
-            for index, advantage in group.advantages.items()
-            for trajectory in [group.trajectories[index]]
-        ]
-        if not any(sample.advantage for sample in samples):
-            return 0
-        write_batch(path, samples)
-        return len(samples)
-
-    async def _hand_over(self) -> dict[str, Any]:
+    async def _train_step(self, *, resets: bool) -> bool:
+        """False: there will be no batch any more."""
         begun = time.monotonic()
-        published = await self._publisher.publish(
-            str(self.step), timeout_s=self._settings.step_timeout_s
-        )
-        publish_s = time.monotonic() - begun
-        self._keeping_up.cancel()  # one that takes long is given the new ones instead
-        async with self._handing_over:
-            handover = self._handover = await hand_over(
-                self._router, published, timeout_s=self._weights.timeout_s
-            )
-            await self._publisher.tidy()
+        numbers = await self._batch()
+        if numbers is None:
+            return False
+        waited_s = time.monotonic() - begun
+        learns = self._settings.learn
+        notes = {"version": self.version, "resets": resets, "stage": self._stage_number}
+        lease = await self._queue.lease(self.step + 1, numbers, notes | {"learns": learns})
+        self._tell_all()  # bytes are free
+        metrics = self._about(lease) | {"wait_s": waited_s}
+        if learns:
+            self._pace.waits("the learner learns")
+        metrics |= await self._steps.learn(lease)
+        if metrics["num_learned"]:
+            learned_s = time.monotonic()
+            await self._publish()
+            if self._settings.max_staleness == 0 or self._weights.by == "group":
+                self._pace.waits("everybody waits for the new weights to be loaded")
+                await self._until_live()
+            metrics["hand_over_s"] = time.monotonic() - learned_s
+        else:
+            self._slots.learned_nothing()
+        self._tell_all()
+        step_s = time.monotonic() - begun
+        metrics |= {"step_s": step_s, **self._loaded, "loop_lag_s": self._watch.take_lag_s()}
+        metrics["rollout_tokens_per_s"] = metrics["num_sampled_tokens"] / step_s
+        await anyio.to_thread.run_sync(self._folder.add_metrics, metrics)
+        self._emit(Measured(metrics))
+        self._pace.stepped(metrics)
+        self._tell(metrics)
+        if verdict := self._collapse.seen(metrics):
+            await self._stop(verdict)
+        return True
+
+    async def _stop(self, verdict: Verdict) -> None:
+        """The run has collapsed: it ends with the weights of before.
+
+        Raises:
+            RunCollapsed: says why, where the report is, and how to go on.
+        """
+        checkpoints = self._folder.checkpoints
+        good = checkpoint_before(verdict, checkpoints)
+        path = self._folder.path / "collapse.md"
+        rows = await anyio.to_thread.run_sync(self._folder.metrics)
+        text = report(verdict, rows, checkpoints)
+        await anyio.Path(path).write_text(text, "utf-8")
+        again = "no checkpoint is from before it"
+        if good is not None:
+            await self._until_live()  # servers may be reading what is removed
+            await self._steps.go_back(checkpoints[good])
+            again = f"go on with `agentloop train --resume {self._folder.path} --from {good}`"
+        raise RunCollapsed(f"the run has collapsed: {verdict.why}; {path} says more; {again}")
+
+    def _measured(self, metrics: Mapping[str, Any]) -> None:
+        self._folder.add_metrics(metrics)
+        self._emit(Measured(metrics))
+
+    async def _batch(self) -> list[int] | None:
+        """The numbers of its groups; None: it was drained, and there will be none."""
+        found: list[list[int]] = []
+        total = self._settings.tasks_per_step
+
+        def is_there() -> bool:
+            num_done = min(total, len(self._slots) - len(self._slots.open))
+            self._pace.waits(f"the learner waits for rollouts: {num_done} of {total} groups")
+            if (batch := self._slots.take()) is not None:
+                found.append(batch)
+            return bool(found) or (self.is_draining and not self._slots.open)
+
+        await self._until(is_there, "the learner", "a batch of finished groups")
+        return found[0] if found else None
+
+    def _about(self, lease: Lease) -> dict[str, Any]:
+        """The figures of a step, with those of the groups that others replaced."""
+        ages = [lease.notes["version"] - group.version for group in lease.groups]
         return {
-            "weights/publish_s": publish_s,
-            "weights/load_s": handover.seconds,
-            "weights/num_servers": len(handover.loaded),
-            "weights/num_failed": len(handover.failed),
+            "step": lease.step,
+            "stage": lease.notes["stage"],
+            "version": lease.notes["version"],
+            **about([group.figures or {} for group in (*lease.groups, *lease.replaced)]),
+            "num_groups_replaced": len(lease.replaced),
+            "staleness_mean": sum(ages) / len(ages),
+            "staleness_max": max(ages),
         }
+
+    def _tell_again(self, lease: Lease, metrics: Mapping[str, Any]) -> None:
+        """Of a step that was done again: what a kill has kept from being told. In a thread."""
+        if not any(row["step"] == lease.step and "reward" in row for row in self._folder.metrics()):
+            row = {**self._about(lease), **metrics}
+            self._folder.add_metrics(row)
+            anyio.from_thread.run_sync(self._emit, Measured(row))
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    async def _publish(self) -> None:
+        """What the learner has is what servers are to have."""
+        begun = time.monotonic()
+        self._published = await self._steps.publish(self._publisher)
+        self._loaded["weights/publish_s"] = time.monotonic() - begun
+        self._keeping_up.cancel()  # one that takes long is given the new ones instead
+        self._tell_all()
+
+    async def _load(self) -> None:
+        """Give the servers what was published last, whenever there is something new."""
+        while True:
+            while self._published is None:
+                await self._changed.wait()  # no deadline: until the learner has learned
+            published, self._published = self._published, None
+            async with self._handing_over:  # no deadline: loading has one, weights.timeout_s
+                try:
+                    handover = await self._given(published)
+                except LearnerLost:  # by group it has a part in it
+                    await self._publish()
+                    continue
+                self._handover = handover
+                await self._publisher.tidy()
+            self._loaded |= {
+                "weights/load_s": handover.seconds,
+                "weights/num_servers": len(handover.loaded),
+                "weights/num_failed": len(handover.failed),
+            }
+            self._slots.now_live(int(published.version))
+            self._emit(
+                WeightsLoaded(
+                    published.version, handover.seconds, handover.loaded, [*handover.failed]
+                )
+            )
+            self._tell_all()
+
+    async def _given(self, published: Published) -> Handover:
+        """Raises ServerError: nobody could load them, nor after servers that died with it were
+        started again."""
+        for left in reversed(range(_NUM_TRIES)):
+            try:
+                return await self._serving.hand_over(published, timeout_s=self._weights.timeout_s)
+            except ServerError as error:
+                if not left:
+                    raise
+                log.error("%s; it is tried again", error)
+            await anyio.sleep(_KEEP_UP_S)
+        raise AssertionError
+
+    async def _until_live(self) -> None:
+        """Wait until servers have the learner's weights."""
+        version = str(self.version)
+        await self._until(
+            lambda: self._handover is not None and self._handover.version == version,
+            "everybody",
+            f"servers to load version {version}",
+        )
 
     async def _keep_up(self) -> None:
         """Give the weights to servers that come back, while rollouts go on: without it nobody
@@ -404,21 +654,30 @@ class TrainingLoop:
         wait_s = _KEEP_UP_S
         while True:
             await anyio.sleep(wait_s)
-            async with self._handing_over:
+            if self.is_paused:  # that nothing moves is as somebody wants it
+                self._watch.moved()
+            async with self._handing_over:  # no deadline: loading has one, weights.timeout_s
                 if self._handover is None:
                     continue
                 with anyio.CancelScope() as self._keeping_up:
                     timeout_s = self._weights.timeout_s
-                    done = await keep_up(self._router, self._handover, timeout_s=timeout_s)
+                    try:
+                        done = await self._serving.keep_up(self._handover, timeout_s=timeout_s)
+                    except LearnerLost as error:  # by group it has a part in it
+                        log.warning("servers wait for their weights: %s", error)
+                        done = True  # soon again: whoever needs the learner starts it again
                     wait_s = _KEEP_UP_S if done else _RETRY_S
 
+    # --- the rest ---------------------------------------------------------------------------------
+
     async def _evaluate(self) -> None:
-        if not self._held_out:
+        if not self._held_out or await self._is_told("held_out/reward"):
             return
         name = f"{self.step}-held-out"
-        found = await self._groups(self._held_out, 1, name=name, what="held-out tasks")
-        metrics = {f"held_out/{name}": value for name, value in about(found).items()}
-        self._folder.add_metrics({"step": self.step, **metrics})
+        found = await self._groups(self._held_out, name, size=1, what="held-out tasks")
+        told = about([group.figures for _, group in found])
+        metrics = {f"held_out/{name}": value for name, value in told.items()}
+        self._measured({"step": self.step, **metrics})
         reward = mean(metrics["held_out/reward"])
         self._pace.values |= {"held-out reward": reward}
         self._say(
@@ -426,47 +685,24 @@ class TrainingLoop:
             f"tool errors in correct {percent(metrics['held_out/tool_errors_in_correct'])}"
         )
 
-    async def _checkpoint(self) -> None:
-        folder = self._folder.path / "checkpoints" / f"step-{self.step:05}"
-        await self._ask("save", folder=str(folder), state=self._state(self.step))
-        self._saved_step = self.step
+    async def _is_told(self, name: str) -> bool:
+        """Whether it was, of this step, before a restart."""
+        rows = await anyio.to_thread.run_sync(self._folder.metrics)
+        return any(row["step"] == self.step and name in row for row in rows)
 
-    def _state(self, step: int) -> dict[str, Any]:
-        """Of the run after that step."""
-        return {"step": step, "cursor": self._tasks.cursor()}
+    async def _until(self, condition: Callable[[], bool], who: str, what: str) -> None:
+        """`who` waits for `what`; the condition is asked again whenever something has changed."""
+        if condition():
+            return
+        with self._watch.waiting(who, what):
+            while not condition():
+                # no deadline: what is waited for has its own, or ends the run
+                await self._changed.wait()
 
-    async def _leave_the_model(self) -> None:
-        """In the run's folder, where handing over has left it elsewhere, or nowhere."""
-        assert self._handover is not None
-        version = self._handover.version
-        folder = self._folder.path / "weights" / version
-        if not folder.exists():
-            await self._ask("publish", folder=str(folder), version=version)
-
-    async def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        timeout_s = self._settings.step_timeout_s
-        return await self._learner.ask(op, timeout_s=timeout_s, **arguments)
-
-    def _write(self, groups: Sequence[_Scored], metrics: dict[str, Any]) -> None:
-        self._folder.add_metrics(metrics)
-        self._folder.add_trajectories(
-            self.step,
-            (
-                (
-                    {
-                        "task": group.task.id,
-                        "reward": group.rewards[index].value,
-                        "answer": group.rewards[index].answer,
-                        "reason": group.rewards[index].reason,
-                        "advantage": group.advantages.get(index),
-                        "dropped": group.choice.dropped.get(index),
-                    },
-                    trajectory,
-                )
-                for group in groups
-                for index, trajectory in enumerate(group.trajectories)
-            ),
-        )
+    def _tell_all(self) -> None:
+        self._watch.moved()
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def _tell(self, metrics: dict[str, Any]) -> None:
         self._say(
@@ -478,13 +714,6 @@ class TrainingLoop:
 
     def _say(self, line: str) -> None:
         self._pace.report.say(line)
-
-
-def _shuffled(values: Sequence[float | None], draw: random.Random) -> list[float | None]:
-    """Rewards dealt out anew; who has none, has none."""
-    there = [value for value in values if value is not None]
-    draw.shuffle(there)
-    return [None if value is None else there.pop() for value in values]
 
 
 def _over_and_over(tasks: Sequence[Task], draw: random.Random) -> Iterator[Task]:

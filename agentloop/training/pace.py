@@ -23,8 +23,10 @@ class Pace:
         self._begun: float | None = None
         self._num_done = 0
 
-    def enter(self, stage: str, num_steps: int) -> None:
-        self._stage, self._step, self._num_stage = stage, 0, num_steps
+    def enter(self, stage: str, num_steps: int, num_done: int = 0) -> None:
+        """`num_done` of its steps were done before a restart."""
+        self._stage, self._step, self._num_stage = stage, num_done, num_steps
+        self._num_left -= num_done
         self._begun = self._begun or time.monotonic()
 
     def skip(self) -> None:
@@ -38,7 +40,7 @@ class Pace:
         shares = [
             f"{100 * metrics.get(name, 0.0) / metrics['step_s']:.0f}% {what}"
             for name, what in (
-                ("rollout_s", "rolling out"),
+                ("wait_s", "waiting for rollouts"),
                 ("learn_s", "learning"),
                 ("hand_over_s", "loading weights"),
             )

@@ -34,7 +34,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,7 +47,7 @@ from agentloop.inference.supervise import ServerSettings
 from agentloop.models import SMALL
 from agentloop.training.learner import RanksSettings
 from agentloop.training.learner_settings import LearnerSettings
-from agentloop.training.loop import LoopSettings
+from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.run_folder import RunSettings
 
 __all__ = [
@@ -254,6 +254,21 @@ class Plan:
 
     def text(self) -> str:
         return "\n".join(_lines(self)) + "\n"
+
+    def data(self) -> dict[str, Any]:
+        """The same for scripts: bytes, tokens and counts."""
+        names = ("num_rollouts", "num_kept", "max_tokens", "max_kept_tokens")
+        return {
+            "model": {"folder": str(self.folder), **asdict(self.shape)},
+            "steps": self.settings.loop.steps,
+            "step": {name: getattr(self, name) for name in names},
+            "num_processes": self.num_processes,
+            "num_gpus": self.num_gpus,
+            "rank_bytes": {**asdict(self.learner), "total": self.learner.total},
+            "server_bytes": asdict(self.server),
+            "disk_bytes": {**asdict(self.disk), "total": self.disk.total},
+            "warnings": list(self.warnings),
+        }
 
 
 def plan(

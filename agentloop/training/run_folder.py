@@ -1,6 +1,7 @@
 """A run's folder: what it was told, what came of it, what it can go on from.
 
-config.toml  metrics.jsonl  trajectories/step-00001.jsonl  checkpoints/  weights/  logs/
+config.toml  metrics.jsonl  queue.sqlite  trajectories/group-0000001.jsonl
+checkpoints/  weights/  logs/
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -19,9 +20,11 @@ import orjson
 import pydantic
 
 from agentloop.errors import SettingsError
-from agentloop.trajectory import Trajectory
 
-__all__ = ["RunFolder", "RunSettings"]
+__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_going_on"]
+
+_LOCK_TRIES = 10
+_LOCK_WAIT_S = 0.01
 
 
 class RunSettings(pydantic.BaseModel):
@@ -38,22 +41,29 @@ class RunSettings(pydantic.BaseModel):
 class RunFolder:
     """Makes the folder and appends to its files."""
 
-    def __init__(self, path: Path, config: str) -> None:
-        """
+    def __init__(self, path: Path, config: str, *, resume: bool = False) -> None:
+        """With `resume` the run that is there goes on, with the settings that it has until it is
+        told others (`tell`).
+
         Raises:
-            SettingsError: there is a run of that name, or the folder cannot be made.
+            SettingsError: there is a run of that name, or one that goes on, or the folder cannot
+                be made.
         """
         self.path = path
-        if any((path / name).exists() for name in ("metrics.jsonl", "start/metrics.jsonl")):
+        told = ("metrics.jsonl", "start/metrics.jsonl", "queue.sqlite")
+        if not resume and any((path / name).exists() for name in told):
             raise SettingsError(f"run.name: there is a run at {path} already")
         try:
             path.mkdir(parents=True, exist_ok=True)  # one that never came to anything is no run
             weakref.finalize(self, os.close, _lock(path))
             for name in ("trajectories", "checkpoints", "weights", "logs", "batches"):
                 (path / name).mkdir(exist_ok=True)
-            (path / "config.toml").write_text(config, "utf-8")
+            for file in path.glob("*.jsonl"):
+                _cut_to_lines(file)
         except OSError as error:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+        if not resume:
+            self.tell(config)
 
     @classmethod
     def of(cls, settings: RunSettings, config: str) -> Self:
@@ -63,6 +73,21 @@ class RunFolder:
         run._become_latest()
         return run
 
+    @classmethod
+    def again(cls, path: Path) -> Self:
+        """The run at `path` goes on. Raises as the constructor."""
+        return cls(path.expanduser().resolve(), "", resume=True)
+
+    def tell(self, config: str) -> None:
+        """From now on these are its settings. Raises SettingsError: they cannot be written."""
+        self.write("config.toml", config)
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether a group was rolled out, or a step was learned, in whichever life."""
+        groups = (self.path / "trajectories").glob("group-*.jsonl")
+        return self.checkpoint is not None or any(True for _ in groups)
+
     def _become_latest(self) -> None:
         """`latest` beside it leads here; where that cannot be, nobody misses it much."""
         link, new = self.path.with_name("latest"), self.path.with_name(f".latest.{os.getpid()}")
@@ -70,6 +95,40 @@ class RunFolder:
             if link.is_symlink() or not link.exists():
                 new.symlink_to(self.path.name)
                 new.replace(link)
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """Those that are whole, by the step that they hold."""
+        return checkpoints_in(self.path)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest one; None: there is none."""
+        found = self.checkpoints
+        return found[max(found)] if found else None
+
+    def undo(self, step: int) -> None:
+        """What came after `step` is put aside, into a folder of its own below `undone/`.
+
+        Raises:
+            SettingsError: there is no checkpoint of that step.
+        """
+        checkpoints = self.checkpoints
+        if step not in checkpoints:
+            there = ", ".join(map(str, sorted(checkpoints))) or "none"
+            raise SettingsError(f"--from: no checkpoint of step {step}; there are: {there}")
+        aside = self.path / "undone" / time.strftime("%Y%m%d-%H%M%S")
+        try:
+            aside.mkdir(parents=True)
+            rows = self.metrics()
+            if (path := self.path / "metrics.jsonl").exists():
+                path.replace(aside / "metrics.jsonl")
+            _append(path, (row for row in rows if row["step"] <= step))
+            for number, folder in checkpoints.items():
+                if number > step:
+                    folder.replace(aside / folder.name)
+        except OSError as error:
+            raise SettingsError(f"run.folder: {aside}: {error.strerror or error}") from error
 
     def within(self, name: str) -> RunFolder:
         """A run that is a part of this one. Raises as the constructor."""
@@ -91,14 +150,97 @@ class RunFolder:
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Raises SettingsError: the file cannot be written, such as on a disk that is full."""
-        _append(self.path / "metrics.jsonl", [metrics])
+        self.append("metrics.jsonl", metrics)
 
-    def add_trajectories(
-        self, step: int, rows: Iterable[tuple[Mapping[str, Any], Trajectory]]
-    ) -> None:
-        """Each with what was made of it: its task, reward, advantage. Raises as `add_metrics`."""
-        path = self.path / "trajectories" / f"step-{step:05}.jsonl"
-        _append(path, ({**about, "trajectory": one.to_dict()} for about, one in rows))
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """A line of the file of this name. Raises as `add_metrics`."""
+        _append(self.path / name, [row])
+
+    def write(self, name: str, text: str) -> None:
+        """A file of this name: what was there before, or all of it. Raises SettingsError."""
+        try:
+            _write(self.path / name, text)
+        except OSError as error:
+            path = self.path / name
+            raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+
+    def add_group(self, number: int, rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
+        """The rollouts of the `number`-th group, a line each; the file appears when it is whole,
+        and a power cut does not take it back.
+
+        Returns:
+            Its path, relative to the run's folder, and its size in bytes.
+
+        Raises:
+            SettingsError: it cannot be written, such as on a disk that is full.
+        """
+        path = self.path / "trajectories" / f"group-{number:07}.jsonl"
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                for row in rows:
+                    file.write(_line(dict(row)))
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+            partial.replace(path)
+        except OSError as error:
+            raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+        return str(path.relative_to(self.path)), size
+
+    def read_group(self, path: str) -> list[dict[str, Any]]:
+        """What `add_group` wrote. Raises SettingsError: it is not there any more, or damaged."""
+        try:
+            lines = (self.path / path).read_bytes().splitlines()
+        except OSError as error:
+            raise SettingsError(f"{self.path / path}: {error.strerror or error}") from error
+        return _parsed(lines, self.path / path)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What `add_metrics` wrote; a line that a kill cut short is left out.
+
+        Raises:
+            SettingsError: another line is damaged.
+        """
+        return self.rows("metrics.jsonl")
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """What `append` wrote into the file of this name; none where it is not there. Raises as
+        `metrics`."""
+        try:
+            whole = (self.path / name).read_bytes().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return []
+        return _parsed(whole.splitlines(), self.path / name)
+
+
+def checkpoints_in(run: Path) -> dict[int, Path]:
+    """The checkpoints of the run in that folder which are whole, by the step that they hold."""
+    found = {}
+    for path in sorted((run / "checkpoints").glob("*/state.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found[int(json.loads(path.read_bytes())["state"]["step"])] = path.parent
+    return found
+
+
+def is_going_on(run: Path) -> bool:
+    """Whether a process has the run in that folder. To ask does not disturb it, or one that is
+    about to take it.
+
+    Raises:
+        OSError: its lock cannot be read.
+    """
+    try:
+        file = os.open(run / ".lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def _lock(path: Path) -> int:
@@ -108,12 +250,40 @@ def _lock(path: Path) -> int:
         SettingsError: somebody has.
     """
     file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise SettingsError(f"run.name: a run at {path} is going on") from None
-    return file
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_WAIT_S)  # who asks `is_going_on` has it for a moment
+        else:
+            return file
+    os.close(file)
+    raise SettingsError(f"run.name: a run at {path} is going on")
+
+
+def _write(path: Path, text: str) -> None:
+    """A kill leaves what was there before, or all of it: without it no run can be gone on with."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
+
+
+def _cut_to_lines(path: Path) -> None:
+    """A kill may have left half a line."""
+    if path.exists():
+        data = path.read_bytes()
+        if len(whole := data.rpartition(b"\n")[0]) + 1 < len(data):
+            os.truncate(path, len(whole) + 1 if whole else 0)
+
+
+def _parsed(lines: Sequence[bytes], path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(orjson.loads(line))
+        except orjson.JSONDecodeError as error:
+            raise SettingsError(f"{path}: line {number} is damaged: {error}") from error
+    return rows
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

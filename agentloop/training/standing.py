@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Report", "Standing", "clock"]
+__all__ = ["Report", "Standing", "Unwatched", "Watch", "clock"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Standing:
         waits: who waits for whom.
         values: figures of the last step, as they are shown, by their names.
         left_s: seconds to the end of the run at the pace so far; None: nobody knows yet.
+        unit: what is counted.
     """
 
     stage: str
@@ -26,6 +28,7 @@ class Standing:
     waits: str
     values: Mapping[str, str] = field(default_factory=dict)
     left_s: float | None = None
+    unit: str = "step"
 
 
 class Report(Protocol):
@@ -39,6 +42,34 @@ class Report(Protocol):
 
     def show(self, standing: Standing) -> None:
         """Where it stands now."""
+
+
+class Watch(Protocol):
+    """Whoever sees to it that nothing stalls in silence."""
+
+    def moved(self) -> None:
+        """Something did: a group ended, a step is done."""
+
+    def waiting(self, who: str, what: str) -> AbstractContextManager[None]:
+        """Within, `who` waits for `what`."""
+
+    def take_lag_s(self) -> float:
+        """For how long the event loop was blocked at most, since this was asked."""
+
+
+class Unwatched:
+    """Nobody does."""
+
+    def moved(self) -> None:
+        """See `Watch`."""
+
+    def waiting(self, who: str, what: str) -> AbstractContextManager[None]:
+        """See `Watch`."""
+        return nullcontext()
+
+    def take_lag_s(self) -> float:
+        """See `Watch`."""
+        return 0.0
 
 
 def clock(seconds: float) -> str:

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,12 @@ class Ranks:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+    def tell(self, op: str, **fields: Any) -> None:
         request = {"op": op, **fields}
         self._end.sendall(json.dumps(request, default=str).encode() + b"\n")
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        self.tell(op, **fields)
         return self.answer()
 
     def hang_up(self) -> None:
@@ -72,8 +75,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(folder: Path, settings: LearnerSettings, num_ranks: int) -> Iterator[Ranks]:
-    """Ranks that are ready; killed at the end if they still run."""
+def started(
+    folder: Path,
+    settings: LearnerSettings,
+    num_ranks: int,
+    program: Sequence[str] = ("-m", "learner"),
+) -> Iterator[Ranks]:
+    """Ranks that are ready; killed at the end if they still run. `program` is Python's."""
     folder.mkdir(parents=True, exist_ok=True)
     file, log = folder / "settings.json", folder / "ranks.log"
     file.write_text(settings.model_dump_json())
@@ -97,7 +105,7 @@ def started(folder: Path, settings: LearnerSettings, num_ranks: int) -> Iterator
                     mine["AGENTLOOP_LEARNER_FD"] = str(theirs.fileno())
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "learner", str(file)],
+                        [sys.executable, *program, str(file)],
                         env={**environment, **mine},
                         pass_fds=[theirs.fileno()] if rank == 0 else [],
                         stdin=subprocess.DEVNULL,

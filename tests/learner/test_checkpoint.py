@@ -1,4 +1,4 @@
-"""What a checkpoint is refused for."""
+"""What a checkpoint is refused for, and what is held of one that is still to be written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
 
+import torch
+
 from agentloop.models import SMALL
 from agentloop.training.learner_settings import LearnerSettings
-from learner.checkpoint import _shape, read_state
+from learner.checkpoint import _held, _shape, read_state
 from learner.errors import LearnerError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -48,3 +50,15 @@ def test_adapters_of_another_model_are_refused(
 def test_the_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps(_shape(policy())))
     read_state(policy(seed=3, lora={"targets": ("v_proj", "q_proj")}), tmp_path)
+
+
+def test_what_is_held_is_as_it_was_and_shares_memory_as_before() -> None:
+    flat = torch.arange(6.0)
+    state = {"flat": flat, "groups": [{"part": flat[2:6].view(2, 2).T, "size": flat.shape}, 3]}
+    held = _held(state, {})
+    flat.zero_()
+    state["groups"][0]["size"] = None
+    assert torch.equal(held["flat"], torch.arange(6.0))
+    part = held["groups"][0]["part"]
+    assert (part.tolist(), held["groups"][0]["size"]) == ([[2, 4], [3, 5]], torch.Size([6]))
+    assert part.untyped_storage().data_ptr() == held["flat"].untyped_storage().data_ptr()

@@ -39,8 +39,9 @@ def full(): raise NotWritten("folder: full")
 try:
     world.beside(full if rank == 1 else None)
 except NotWritten as error:
-    print(rank, error)
+    print(rank, error, flush=True)
 world.wait()
+dist.destroy_process_group()
 """
 
 

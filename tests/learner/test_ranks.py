@@ -127,18 +127,21 @@ def test_a_new_optimizer_remembers_nothing(kind: tuple[int, Ranks, Path]) -> Non
     assert max((now[name] - weights[name]).abs().max().item() for name in now) < 5e-6
 
 
-def test_log_probabilities_are_the_models(kind: tuple[int, Ranks, Path]) -> None:
+def test_log_probabilities_and_entropies_are_the_models(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder, batch = from_the_beginning(kind), kind[2], make_batch(3)
     batch.save(folder / "batch")
     assert ranks.ask("logprobs", batch=folder / "batch", out=folder / "out")["ok"]
-    found = load_arrays((folder / "out").read_bytes())["logprobs"]
+    found = load_arrays((folder / "out").read_bytes())
     model = load(SETTINGS)
-    expected = np.zeros_like(found)
+    expected = {name: np.zeros(len(batch.ids), np.float32) for name in ("logprobs", "entropies")}
     with torch.no_grad():
         for index in range(len(batch.lengths)):
-            new, _, place = scores(model, batch, index)
-            expected[place] = new.numpy()
-    np.testing.assert_allclose(found, expected * batch.mask, atol=2e-4)
+            logprobs, entropies, place = scores(model, batch, index)
+            expected["logprobs"][place], expected["entropies"][place] = logprobs, entropies
+    assert found.keys() == expected.keys()
+    assert expected["entropies"].max() > 0.1
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(found[name], wanted * batch.mask, atol=2e-4)
 
 
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[int, Ranks, Path]) -> None:
@@ -296,6 +299,7 @@ def test_a_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]
         ("step", {"batch": folder / "batch", "rescue": 3}, "rescue: a folder's path expected"),
         ("load", {"folder": folder / "nope"}, "nope: no checkpoint"),
         ("save", {"folder": folder / "a", "state": 3}, "state: an object expected"),
+        ("save", {"folder": folder / "a", "beside": 1}, "beside: true or false expected, not 1"),
         ("publish", {"folder": folder / "file" / "7", "version": "7"}, "file"),
         ("publish", {"folder": folder / "7"}, "unknown request"),
         ("dance", {}, "unknown request"),
@@ -385,7 +389,7 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
             assert ranks.ask("step", batch=tmp_path / "bad", **rescue)["ok"]
         assert not (tmp_path / "saved").exists()
         answer = ranks.ask("step", batch=tmp_path / "bad", **rescue)
-        assert (answer["ok"], answer["fatal"]) == (False, True)
+        assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, True)
         assert "3 steps in a row had no finite gradient" in answer["error"]
         assert f"saved in {tmp_path}/saved/rescue" in answer["error"]
         assert all(process.wait(30) != 0 for process in ranks.processes)
@@ -404,7 +408,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, how: signal.S
     with started(tmp_path, settings, 2) as ranks:
         ranks.processes[1].send_signal(how)
         answer = ranks.answer()
-        assert (answer["ok"], answer["fatal"]) == (False, True)
+        assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, False)
         assert ranks.processes[0].wait(30) != 0
 
 

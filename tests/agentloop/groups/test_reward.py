@@ -189,6 +189,13 @@ async def test_infrastructure_has_no_reward(scorer: Scorer) -> None:
     assert "the server died" in found.reason
 
 
+async def test_what_a_person_cancelled_has_no_reward_whoever_gives_it(scorer: Scorer) -> None:
+    cancelled = rollout(r"\boxed{5}", reason=StopReason.CANCELLED)
+    assert await scorer.score(cancelled, task()) == Reward(None, None, "it was cancelled")
+    async with Scorer(RewardSettings(function="exact"), lambda trajectory, task: 1.0) as other:
+        assert (await other.score(cancelled, task())).value is None
+
+
 async def test_a_check_that_hangs_is_killed_and_gives_no_reward() -> None:
     async with Scorer(RewardSettings(num_workers=1, timeout_s=1, retries=1)) as scorer:
         found = await scorer.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))

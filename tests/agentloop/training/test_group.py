@@ -14,7 +14,7 @@ import pytest
 
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang import SGLangServer, WeightsGroup, http_session
+from agentloop.inference.sglang import Pause, SGLangServer, WeightsGroup, http_session
 from agentloop.training.handover import (
     Handover,
     WeightsSettings,
@@ -69,9 +69,10 @@ class Parts:
     def __init__(self, folder: Path, fakes: list[FakeSGLang], router: Router) -> None:
         self.folder, self.fakes, self.router = folder, fakes, router
         self.learner = PlayedLearner()
+        self.settings = SETTINGS
 
     async def hand_over(self, version: str = "1", timeout_s: float = 5) -> Handover:
-        way = publisher(SETTINGS, cast(Learner, self.learner), self.folder)
+        way = publisher(self.settings, cast(Learner, self.learner), self.folder)
         published = await way.publish(version, timeout_s=5)
         return await hand_over(self.router, published, timeout_s=timeout_s)
 
@@ -113,6 +114,49 @@ async def test_all_servers_receive_all_buckets_at_once(tmp_path: Path) -> None:
         assert here.learner.joined == [3]
         assert got == [["embed"], ["norm"]]
         assert [fake.version for fake in here.fakes] == ["1", "1"]
+        assert here.nobody_waits()
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+async def test_what_runs_is_paused_as_the_settings_say(tmp_path: Path, pause: Pause) -> None:
+    async with parts(tmp_path, *fakes(2)) as here:
+        here.settings = SETTINGS.model_copy(update={"pause": pause})
+        assert not (await here.hand_over()).failed
+        for fake in here.fakes:
+            assert (fake.pauses, fake.flushes) == ([pause], [pause == "retract"])
+
+
+async def test_in_place_is_refused_where_a_token_would_be_in_flight(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1), *fakes(1, overlaps=True)) as here:
+        here.settings = SETTINGS.model_copy(update={"pause": "in_place"})
+        came = await here.hand_over()
+        assert "--disable-overlap-schedule" in came.failed[here.fakes[1].url]
+        assert here.learner.joined == [2]
+        assert here.fakes[1].pauses == []
+
+
+@pytest.mark.parametrize("refused", NAMES)
+async def test_nothing_runs_on_weights_of_which_a_part_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """The group breaks, and is tried again: in between, servers go on without what ran."""
+    broken: list[str] = []
+
+    def break_streams(self: SGLangServer, why: str) -> None:
+        assert all(fake.paused for fake in here.fakes if fake.url == self.url)
+        broken.append(self.url)
+
+    monkeypatch.setattr(SGLangServer, "break_streams", break_streams)
+    async with parts(tmp_path, *fakes(2)) as here:
+
+        async def refuse(names: list[str]) -> None:
+            if names == [refused]:
+                here.fakes[0].at_bucket = None
+                raise ValueError("no room")
+
+        here.fakes[0].at_bucket = refuse
+        assert list((await here.hand_over()).failed) == [here.fakes[0].url]
+        assert sorted(broken) == sorted(fake.url for fake in here.fakes)
         assert here.nobody_waits()
 
 

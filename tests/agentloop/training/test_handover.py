@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -12,11 +14,19 @@ import pytest
 from aiohttp import web
 
 from agentloop.errors import ServerError
-from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang import SGLangServer, http_session
-from agentloop.training.handover import InFolder, WeightsSettings, hand_over, keep_up, publisher
+from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.sglang import Sampling, SGLangServer, http_session
+from agentloop.training.handover import (
+    Handover,
+    InFolder,
+    WeightsSettings,
+    hand_over,
+    keep_up,
+    publisher,
+)
 from agentloop.training.learner import Learner
-from tests.support import FakeSGLang, eventually
+from agentloop.trajectory import Trajectory, Turn, VersionSpan
+from tests.support import FakeSGLang, Fault, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -63,6 +73,87 @@ async def test_who_cannot_load_them_is_stale(weights: str | None) -> None:
             fake.weights = "sum"
         assert not (await hand_over(router, TWO, timeout_s=5)).failed
         assert states(router) == ["healthy"] * 3
+
+
+async def turn(router: Router, moved: list[str], received: list[int], key: str = "key") -> None:
+    await router.generate(
+        Generation(key, key, [1, 2, 3], Sampling(), len(ANSWER), (99,)),
+        vocab_size=100,
+        on_chunk=lambda chunk: received.extend(chunk.ids),
+        on_placed=lambda *_: None,
+        on_moved=lambda url, _: moved.append(url),
+    )
+
+
+async def test_in_place_the_cache_is_kept_from_turns_to_come() -> None:
+    """The server would find it by ids alone: a key that changes hides it."""
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        for published in (ONE, replace(TWO, pause="in_place"), replace(ONE, pause="in_place")):
+            await hand_over(router, published, timeout_s=5)
+            await turn(router, [], [])
+    assert fake.pauses == ["retract", "in_place", "in_place"]
+    assert fake.flushes == [True, False, False]
+    first, second, third = (request.get("extra_key") for request in fake.requests)
+    assert first is None
+    assert len({first, second, third}) == 3
+
+
+async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
+    fake = FakeSGLang(ANSWER, overlaps=True)
+    async with routed(fake) as router:
+        with pytest.raises(ServerError, match="--disable-overlap-schedule"):
+            await hand_over(router, replace(ONE, pause="in_place"), timeout_s=5)
+        assert (fake.pauses, fake.version) == ([], "v0")
+        assert (await hand_over(router, ONE, timeout_s=5)).loaded
+
+
+@pytest.mark.parametrize("weights", [None, "", "others"])
+async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: str | None) -> None:
+    """From the tokens of weights that are known: it leaves before the server goes on. That they
+    all broke says nothing of the server's health."""
+    moved: list[str] = []
+    received: list[list[int]] = [[] for _ in range(4)]
+    left: list[int] = []  # how many had, when the server went on
+
+    class Watched(FakeSGLang):
+        async def _continue(self, request: web.Request) -> web.Response:
+            left.append(len(moved))
+            return await super()._continue(request)
+
+    first = Watched(ANSWER, weights=weights, faults=deque([Fault("silence", after=2)] * 4))
+    others = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(first) as router, AsyncExitStack() as stack:
+        session = await stack.enter_async_context(http_session())
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                for number, ids in enumerate(received):
+                    tasks.start_soon(turn, router, moved, ids, str(number))
+                await eventually(lambda: all(len(ids) == 2 for ids in received))
+                for fake in others:
+                    await stack.enter_async_context(fake.serving())
+                    await router.add(SGLangServer(fake.url, session))
+                came = await hand_over(router, ONE, timeout_s=1)
+                assert list(came.failed) == [first.url]
+        assert states(router) == ["stale", "healthy", "healthy"]
+    assert received == [ANSWER] * 4
+    assert moved == [first.url] * 4
+    # That its weights are not the others' is known only once all have loaded.
+    assert left == [0 if weights == "others" else 4]
+    assert came.wrong == ({first.url} if weights == "others" else set())
+
+
+def test_what_was_sampled_by_weights_of_the_wrong_name_is_distrusted() -> None:
+    came = Handover(ONE, ["b"], {"a": "differs"}, 1.0, "sum", frozenset({"a"}))
+
+    def trajectory(servers: list[str], *versions: str) -> Trajectory:
+        spans = [VersionSpan(one, index, index + 1) for index, one in enumerate(versions)]
+        return Trajectory("t", [1], [Turn(versions=spans, servers=servers)])
+
+    assert came.distrusts(trajectory(["a"], "0", "1"))
+    assert came.distrusts(trajectory(["a", "b"], "0", "1"))
+    assert not came.distrusts(trajectory(["a"], "0"))
+    assert not came.distrusts(trajectory(["b"], "0", "1"))
 
 
 async def test_without_any_server_it_is_an_error() -> None:

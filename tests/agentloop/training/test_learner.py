@@ -17,8 +17,11 @@ import pytest
 
 from agentloop.training import learner as learner_module
 from agentloop.training.learner import (
+    KeptLearner,
     Learner,
+    LearnerEnded,
     LearnerError,
+    LearnerLost,
     LearnerProcesses,
     LearnerRefused,
     RanksSettings,
@@ -36,6 +39,11 @@ settings = json.load(open(sys.argv[1]))
 if settings.get("dies") and os.environ["RANK"] == str(settings.get("rank", 0)):
     print("out of luck", file=sys.stderr)
     sys.exit(3)
+if settings.get("dies_with") and os.path.exists(settings["dies_with"]):
+    sys.exit(4)
+if settings.get("pids"):
+    with open(settings["pids"] + os.environ["RANK"], "w") as file:
+        file.write(str(os.getpid()))
 if os.environ["RANK"] != "0":
     if settings.get("follows"):
         while not os.path.exists(settings["follows"]):
@@ -45,7 +53,7 @@ if os.environ["RANK"] != "0":
         time.sleep(0.3)
         sys.exit(7)
     time.sleep(600)
-if settings.get("late"):
+if settings.get("late") or os.path.exists(settings.get("late_after", "")):
     link = socket.socket(socket.AF_UNIX)
     link.connect(os.environ["AGENTLOOP_LEARNER_SOCKET"])
     time.sleep(600)
@@ -69,6 +77,9 @@ for line in file:
         tell({"ok": False, "error": "Connection closed by peer", "fatal": True})
         if request.get("ends"):
             sys.exit(1)
+    if request["op"] == "end":
+        tell({"ok": False, "error": "no finite gradient", "fatal": True, "on_purpose": True})
+        sys.exit(1)
     if request["op"] == "fatal":
         tell({"ok": False, "error": "broken", "fatal": True})
         continue
@@ -137,7 +148,7 @@ async def test_who_asks_after_one_that_was_cancelled_gets_its_own_answer(
 
 async def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
-        with pytest.raises(LearnerError, match=r"hang: no answer within 0\.1 s; logs in"):
+        with pytest.raises(LearnerLost, match=r"hang: no answer within 0\.1 s; logs in"):
             await learner.ask("hang", timeout_s=0.1)
 
 
@@ -266,3 +277,144 @@ async def test_a_long_folder_for_temporary_files(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     async with ranks(tmp_path, monkeypatch, count=1) as (learner, _):
         await learner.ask("step", timeout_s=5)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def kept(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> KeptLearner:
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
+    return KeptLearner(
+        {"pids": f"{folder}/pid-", **settings},
+        RanksSettings(count=2, start_timeout_s=10),
+        log_dir=folder / "logs",
+        on_progress=lambda line: None,
+    )
+
+
+def forget(folder: Path) -> None:
+    for file in folder.glob("pid-*"):
+        file.unlink()
+
+
+async def both_run(folder: Path) -> list[int]:
+    """The ids of ranks 0 and 1. Who is ready has not waited for rank 1, where ranks are played."""
+    with anyio.fail_after(10):
+        while not all(said := _said(folder)):  # noqa: ASYNC110  # other processes
+            await anyio.sleep(0.01)
+    return [int(pid) for pid in said]
+
+
+def _said(folder: Path) -> list[str]:
+    files = [folder / f"pid-{rank}" for rank in (0, 1)]
+    return [file.read_text() if file.exists() else "" for file in files]
+
+
+async def test_one_that_is_lost_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kept(tmp_path, monkeypatch) as learner:
+        old = await both_run(tmp_path)
+        with pytest.raises(LearnerLost, match="rank 0 ended with exit status 9"):
+            await learner.ask("die", timeout_s=5)
+        await learner.restart()
+        assert all(map(is_gone, old)), "rank 1 is ended, too"
+        assert (tmp_path / "logs" / "learner-0.log.previous").exists()
+        assert (await learner.ask("step", timeout_s=5))["pid"] not in old
+        assert learner.num_starts == 2
+        forget(tmp_path)
+        await learner.restart()
+        new = await both_run(tmp_path)
+    assert all(map(is_gone, new))
+
+
+async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kept(tmp_path, monkeypatch) as learner:
+        old = await both_run(tmp_path)
+        with pytest.raises(LearnerLost, match=r"hang: no answer within 0\.1 s"):
+            await learner.ask("hang", timeout_s=0.1)
+        answers: list[int] = []
+
+        async def ask() -> None:
+            answers.append((await learner.ask("step", timeout_s=10))["pid"])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(learner.restart)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(ask)
+        assert answers[0] not in old
+
+
+async def test_a_death_that_nobody_asks_about_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank that is not asked, too; but not the end that a restart makes."""
+    told: list[str] = []
+    async with kept(tmp_path, monkeypatch) as learner:
+
+        async def listen() -> None:
+            told.append(await learner.lost())
+
+        with anyio.fail_after(15):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(listen)
+                for _ in range(2):
+                    await both_run(tmp_path)
+                    forget(tmp_path)
+                    await learner.restart()
+                assert told == []
+                os.kill((await both_run(tmp_path))[1], signal.SIGKILL)
+        assert "rank 1 ended with exit status 137" in told[0]
+        with pytest.raises(LearnerLost, match="rank 1 ended"):
+            await learner.ask("hang", timeout_s=60)
+
+
+async def test_one_that_ended_itself_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kept(tmp_path, monkeypatch) as learner:
+        with pytest.raises(LearnerEnded, match="end: no finite gradient\nThe logs in"):
+            await learner.ask("end", timeout_s=5)
+    async with ranks(tmp_path, monkeypatch) as (other, processes):
+        with pytest.raises(LearnerEnded):
+            await processes.while_alive(partial(other.ask, "end", timeout_s=5))
+
+
+async def test_a_restart_that_fails_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = tmp_path / "bad"
+    async with kept(tmp_path, monkeypatch, dies_with=str(bad)) as learner:
+        bad.touch()
+        with pytest.raises(LearnerLost, match="exit status 4"):
+            await learner.restart()
+        with pytest.raises(LearnerLost):
+            await learner.ask("step", timeout_s=5)
+        bad.unlink()
+        await learner.restart()
+        assert await learner.ask("step", timeout_s=5)
+
+
+async def test_a_restart_that_is_cancelled_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kept(tmp_path, monkeypatch, late_after=str(tmp_path / "late")) as learner:
+        (tmp_path / "late").touch()
+        forget(tmp_path)
+        with anyio.move_on_after(10) as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(learner.restart)
+                new = await both_run(tmp_path)
+                scope.cancel()
+        assert all(map(is_gone, new))
+        with pytest.raises(LearnerLost):
+            await learner.ask("step", timeout_s=5)

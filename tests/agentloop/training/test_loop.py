@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import pytest
+from aiohttp import web
 
 from agentloop.agent.rollout import Budget
-from agentloop.errors import RequestError, sole
+from agentloop.errors import RequestError, SettingsError, sole
+from agentloop.groups.queue import GroupQueue
 from agentloop.groups.reward import RewardFunction, RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
+from agentloop.groups.staleness import Slots
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import SGLangServer, http_session
-from agentloop.training.handover import WeightsSettings
-from agentloop.training.learner import Learner
-from agentloop.training.loop import LoopSettings, StageSettings, TrainingLoop
+from agentloop.training import loop as loop_module
+from agentloop.training.collapse import CollapseSettings, RunCollapsed
+from agentloop.training.handover import Served, WeightsSettings
+from agentloop.training.learner import Learner, LearnerError, LearnerLost
+from agentloop.training.loop import TrainingLoop
+from agentloop.training.loop_settings import LoopSettings, StageSettings
+from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.standing import Standing
 from agentloop.trajectory import (
@@ -69,8 +80,11 @@ class PlayedLearner:
 
             self.batches.append(load(await anyio.Path(arguments["batch"]).read_bytes()))
             return {"loss": 0.5}
+        if op == "saved":
+            (last,) = [asked["folder"] for name, asked in self.asked if name == "save"][-1:]
+            return {"folder": last, "writing": None, "failed": None}
         if op == "publish":
-            await anyio.Path(arguments["folder"]).mkdir(parents=True)
+            await anyio.Path(arguments["folder"]).mkdir(parents=True, exist_ok=True)
         if op == "layout":
             layout = [{"names": ["norm"], "dtypes": ["float32"], "shapes": [[2]]}]
             await anyio.Path(arguments["out"]).write_text(json.dumps(layout))
@@ -145,38 +159,75 @@ async def played(
     stages: dict[str, StageSettings] | None = None,
     told: Told | None = None,
     weights: WeightsSettings | None = None,
+    shuffle_rewards: bool = False,
+    learner: PlayedLearner | None = None,
+    restored: dict[str, Any] | None = None,
+    kept: Any = None,
+    collapse: CollapseSettings | None = None,
+    meanwhile: Callable[[TrainingLoop], Coroutine[Any, Any, Any]] | None = None,
     **settings: Any,
 ) -> tuple[PlayedLearner, Played, RunFolder]:
+    """With `restored` the run that is there goes on. `meanwhile` is what people do to it."""
     tasks = tasks or TaskSource.open(ARITHMETIC)
     run_group = run_group or Played(tasks, right=right)
-    learner = PlayedLearner()
-    run = RunFolder(folder / "run", "")
+    learner = learner or PlayedLearner()
+    run = RunFolder(folder / "run", "", resume=restored is not None)
     fake = fake or FakeSGLang([5])
     router_settings = RouterSettings(probe_interval_s=0.01)
-    async with fake.serving(), http_session() as session:
+    async with fake.serving(), http_session() as session, AsyncExitStack() as opened:
         async with (
             Router.open([SGLangServer(fake.url, session)], router_settings) as router,
             Scorer(RewardSettings(function="exact"), reward) as scorer,
         ):
+            queue = await opened.enter_async_context(GroupQueue.open(run.path / "queue.sqlite"))
             loop = TrainingLoop(
                 LoopSettings(
                     **{"tasks_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
                 ),
-                roc or RocSettings(down_sample_to_n=4),
-                run_group=run_group,
-                router=router,
+                rollouts=Rollouts(
+                    run_group,
+                    router.has_room,
+                    scorer,
+                    roc or RocSettings(down_sample_to_n=4),
+                    seed=0,
+                    shuffle_rewards=shuffle_rewards,
+                ),
+                serving=Served(router),
                 learner=cast(Learner, learner),
-                scorer=scorer,
                 tasks=tasks,
+                queue=queue,
                 folder=run,
                 report=told or Told(),
                 stages=stages,
                 budget=Budget(max_turns=10, max_response_tokens=100),
                 weights=weights,
+                restored=restored,
+                kept=kept,
+                max_restarts=2,
+                collapse=collapse,
             )
-            await loop.run()
-    assert fake.version == str(len(learner.batches))
+            async with anyio.create_task_group() as people:
+                if meanwhile is not None:
+                    people.start_soon(meanwhile, loop)
+                await loop.run()
+                people.cancel_scope.cancel()
+    assert fake.version == str(loop.version)
     return learner, run_group, run
+
+
+def asked(run: RunFolder, query: str) -> list[Any]:
+    """Of the run's journal."""
+    with closing(sqlite3.connect(run.path / "queue.sqlite")) as db:
+        return db.execute(query).fetchall()
+
+
+def groups(run: RunFolder, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """The rollouts of these groups, as they are written down."""
+    return [
+        row
+        for number in numbers
+        for row in lines(run.path / "trajectories" / f"group-{number:07}.jsonl")
+    ]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -207,7 +258,7 @@ async def test_each_step_learns_from_what_was_kept(tmp_path: Path) -> None:
     assert trained[0]["pass_at_k"] == 1.0
     assert trained[0]["learner/loss"] == 0.5
     assert [one["step"] for one in metrics if "held_out/reward" in one] == [0, 2]
-    rows = lines(run.path / "trajectories" / "step-00001.jsonl")
+    rows = groups(run, [1, 2, 3])
     assert len(rows) == 24
     assert sum(row["advantage"] is not None for row in rows) == 12
     assert sum(row["dropped"] == "infrastructure" for row in rows) == 3
@@ -252,9 +303,7 @@ async def test_a_step_that_teaches_nothing_asks_nothing(tmp_path: Path) -> None:
     assert [op for op, _ in learner.asked] == ["publish", "save"]
     (metrics,) = [one for one in lines(run.path / "metrics.jsonl") if "reward" in one]
     assert metrics["num_groups_rejected"] == 3
-    state = learner.asked[-1][1]["state"]
-    assert state["step"] == 1
-    assert state["cursor"]["position"] == 3
+    assert learner.asked[-1][1]["state"] == {"step": 1, "version": 0}
 
 
 async def test_without_evaluations_there_are_none_and_the_end_is_saved_once(
@@ -291,7 +340,7 @@ async def test_what_is_chosen_does_not_depend_on_who_is_first(tmp_path: Path) ->
         class InOrder(Played):
             async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
                 options["at_gate"]()
-                number = int(options["name"].split("-")[1])
+                number = int(options["name"].split("-")[0]) - 1
                 place = order.index(number)  # noqa: B023
                 await ended[place - 1].wait()  # noqa: B023
                 found = await super().__call__(prompt, **options | {"at_gate": lambda: None})
@@ -330,8 +379,8 @@ async def test_groups_without_a_difference_count_where_they_are_not_rejected(
     tmp_path: Path,
 ) -> None:
     def of_one_task(trajectory: Trajectory, task: Any) -> float:
-        number, index = int(trajectory.id.split("-")[1]), int(trajectory.id.rpartition(".")[2])
-        return float(number == 0 and index % 2)
+        number, index = int(trajectory.id.split("-")[0]), int(trajectory.id.rpartition(".")[2])
+        return float(number == 1 and index % 2)
 
     for rejects, num_samples in ((True, 4), (False, 12)):
         roc = RocSettings(down_sample_to_n=4, reject_equal_reward=rejects)
@@ -368,7 +417,7 @@ async def test_what_was_sampled_with_other_weights_has_no_reward(tmp_path: Path)
     _, _, run = await played(
         tmp_path, tasks=tasks, run_group=Mixed(tasks), steps=1, evaluate_every=0
     )
-    rows = lines(run.path / "trajectories" / "step-00001.jsonl")
+    rows = groups(run, [1])
     assert [row["reward"] for row in rows[:3]] == [1.0, None, 1.0]
     assert rows[1]["reason"] == "sampled with other weights: default"
 
@@ -412,7 +461,7 @@ class Refusing(Played):
     refuses = 1  # of three, in each step
 
     async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
-        if int(options["name"].split("-")[1]) < self.refuses:
+        if int(options["name"].split("-")[0]) <= self.refuses:
             raise RequestError("messages: they make 9000 tokens")
         return await super().__call__(prompt, **options)
 
@@ -423,7 +472,7 @@ async def test_a_task_that_cannot_be_asked_is_left_out(tmp_path: Path) -> None:
         tmp_path, tasks=tasks, run_group=Refusing(tasks), told=told, steps=1, evaluate_every=0
     )
     assert len(learner.batches[0]["lengths"]) == 8
-    assert len(lines(run.path / "trajectories" / "step-00001.jsonl")) == 16
+    assert len(groups(run, [2, 3])) == 16
     (said,) = [line for line in told.lines if line.startswith("Left out")]
     assert "9000 tokens" in said
 
@@ -434,7 +483,108 @@ async def test_tasks_that_all_cannot_be_asked_end_the_run(tmp_path: Path) -> Non
     run_group.refuses = 3
     with pytest.raises(ExceptionGroup) as caught:  # by the router around it
         await played(tmp_path, tasks=tasks, run_group=run_group, steps=1, evaluate_every=0)
-    assert "9000 tokens, and so it is with all tasks" in str(sole(caught.value))
+    assert "9000 tokens, and so it is with all of 3 tasks" in str(sole(caught.value))
+
+
+async def test_a_group_is_of_the_weights_that_are_live_when_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others became so while it was written down: as old as the journal says, it would be too old
+    for the batch that may take it."""
+    came, admit, now_live = anyio.Event(), GroupQueue.admit, Slots.now_live
+
+    async def slow(self: GroupQueue, *arguments: Any, **named: Any) -> Any:
+        group = await admit(self, *arguments, **named)
+        if group.number == 6:
+            await came.wait()
+        return group
+
+    def tell(self: Slots, version: int) -> None:
+        now_live(self, version)
+        if version == 1:
+            came.set()
+
+    monkeypatch.setattr(GroupQueue, "admit", slow)
+    monkeypatch.setattr(Slots, "now_live", tell)
+    _, _, run = await played(tmp_path, steps=3, max_staleness=1, evaluate_every=0)
+    with closing(sqlite3.connect(run.path / "queue.sqlite")) as db:
+        query = "SELECT version FROM groups WHERE number IN (1, 6) ORDER BY number"
+        assert db.execute(query).fetchall() == [(0,), (1,)]
+
+
+class Killed(Played):
+    """The end of it all comes with the first group whose name begins so."""
+
+    last = ""
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        if options["name"].startswith(self.last):
+            raise OSError("killed")
+        return await super().__call__(prompt, **options)
+
+
+async def ended(folder: Path, **settings: Any) -> None:
+    """A run that does not come to its end; another one may have its folder afterwards."""
+    with suppress(ExceptionGroup):
+        await played(folder, **settings)
+        pytest.fail("it came to its end")
+    gc.collect()  # who holds the lock is in the traceback
+
+
+@pytest.mark.parametrize(("last", "again"), [("0-held-out", [0, 2]), ("2-held-out", [2])])
+async def test_an_evaluation_is_made_once_whatever_is_killed(
+    tmp_path: Path, last: str, again: list[int]
+) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Killed(tasks)
+    run_group.last = last
+    settings: dict[str, Any] = {"steps": 2, "evaluate_every": 2}
+    await ended(tmp_path, tasks=tasks, run_group=run_group, **settings)
+    learner, others, run = await played(tmp_path, restored={"step": 0, "version": 0}, **settings)
+    rows = lines(run.path / "metrics.jsonl")
+    assert [one["step"] for one in rows if "held_out/reward" in one] == [0, 2]
+    assert [one["step"] for one in rows if "reward" in one] == [1, 2]
+    assert len(learner.batches) == 2
+    assert sorted({int(n.split("-")[0]) for n in others.names if "held-out" in n}) == again
+
+
+async def test_a_checkpoint_that_was_due_is_made_up_for(tmp_path: Path) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Killed(tasks)
+    run_group.last = "2-held-out"  # before it
+    settings: dict[str, Any] = {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2}
+    await ended(tmp_path, tasks=tasks, run_group=run_group, **settings)
+    for name in ("7", ".1.partial", "notes"):  # a kill may leave the first two
+        (tmp_path / "run" / "weights" / name).mkdir()
+    learner, _, run = await played(tmp_path, restored={"step": 0, "version": 0}, **settings)
+    assert {path.name for path in (run.path / "weights").iterdir()} == {"4", "notes"}
+    assert [one["state"]["step"] for op, one in learner.asked if op == "save"] == [2, 4]
+
+
+async def test_what_was_filtered_is_not_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = {
+        "hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4),
+        "rest": StageSettings(steps=1),
+    }
+
+    async def killed(*arguments: Any, **named: Any) -> Any:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupQueue, "admit", killed)
+        await ended(tmp_path, stages=stages, evaluate_every=0)
+    async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
+        cursor = await queue.noted("cursor")
+    tasks = TaskSource.open(ARITHMETIC, cursor and cursor["tasks"])
+    _, run_group, run = await played(
+        tmp_path, tasks=tasks, stages=stages, restored={"step": 0, "version": 0}, evaluate_every=0
+    )
+    expected = list(itertools.islice(TaskSource.open(ARITHMETIC), 7))
+    assert set(run_group.prompts[:3]) <= {task.prompt for task in expected[:4]}
+    assert run_group.prompts[3:] == [task.prompt for task in expected[4:]]
+    assert len([one for one in lines(run.path / "metrics.jsonl") if "filter/num_tasks" in one]) == 1
 
 
 async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> None:
@@ -492,7 +642,7 @@ async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path)
 async def test_without_learning_rollouts_are_written_down_alone(tmp_path: Path) -> None:
     learner, _, run = await played(tmp_path, steps=2, learn=False, evaluate_every=0)
     assert [op for op, _ in learner.asked] == ["publish"]
-    assert len(lines(run.path / "trajectories" / "step-00002.jsonl")) == 24
+    assert len(groups(run, [4, 5, 6])) == 24
 
 
 async def test_shuffled_rewards_are_those_of_others(tmp_path: Path) -> None:
@@ -512,3 +662,724 @@ async def test_shuffled_rewards_are_those_of_others(tmp_path: Path) -> None:
     straight, shuffled = learned
     assert straight != shuffled
     assert sorted(straight) == sorted(shuffled)
+
+
+class Freely(Played):
+    """Each group ends when it is told to."""
+
+    def __init__(self, tasks: TaskSource) -> None:
+        super().__init__(tasks)
+        self.may_end: dict[int, anyio.Event] = defaultdict(anyio.Event)
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        found = await super().__call__(prompt, **options)
+        await self.may_end[int(options["name"].split("-")[0])].wait()
+        return found
+
+
+async def test_rollouts_go_on_while_the_learner_learns(tmp_path: Path) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Freely(tasks)
+
+    class Slow(PlayedLearner):
+        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+            if op == "step" and not self.batches:
+                # All slots of two versions are in use, and a group that is late is waited for.
+                await eventually(lambda: len(run_group.names) == 6)
+                for number in (1, 2, 4):
+                    run_group.may_end[number].set()
+            if op == "step" and len(self.batches) == 1:
+                for number in range(7, 20):
+                    run_group.may_end[number].set()
+            return await super().ask(op, timeout_s=timeout_s, **arguments)
+
+    for number in (3, 5, 6):
+        run_group.may_end[number].set()
+    _, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, learner=Slow(), steps=4, max_staleness=1,
+        evaluate_every=0,
+    )  # fmt: skip
+    metrics = lines(run.path / "metrics.jsonl")
+    assert [one["version"] for one in metrics] == [0, 1, 2, 3]
+    assert [one["staleness_max"] for one in metrics] == [0, 1, 1, 1]
+    assert asked(run, "SELECT step, number FROM groups ORDER BY step, number")[:6] == [
+        (1, 3), (1, 5), (1, 6), (2, 1), (2, 2), (2, 4),
+    ]  # fmt: skip
+
+
+async def test_a_group_that_teaches_nothing_may_be_replaced(tmp_path: Path) -> None:
+    class Easy(Played):
+        """Every other one is solved each time."""
+
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            self._right = 1.0 if int(options["name"].split("-")[0]) % 2 else 0.5
+            return await super().__call__(prompt, **options)
+
+    tasks = TaskSource.open(ARITHMETIC)
+    learner, run_group, run = await played(
+        tmp_path, tasks=tasks, run_group=Easy(tasks), steps=1, dynamic_sampling=True,
+        evaluate_every=0,
+    )  # fmt: skip
+    assert learner.batches[0]["groups"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert len(run_group.sizes) == 6
+    (metrics,) = lines(run.path / "metrics.jsonl")
+    assert metrics["num_groups_replaced"] == metrics["num_groups_rejected"] == 3
+    assert metrics["num_rollouts"] == 6 * 8
+
+
+class Dies(PlayedLearner):
+    """In a step, before or after it has done it."""
+
+    def __init__(self, step: int, *, done: bool) -> None:
+        super().__init__()
+        self._step, self._done = step, done
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        if op == "step" and len(self.batches) == self._step - 1 and not self._done:
+            raise LearnerError("it died")
+        answer = await super().ask(op, timeout_s=timeout_s, **arguments)
+        if op == "publish" and len(self.batches) == self._step:
+            raise LearnerError("it died")
+        return answer
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_what_no_checkpoint_holds_is_done_again(
+    tmp_path: Path, done: bool, max_staleness: int
+) -> None:
+    settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness, "checkpoint_every": 2}
+    settings |= {"evaluate_every": 0}
+    whole, *_ = await played(tmp_path / "whole", **settings)
+    died = Dies(4, done=done)
+    with pytest.raises(ExceptionGroup) as caught:
+        await played(tmp_path / "died", learner=died, **settings)
+    assert str(sole(caught.value)) == "it died"
+    del caught
+    gc.collect()  # as when a process ends: nobody has the run any more
+    state = [asked["state"] for op, asked in died.asked if op == "save"][-1]
+    assert state == {"step": 2, "version": 2}
+    async with GroupQueue.open(tmp_path / "died" / "run" / "queue.sqlite") as queue:
+        tasks = TaskSource.open(ARITHMETIC, (await queue.noted("cursor"))["tasks"])
+    again, _, run = await played(
+        tmp_path / "died", tasks=tasks, learner=PlayedLearner(), restored=state, **settings
+    )
+    learned = [*died.batches[:2], *again.batches]
+    assert len(learned) == 5
+    if not max_staleness:
+        for one, other in zip(learned, whole.batches, strict=True):
+            assert {key: array.tolist() for key, array in one.items()} == {
+                key: array.tolist() for key, array in other.items()
+            }
+    metrics = lines(run.path / "metrics.jsonl")
+    assert [one["step"] for one in metrics] == [1, 2, 3, 4, 5]
+    ids = "count(DISTINCT json_extract(task, '$.id'))"
+    counted = asked(run, f"SELECT step, count(*), {ids} FROM groups GROUP BY step")
+    assert counted == [(step, 3, 3) for step in range(1, 6)]
+
+
+class Lost(PlayedLearner):
+    """It is lost when it is asked for this, for the n-th time; then it can be started again."""
+
+    def __init__(self, op: str, number: int, *, for_good: bool = False) -> None:
+        super().__init__()
+        self._op, self._left, self._for_good = op, number, for_good
+        self._is_lost = False
+        self.learned: list[Any] = []
+        self.num_starts = 1
+
+    async def restart(self) -> None:
+        self._is_lost, self.learned = self._for_good, []
+        self.num_starts += 1
+
+    async def lost(self) -> str:
+        await anyio.sleep_forever()
+        return ""
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        self._left -= op == self._op
+        if self._is_lost or (op == self._op and self._left == 0):
+            self._is_lost = True
+            raise LearnerLost("rank 1 ended with exit status 137.\nits log")
+        answer = await super().ask(op, timeout_s=timeout_s, **arguments)
+        folder = anyio.Path(arguments.get("folder", ""))
+        if op == "step":
+            self.learned.append({k: array.tolist() for k, array in self.batches[-1].items()})
+        if op == "save":
+            await folder.mkdir(parents=True)
+            state = {"state": arguments["state"], "learned": self.learned}
+            await (folder / "state.json").write_text(json.dumps(state))
+        if op == "load":
+            kept = json.loads(await (folder / "state.json").read_text())
+            self.learned = kept["learned"]
+            return {"state": kept["state"]}
+        return answer
+
+
+@pytest.mark.parametrize("op", ["step", "publish", "save", "saved"])
+@pytest.mark.parametrize("checkpoint_every", [0, 2])
+async def test_a_learner_that_is_lost_is_started_again_and_learns_the_same(
+    tmp_path: Path, op: str, checkpoint_every: int
+) -> None:
+    settings: dict[str, Any] = {
+        "steps": 5,
+        "checkpoint_every": checkpoint_every,
+        "evaluate_every": 0,
+    }
+    whole, *_ = await played(tmp_path / "whole", **settings)
+    told = Told()
+    number = {"step": 4, "publish": 5}.get(op, 1)
+    lost = Lost(op, number)
+    _, _, run = await played(tmp_path / "lost", learner=lost, kept=lost, told=told, **settings)
+    if op == "saved" and not checkpoint_every:
+        assert lost.num_starts == 1  # nothing is written beside the training
+        return
+    assert lost.num_starts == 2
+    undisturbed = [{key: array.tolist() for key, array in one.items()} for one in whole.batches]
+    assert lost.learned == undisturbed
+    metrics = lines(run.path / "metrics.jsonl")
+    assert [(one["step"], one["version"]) for one in metrics] == [(n, n - 1) for n in range(1, 6)]
+    (said,) = [line for line in told.lines if "started again" in line]
+    assert said == "The learner is lost, and started again: rank 1 ended with exit status 137."
+    assert (run.checkpoint or Path()).name == "step-00005"
+
+
+async def test_a_learner_is_not_started_for_ever(tmp_path: Path) -> None:
+    lost = Lost("step", 1, for_good=True)
+    with pytest.raises(ExceptionGroup) as caught:
+        await played(tmp_path, learner=lost, kept=lost, steps=1, evaluate_every=0)
+    assert "lost too often (ranks.max_restarts)" in str(sole(caught.value))
+    assert lost.num_starts == 3
+
+
+class Falls(Played):
+    """From the seventh group on nothing is right any more."""
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        self._right = 0.5 if int(options["name"].split("-")[0]) < 7 else 0.0
+        return await super().__call__(prompt, **options)
+
+
+async def test_a_run_that_has_collapsed_ends_where_it_was_good(tmp_path: Path) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    learner = Lost("nothing", 1)
+    settings: dict[str, Any] = {"steps": 9, "checkpoint_every": 1, "evaluate_every": 0}
+    with pytest.raises(ExceptionGroup) as caught:
+        await played(
+            tmp_path, tasks=tasks, run_group=Falls(tasks), learner=learner,
+            collapse=CollapseSettings(window=1, patience=2), **settings,
+        )  # fmt: skip
+    error = sole(caught.value)
+    assert isinstance(error, RunCollapsed)
+    assert "--from 1`" in str(error)
+    del caught, error
+    gc.collect()
+    path = tmp_path / "run"
+    assert "The last good step was 2" in (path / "collapse.md").read_text()
+    assert [one.name for one in (path / "weights").iterdir()] == ["1"]
+    assert len(learner.learned) == 1
+
+    folder = RunFolder.again(path)
+    with pytest.raises(SettingsError, match=r"--from: no checkpoint of step 7; there are: 1, 2, 3"):
+        folder.undo(7)
+    folder.undo(1)
+    del folder
+    gc.collect()
+    async with GroupQueue.open(path / "queue.sqlite") as queue:
+        await queue.undo(1)
+        tasks = TaskSource.open(ARITHMETIC, (await queue.noted("cursor"))["tasks"])
+    settings["steps"] = 3
+    again, run_group, run = await played(
+        tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, **settings
+    )
+    assert len(again.batches) == 2
+    # The same tasks, rolled out anew.
+    assert [name.split("-")[0] for name in run_group.names] == ["4", "5", "6", "7", "8", "9"]
+    assert [row["step"] for row in run.metrics()] == [1, 2, 3]
+    (undone,) = (path / "undone").iterdir()
+    assert {one.name for one in undone.iterdir()} >= {"metrics.jsonl", "step-00002"}
+
+
+async def test_what_was_kept_for_a_larger_batch_does_not_keep_a_smaller_one_waiting(
+    tmp_path: Path,
+) -> None:
+    RunFolder(tmp_path / "run", "")
+    gc.collect()
+    tasks = TaskSource.open(ARITHMETIC)
+    async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
+        for task in itertools.islice(tasks, 4):  # of version 0: all are due in the next batch
+            group = await queue.admit(task, version=0, cursor={"tasks": tasks.cursor()})
+            figures: dict[str, Any] = {"rejected": None, "rollouts": []}
+            await queue.finish(group.number, path=None, num_bytes=0, figures=figures)
+    with anyio.fail_after(20):
+        _, run_group, run = await played(
+            tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, steps=2,
+            tasks_per_step=2, max_staleness=1, evaluate_every=0,
+        )  # fmt: skip
+    assert {name.split("-")[0] for name in run_group.names} == {"3", "4"}
+    assert all(one["staleness_max"] <= 1 for one in lines(run.path / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_a_learner_that_is_lost_while_rollouts_go_on_does_not_lead_them_astray(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    """What comes about while it does its steps again is the next step's, not theirs."""
+    tasks, told = TaskSource.open(ARITHMETIC), Told()
+    run_group = Freely(tasks)
+    for number in range(1, 7):
+        run_group.may_end[number].set()
+
+    class LostMeanwhile(Lost):
+        """After two steps, in the third one's rollouts, which end while it does them again."""
+
+        async def lost(self) -> str:
+            await eventually(lambda: len(self.batches) == 2 and len(run_group.names) >= 9)
+            if self.num_starts == 2:
+                await anyio.sleep_forever()
+            return "rank 1 ended with exit status 137."
+
+        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+            if op == "step" and self.num_starts == 2 and len(self.learned) == 1:
+                for number in range(7, 20):
+                    run_group.may_end[number].set()
+                await eventually(taken_up)
+            return await super().ask(op, timeout_s=timeout_s, **arguments)
+
+    def taken_up() -> bool:
+        """The third step's groups are finished, and the loop has leased them."""
+        with closing(sqlite3.connect(tmp_path / "run" / "queue.sqlite")) as db:
+            query = "SELECT count(*) FROM groups WHERE state != 'open'"
+            (num_done,) = db.execute(query).fetchone()
+        return num_done >= 9 and told.standings[-1].waits == "the learner learns"
+
+    lost = LostMeanwhile("", 0)
+    _, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, learner=lost, kept=lost, told=told, steps=4,
+        max_staleness=max_staleness, evaluate_every=0,
+    )  # fmt: skip
+    assert lost.num_starts == 2
+    assert len(lost.learned) == 4
+    metrics = lines(run.path / "metrics.jsonl")
+    assert [(one["step"], one["version"]) for one in metrics] == [(n, n - 1) for n in range(1, 5)]
+
+
+async def test_a_run_that_does_not_learn_does_not_begin_to_when_it_goes_on(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"learn": False, "evaluate_every": 0}
+    await played(tmp_path, steps=2, **settings)
+    gc.collect()
+    learner, _, run = await played(tmp_path, restored={}, steps=3, **settings)
+    assert [op for op, _ in learner.asked] == ["publish"]
+    assert [one["step"] for one in lines(run.path / "metrics.jsonl")] == [1, 2, 3]
+
+
+async def test_a_learner_that_is_lost_as_it_sends_to_a_server_that_came_back_is_no_end(
+    tmp_path: Path,
+) -> None:
+    fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)
+
+    class LostToo(Lost):
+        async def lost(self) -> str:
+            await eventually(lambda: self._is_lost)
+            return "rank 1 ended with exit status 137."
+
+    class Waiting(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            if not self.sizes:
+                fake.version = "default"  # it was started again
+                await eventually(lambda: fake.version == "0")
+            return await super().__call__(prompt, **options)
+
+    lost = LostToo("join", 2)  # the first is as the run begins
+    await played(
+        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, learner=lost, kept=lost,
+        weights=WeightsSettings(by="group"), steps=1, tasks_per_step=1, evaluate_every=0,
+    )  # fmt: skip
+    assert lost.num_starts == 2
+    assert len(lost.learned) == 1
+
+
+async def test_it_is_told_where_all_groups_are_replaced(tmp_path: Path) -> None:
+    tasks, told = TaskSource.open(ARITHMETIC), Told()
+
+    class Easy(Played):
+        """Until somebody has said so."""
+
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            self._right = 0.5 if any("Nothing to learn" in line for line in told.lines) else 1.0
+            return await super().__call__(prompt, **options)
+
+    with anyio.fail_after(20):
+        _, run_group, _ = await played(
+            tmp_path, tasks=tasks, run_group=Easy(tasks), told=told, steps=1, tasks_per_step=1,
+            dynamic_sampling=True, evaluate_every=0,
+        )  # fmt: skip
+    assert len(run_group.names) >= 11
+    (line,) = [line for line in told.lines if "Nothing to learn" in line]
+    assert "10 groups in a row" in line
+
+
+async def test_a_collapse_takes_no_weights_from_servers_that_load_them(tmp_path: Path) -> None:
+    tasks, run = TaskSource.open(ARITHMETIC), tmp_path / "run"
+
+    class Slow(FakeSGLang):
+        """It has not loaded the first step's weights when the collapse is seen."""
+
+        num_read = 0
+
+        async def _update_weights(self, request: web.Request) -> web.Response:
+            if self.num_read:
+                await eventually(lambda: (run / "collapse.md").exists())
+            self.num_read += 1
+            folder = anyio.Path((await request.json())["model_path"])
+            found.append(await folder.exists())
+            return await super()._update_weights(request)
+
+    found: list[bool] = []
+    fake = Slow([5])
+    with pytest.raises(ExceptionGroup) as caught:
+        await played(
+            tmp_path, tasks=tasks, run_group=Falls(tasks), fake=fake, learner=Lost("nothing", 1),
+            collapse=CollapseSettings(window=1, patience=2), steps=9, max_staleness=3,
+            checkpoint_every=1, evaluate_every=0,
+        )  # fmt: skip
+    assert isinstance(sole(caught.value), RunCollapsed)
+    assert len(found) >= 2
+    assert all(found)
+    assert fake.version == "2"
+
+
+async def test_a_stage_that_is_over_stays_so_when_it_is_told_to_be_longer(tmp_path: Path) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Killed(tasks)
+    run_group.last = "10-"  # in the last step
+    stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}
+    await ended(tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0)
+    stages["one"] = StageSettings(steps=4)
+    _, _, run = await played(
+        tmp_path, restored={"step": 0, "version": 0}, stages=stages, evaluate_every=0
+    )
+    assert [(one["step"], one["stage"]) for one in lines(run.path / "metrics.jsonl")] == [
+        (1, 1), (2, 1), (3, 2), (4, 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "number"), [("load", 1), ("publish", 4)])
+async def test_a_learner_that_is_lost_as_it_goes_back_leaves_the_good_weights_all_the_same(
+    tmp_path: Path, op: str, number: int
+) -> None:
+    tasks, lost = TaskSource.open(ARITHMETIC), Lost(op, number)
+    with pytest.raises(ExceptionGroup) as caught:
+        await played(
+            tmp_path, tasks=tasks, run_group=Falls(tasks), learner=lost, kept=lost, steps=9,
+            collapse=CollapseSettings(window=1, patience=2), checkpoint_every=1, evaluate_every=0,
+        )  # fmt: skip
+    assert isinstance(sole(caught.value), RunCollapsed)
+    assert lost.num_starts == 2
+    published = [asked["version"] for name, asked in lost.asked if name == "publish"]
+    assert published == ["0", "1", "2", "1"]
+    assert [one.name for one in (tmp_path / "run" / "weights").iterdir()] == ["1"]
+    assert len(lost.learned) == 1  # what it had as it published
+
+
+# --- what people ask of it ------------------------------------------------------------------------
+
+
+def free(tasks: TaskSource) -> Freely:
+    """All of its groups may end."""
+    run_group = Freely(tasks)
+    for number in range(1, 100):
+        run_group.may_end[number].set()
+    return run_group
+
+
+async def settled() -> None:
+    """Whatever could have begun by now has."""
+    for _ in range(20):
+        await anyio.wait_all_tasks_blocked()
+        await anyio.to_thread.run_sync(lambda: None)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_paused_it_begins_no_groups_and_goes_on_when_it_is_told(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Freely(tasks)
+    num_first = 3 * (max_staleness + 1)
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        await eventually(lambda: len(run_group.names) == num_first)  # as many as there are slots
+        loop.pause()
+        assert loop.view()["paused"]
+        for number in range(1, num_first + 1):  # what runs goes on, and is learned from
+            run_group.may_end[number].set()
+        await eventually(lambda: loop.step == max_staleness + 1)
+        await settled()
+        assert len(run_group.names) == num_first
+        for number in range(1, 100):
+            run_group.may_end[number].set()
+        await settled()
+        assert (loop.step, len(run_group.names)) == (max_staleness + 1, num_first)
+        loop.pause(False)
+        await eventually(lambda: len(run_group.names) > num_first)
+        assert not loop.view()["paused"]
+        await anyio.sleep_forever()
+
+    learner, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, steps=5,
+        max_staleness=max_staleness, evaluate_every=0,
+    )  # fmt: skip
+    assert len(learner.batches) == 5
+    assert [one["step"] for one in lines(run.path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+async def test_paused_while_it_waits_for_room_it_begins_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = free(tasks)
+    asked_for, is_room = anyio.Event(), anyio.Event()
+
+    async def has_room(self: Rollouts, size: int) -> None:
+        asked_for.set()
+        await is_room.wait()
+
+    monkeypatch.setattr(Rollouts, "has_room", has_room)
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        await asked_for.wait()
+        loop.pause()
+        is_room.set()
+        await settled()
+        assert run_group.names == []
+        assert loop.view()["slots_used"] == 0
+        loop.pause(False)
+        await anyio.sleep_forever()
+
+    learner, *_ = await played(
+        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, steps=1, evaluate_every=0
+    )
+    assert len(learner.batches) == 1
+
+
+async def test_a_pause_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog would end a run in which nothing moves for hours."""
+    monkeypatch.setattr(loop_module, "_KEEP_UP_S", 0.001)
+    moved: list[int] = []
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        loop.pause()
+        await settled()
+        monkeypatch.setattr(loop._watch, "moved", lambda: moved.append(1), raising=False)
+        await eventually(lambda: len(moved) > 3)
+        loop.pause(False)
+        await anyio.sleep_forever()
+
+    await played(tmp_path, meanwhile=meanwhile, steps=1, evaluate_every=0)
+
+
+async def whole_cursor(folder: Path) -> TaskSource:
+    """The tasks from where the run in this folder was."""
+    async with GroupQueue.open(folder / "run" / "queue.sqlite") as queue:
+        return TaskSource.open(ARITHMETIC, (await queue.noted("cursor") or {}).get("tasks"))
+
+
+@pytest.mark.parametrize("num_begun", [0, 1, 4, 5, 9, 12])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_run_that_was_drained_goes_on_and_learns_from_each_group_once(
+    tmp_path: Path, max_staleness: int, num_begun: int, paused: bool
+) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group, told = Freely(tasks), Told()
+    for number in range(1, num_begun + 1):
+        run_group.may_end[number].set()
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        await eventually(lambda: len(run_group.names) >= num_begun)
+        if paused:
+            loop.pause()
+        loop.drain()
+        assert loop.view()["draining"]
+        for number in range(num_begun + 1, 100):
+            run_group.may_end[number].set()
+        await anyio.sleep_forever()
+
+    settings: dict[str, Any] = {"steps": 5, "max_staleness": max_staleness, "evaluate_every": 0}
+    first, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, told=told, meanwhile=meanwhile, **settings
+    )
+    (said,) = [line for line in told.lines if line.startswith("Drained")]
+    num_learned = len(first.batches)
+    assert f"after step {num_learned};" in said
+    assert num_learned < 5 or num_begun == 12  # then all may have begun
+    # What has begun has ended: nothing hangs open, and there is a checkpoint of all of it.
+    assert asked(run, "SELECT count(*) FROM groups WHERE state = 'open'") == [(0,)]
+    saves = [one["state"] for op, one in first.asked if op == "save"]
+    state = {"step": num_learned, "version": num_learned}
+    assert saves == ([state] if num_learned else [])
+    del run
+    gc.collect()
+    again, _, run = await played(
+        tmp_path, tasks=await whole_cursor(tmp_path), restored=state, **settings
+    )
+    assert len(first.batches) + len(again.batches) == 5
+    assert [one["step"] for one in lines(run.path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert all(one["staleness_max"] <= max_staleness for one in lines(run.path / "metrics.jsonl"))
+    counted = asked(run, "SELECT count(*), count(DISTINCT json_extract(task, '$.id')) FROM groups")
+    assert counted == [(15, 15)]
+    query = "SELECT step, count(*) FROM groups GROUP BY step"
+    assert asked(run, query) == [(step, 3) for step in range(1, 6)]
+
+
+async def test_drained_in_its_first_stage_it_does_not_begin_the_second(tmp_path: Path) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = free(tasks)
+    stages = {"one": StageSettings(steps=2), "two": StageSettings(steps=2)}
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        await eventually(lambda: loop.step == 1)
+        loop.drain()
+        await anyio.sleep_forever()
+
+    first, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, stages=stages, meanwhile=meanwhile,
+        evaluate_every=0,
+    )  # fmt: skip
+    assert 1 <= len(first.batches) <= 2
+    assert {one["stage"] for one in lines(run.path / "metrics.jsonl")} == {1}
+    del run
+    gc.collect()
+    state = [one["state"] for op, one in first.asked if op == "save"][-1]
+    _, _, run = await played(
+        tmp_path, tasks=await whole_cursor(tmp_path), stages=stages, restored=state,
+        evaluate_every=0,
+    )  # fmt: skip
+    assert [one["stage"] for one in lines(run.path / "metrics.jsonl")] == [1, 1, 2, 2]
+
+
+async def test_a_checkpoint_is_begun_when_somebody_asks(tmp_path: Path) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Freely(tasks)
+    for number in range(1, 4):
+        run_group.may_end[number].set()
+    saved: list[int] = []
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        await eventually(lambda: len(run_group.names) == 6)  # the second step's
+        saved.append(await loop.save())
+        saved.append(await loop.save())  # there is one
+        for number in range(4, 100):
+            run_group.may_end[number].set()
+        await anyio.sleep_forever()
+
+    learner, *_ = await played(
+        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, steps=2, evaluate_every=0
+    )
+    assert saved == [1, 1]
+    saves = [one for op, one in learner.asked if op == "save"]
+    assert [one["state"]["step"] for one in saves] == [1, 2]
+    assert [one["beside"] for one in saves] == [True, False]
+
+
+async def test_a_checkpoint_waits_for_the_step_at_hand(tmp_path: Path) -> None:
+    begun, may_go_on = anyio.Event(), anyio.Event()
+    saved: list[int] = []
+
+    class Slow(PlayedLearner):
+        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+            if op == "step" and not self.batches:
+                begun.set()
+                await may_go_on.wait()
+            return await super().ask(op, timeout_s=timeout_s, **arguments)
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        await begun.wait()
+        async with anyio.create_task_group() as tasks:
+
+            async def save() -> None:
+                saved.append(await loop.save())
+
+            tasks.start_soon(save)
+            await settled()
+            assert saved == []
+            may_go_on.set()
+        await anyio.sleep_forever()
+
+    learner, *_ = await played(
+        tmp_path, learner=Slow(), meanwhile=meanwhile, steps=2, evaluate_every=0
+    )
+    assert saved == [1]
+    saves = [one["state"] for op, one in learner.asked if op == "save"]
+    assert saves[0] == {"step": 1, "version": 1}
+
+
+async def test_who_asks_for_a_checkpoint_and_leaves_does_no_harm(tmp_path: Path) -> None:
+    """Also where the learner is lost just then, and has to learn again what it knew."""
+    whole, *_ = await played(tmp_path / "whole", steps=4, evaluate_every=0)
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Freely(tasks)
+    for number in range(1, 7):
+        run_group.may_end[number].set()
+    restarting, may_go_on = anyio.Event(), anyio.Event()
+
+    class SlowToStart(Lost):
+        async def restart(self) -> None:
+            await super().restart()
+            restarting.set()
+            await may_go_on.wait()
+
+    lost = SlowToStart("save", 1)
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        await eventually(lambda: len(run_group.names) == 9)  # two steps are done
+        async with anyio.create_task_group() as visitors:
+            visitors.start_soon(loop.save)
+            await restarting.wait()
+            visitors.cancel_scope.cancel()
+        for number in range(7, 100):
+            run_group.may_end[number].set()
+        may_go_on.set()
+        await anyio.sleep_forever()
+
+    await played(
+        tmp_path / "lost", tasks=tasks, run_group=run_group, learner=lost, kept=lost,
+        meanwhile=meanwhile, steps=4, evaluate_every=0,
+    )  # fmt: skip
+    assert lost.num_starts == 2
+    undisturbed = [{key: array.tolist() for key, array in one.items()} for one in whole.batches]
+    assert lost.learned == undisturbed
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_where_it_stands_is_plain_numbers(tmp_path: Path, max_staleness: int) -> None:
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Freely(tasks)
+    views: list[dict[str, Any]] = []
+    loops: list[TrainingLoop] = []
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        loops.append(loop)
+        views.append(loop.view())
+        await eventually(lambda: len(run_group.names) == 3 * (max_staleness + 1))
+        run_group.may_end[1].set()
+        await eventually(lambda: loop.view()["queue_groups"] == 1)
+        views.append(loop.view())
+        for number in range(2, 100):
+            run_group.may_end[number].set()
+        await anyio.sleep_forever()
+
+    await played(
+        tmp_path, tasks=tasks, run_group=run_group, steps=4, max_staleness=max_staleness,
+        evaluate_every=0, meanwhile=meanwhile,
+    )  # fmt: skip
+    first, amid = views
+    assert (first["step"], first["num_steps"], first["slots_used"]) == (0, 4, 0)
+    assert amid["slots"] == amid["slots_used"] == 3 * (max_staleness + 1)
+    assert (amid["queue_groups"], amid["learner_version"]) == (1, "0")
+    assert amid["queue_bytes"] > 0
+    assert amid["max_staleness"] == max_staleness
+    last = loops[0].view()
+    assert (last["step"], last["slots_used"], last["queue_bytes"]) == (4, 0, 0)
+    json.dumps([first, amid, last])

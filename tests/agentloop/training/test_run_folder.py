@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentloop.errors import SettingsError
-from agentloop.training.run_folder import RunFolder, RunSettings
+from agentloop.training.run_folder import RunFolder, RunSettings, is_going_on
 from agentloop.trajectory import ToolCall, Trajectory, Turn
 
 
@@ -17,11 +20,61 @@ def test_what_a_model_may_write_can_be_written_down(tmp_path: Path) -> None:
     call = ToolCall("c", "python", {"n": 10**40}, "", 0, 1)
     one = Trajectory("t", [1], [Turn(calls=[call])])
     folder = RunFolder(tmp_path / "a run", "")
-    folder.add_trajectories(1, [({"task": "a"}, one), ({"task": "b"}, Trajectory("u", [1]))])
-    text = (folder.path / "trajectories" / "step-00001.jsonl").read_text()
-    first, second = map(json.loads, text.splitlines())
+    rows: list[dict[str, Any]] = [{"task": "a", "trajectory": one.to_dict()}, {"task": "b"}]
+    path, num_bytes = folder.add_group(1, rows)
+    assert path == "trajectories/group-0000001.jsonl"
+    assert num_bytes == (folder.path / path).stat().st_size
+    first, second = map(json.loads, (folder.path / path).read_text().splitlines())
+    assert folder.read_group(path)[1] == second
     assert first["trajectory"]["turns"][0]["calls"][0]["arguments"] == {"n": 10**40}
     assert second["task"] == "b"
+
+
+def test_a_line_that_a_kill_cut_short_is_gone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    for step in (1, 2):
+        folder.add_metrics({"step": step})
+    del folder
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-3])
+    again = RunFolder.again(tmp_path / "run")
+    again.add_metrics({"step": 3})
+    assert [row["step"] for row in again.metrics()] == [1, 3]
+
+
+def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    (folder.path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(SettingsError, match=r"metrics\.jsonl: line 2 is damaged"):
+        folder.metrics()
+    (folder.path / "trajectories" / "group-0000001.jsonl").write_text("{\n")
+    with pytest.raises(SettingsError, match=r"group-0000001\.jsonl: line 1 is damaged"):
+        folder.read_group("trajectories/group-0000001.jsonl")
+
+
+def test_a_kill_leaves_the_settings_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunFolder(tmp_path / "run", "seed = 1\n")
+
+    def killed(self: Path, data: str, *_: object) -> int:
+        self.write_bytes(data.encode()[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        RunFolder.again(tmp_path / "run").tell("seed = 2\n")
+    assert (tmp_path / "run" / "config.toml").read_text() == "seed = 1\n"
+
+
+def test_the_newest_checkpoint_that_is_whole_is_gone_on_from(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    assert folder.checkpoint is None
+    found = {"9": '{"state": {"step": 9}}', "10": '{"state": {"step": 10}}', "11": "{", "12": "{}"}
+    for number, state in found.items():
+        name = f"step-{number}"
+        (folder.path / "checkpoints" / name).mkdir()
+        (folder.path / "checkpoints" / name / "state.json").write_text(state)
+    (folder.path / "checkpoints" / "step-13").mkdir()
+    assert folder.checkpoint == folder.path / "checkpoints" / "step-10"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -62,6 +115,22 @@ def test_a_run_that_goes_on_is_nobody_elses(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"run\.name: .* is going on"):
         RunFolder(tmp_path / "run", "yours")
     assert (going_on.path / "config.toml").read_text() == "mine"
+
+
+def test_who_asks_whether_a_run_goes_on_disturbs_nobody(tmp_path: Path) -> None:
+    assert not is_going_on(tmp_path)
+    folder = RunFolder(tmp_path / "run", "")
+    path = folder.path
+    assert is_going_on(path)
+    del folder
+    assert not is_going_on(path)
+    # Whoever asks has the lock for a moment, in which a run may want to go on.
+    with (path / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        timer = threading.Timer(0.02, fcntl.flock, (file, fcntl.LOCK_UN))
+        timer.start()
+        assert RunFolder.again(path).path == path
+        timer.join()
 
 
 def test_a_run_whose_start_came_to_something_is_one(tmp_path: Path) -> None:

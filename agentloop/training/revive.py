@@ -1,0 +1,139 @@
+"""A training process that is killed is started again, and goes on with its run.
+
+    agentloop train, waits ──> agentloop train, works ── killed ──> agentloop train --resume RUN
+                     └── passes signals on; when it is gone itself, the other one ends
+
+Only a signal is worth another try (the kernel's, for want of memory; a person's; a crash in native
+code). An error that has a name would come again: it ends both; so does who asks for the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from agentloop.inference.keep_alive import Restarts
+
+__all__ = ["is_child", "revived", "tell_run"]
+
+_FD = "AGENTLOOP_TRAIN_FD"
+_PR_SET_PDEATHSIG = 1
+
+
+def is_child() -> bool:
+    """Whether somebody waits for this process already."""
+    return _FD in os.environ
+
+
+def tell_run(folder: Path) -> None:
+    """Tell whoever waits for us with which run to go on."""
+    fd = os.environ.pop(_FD, None)
+    if fd is None:
+        return
+    os.write(int(fd), os.fsencode(folder))
+    os.close(int(fd))
+
+
+def revived(
+    command: Sequence[str],
+    arguments: Sequence[str],
+    max_restarts: int,
+    say: Callable[[str], None],
+    again: Sequence[str] = (),
+) -> int:
+    """Run `command` with `arguments`, and with `--resume RUN` in their place after it was killed,
+    `max_restarts` times in ten minutes at most, unless we were asked to end. `again` is told it
+    then, too: settings that the run's folder does not keep, such as a password. Returns its exit
+    status, as a shell gives it."""
+    restarts, run = Restarts(max_restarts), ""
+    while True:
+        status, told, is_to_end = _run([*command, *arguments])
+        run = told or run  # killed again before it could tell, it is the same one
+        if status >= 0:
+            return status
+        name = _name(-status)
+        if not run:
+            say(f"The training process was killed by {name}, before it had a run to go on with")
+            return 128 - status
+        if is_to_end:  # such as by a second Ctrl-C, at its very end
+            say(f"Ended by {name}; to go on: agentloop train --resume {run}")
+            return 128 - status
+        delay_s = restarts.died(time.monotonic())
+        if delay_s is None:
+            say(
+                f"The training process was killed by {name}, too often to be started again; "
+                f"what it had is kept: agentloop train --resume {run}"
+            )
+            return 128 - status
+        say(f"The training process was killed by {name}; going on with {run}")
+        try:
+            time.sleep(delay_s)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        arguments = ["--resume", run, *again]
+
+
+def _run(command: Sequence[str]) -> tuple[int, str, bool]:
+    """Its status, negative where a signal ended it, the run's folder, where there was one, and
+    whether it was asked to end."""
+    reader, writer = os.pipe()
+    with _PassedOn() as signals, open(reader, "rb") as told:
+        try:
+            child = subprocess.Popen(
+                command,
+                pass_fds=[writer],
+                env={**os.environ, _FD: str(writer)},
+                preexec_fn=_end_with_parent,
+            )
+        finally:
+            os.close(writer)
+        signals.to(child)
+        run = os.fsdecode(told.read())  # until it has told, or is gone
+        return child.wait(), run, bool(signals.asked)
+
+
+class _PassedOn:
+    """Signals that ask us to end, as they come, and those that came before there was a child.
+    From a terminal the child has them, too: twice is as once."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _PassedOn:
+        ends = (signal.SIGINT, signal.SIGTERM)
+        self._before = {one: signal.signal(one, self._pass_on) for one in ends}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+
+    def to(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        for number in self.asked:
+            child.send_signal(number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.asked.append(number)
+        if self._child is not None:
+            self._child.send_signal(number)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # those of real time have none
+        return f"signal {number}"
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,285 @@
+"""Groups of rollouts, scored and chosen from: what a step learns from, before it is learned."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import anyio
+
+from agentloop.agent.rollout import Budget
+from agentloop.errors import RequestError
+from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
+from agentloop.groups.advantage import group_advantages
+from agentloop.groups.feed import finished_groups
+from agentloop.groups.reward import Reward, Scorer
+from agentloop.groups.roc import Choice, RocSettings, Trace, resample
+from agentloop.groups.tasks import Task
+from agentloop.training.figures import figures
+from agentloop.trajectory import StopReason, Trajectory
+
+__all__ = ["RolledOut", "Rollouts", "RollsOut", "RunGroup", "in_order"]
+
+RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
+"""`Runtime.run_group`: (prompt, *, size, name, budget, at_gate) to trajectories."""
+
+
+class RolledOut(Protocol):
+    """A group that was rolled out, scored and chosen from."""
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """As `agentloop.training.figures.about` takes them."""
+        ...
+
+    @property
+    def teaches(self) -> bool:
+        """Whether there is anything to learn from it."""
+        ...
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """Each rollout with what was made of it, as it is written down."""
+        ...
+
+
+class RollsOut(Protocol):
+    """Whoever rolls out: this process, or others."""
+
+    async def has_room(self, size: int) -> None:
+        """Wait until a group of so many may start."""
+        ...
+
+    async def group(
+        self,
+        task: Task,
+        name: str,
+        *,
+        size: int,
+        budget: Budget,
+        oldest: int,
+        at_gate: Callable[[], None] = lambda: None,
+    ) -> RolledOut:
+        """A group of `size`; what is drawn for it depends on its name alone.
+
+        Args:
+            oldest: the version of the weights that may have sampled for it, at least.
+            at_gate: called when it stands in line, so that the next one may come.
+
+        Raises:
+            RequestError: the task cannot be asked.
+        """
+        ...
+
+
+async def in_order(
+    rolls_out: RollsOut,
+    tasks: Sequence[Task],
+    name: str,
+    *,
+    size: int,
+    budget: Budget,
+    oldest: int,
+    on_done: Callable[[int], None],
+    on_refused: Callable[[Task, RequestError], None],
+) -> list[tuple[Task, RolledOut]]:
+    """A group for each task, in the order of the tasks, however they finish; those that cannot be
+    asked are left out. `on_done` is told how many there are.
+
+    Raises:
+        RequestError: none could be asked.
+    """
+    found: dict[int, tuple[Task, RolledOut]] = {}
+    refused: RequestError | None = None
+
+    async def run(numbered: tuple[int, Task], at_gate: Callable[[], None]) -> Sequence[Trajectory]:
+        number, task = numbered  # one may come twice
+        group = await rolls_out.group(
+            task, f"{name}-{number}", size=size, budget=budget, oldest=oldest, at_gate=at_gate
+        )
+        found[number] = task, group
+        return ()
+
+    async with finished_groups(
+        list(enumerate(tasks)), run, partial(rolls_out.has_room, size), max_open=max(1, len(tasks))
+    ) as groups:
+        async for group in groups:  # no deadline: each rollout has one
+            if group.error is not None:  # a mistake in the data
+                refused = group.error
+                on_refused(group.task[1], refused)
+            else:
+                on_done(len(found))
+    if refused is not None and not found:  # one that is refused is a pity, all are a mistake
+        raise RequestError(f"{refused}, and so it is with all {len(tasks)} tasks") from refused
+    return [found[number] for number in sorted(found)]
+
+
+@dataclass(slots=True)
+class _Scored:
+    """A group with what it is worth and what is learned from it."""
+
+    task: Task
+    trajectories: Sequence[Trajectory]
+    rewards: list[Reward]
+    choice: Choice
+    advantages: Mapping[int, float]
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        return figures(self)
+
+    @property
+    def teaches(self) -> bool:
+        return any(self.advantages.values())
+
+    def event(self, name: str) -> GroupFinished:
+        ids = [trajectory.id for trajectory in self.trajectories]
+        values = [reward.value for reward in self.rewards if reward.value is not None]
+        return GroupFinished(
+            name,
+            kept={ids[index]: advantage for index, advantage in self.advantages.items()},
+            dropped={ids[index]: str(why) for index, why in self.choice.dropped.items()},
+            mean_reward=sum(values) / len(values) if values else None,
+            teaches=self.teaches,
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "task": self.task.id,
+                "truth": self.task.answer,
+                "reward": self.rewards[index].value,
+                "answer": self.rewards[index].answer,
+                "reason": self.rewards[index].reason,
+                "advantage": self.advantages.get(index),
+                "dropped": self.choice.dropped.get(index),
+                "trajectory": trajectory.to_dict(),
+            }
+            for index, trajectory in enumerate(self.trajectories)
+        ]
+
+
+class Rollouts:
+    """Rolls out, scores and chooses in this process."""
+
+    def __init__(
+        self,
+        run_group: RunGroup,
+        has_room: Callable[[int], Awaitable[None]],
+        scorer: Scorer,
+        roc: RocSettings,
+        *,
+        seed: int,
+        shuffle_rewards: bool = False,
+        enough: int = 0,
+        distrusts: Callable[[Trajectory], bool] = lambda trajectory: False,
+        emit: Emit = ignore,
+    ) -> None:
+        """`has_room` as in `RollsOut`; `seed` is of what is drawn; where `enough` rollouts of a
+        group have ended the others are stopped (0: never); one that `distrusts` has no reward;
+        `emit` is told of groups and what they are worth."""
+        self._run_group = run_group
+        self._has_room = has_room
+        self._scorer = scorer
+        self._roc = roc
+        self._seed = seed
+        self._shuffle_rewards = shuffle_rewards
+        self._enough = enough
+        self._distrusts = distrusts
+        self._emit = emit
+
+    async def has_room(self, size: int) -> None:
+        """See `RollsOut`."""
+        await self._has_room(size)
+
+    async def group(
+        self,
+        task: Task,
+        name: str,
+        *,
+        size: int,
+        budget: Budget,
+        oldest: int,
+        at_gate: Callable[[], None] = lambda: None,
+    ) -> RolledOut:
+        """See `RollsOut`."""
+        options: dict[str, Any] = {"enough": self._enough} if 0 < self._enough < size else {}
+        full_name = f"{name}-{task.id}"
+        self._emit(GroupStarted(full_name, task.id, task.prompt, task.answer, size))
+        scored: _Scored | None = None
+        try:
+            trajectories = await self._run_group(
+                task.prompt,
+                size=size,
+                name=full_name,
+                budget=budget,
+                at_gate=at_gate,
+                **options,
+            )
+            scored = await self._scored(task, name, trajectories, oldest)
+        finally:
+            self._emit(GroupFinished(full_name) if scored is None else scored.event(full_name))
+        return scored
+
+    async def _scored(
+        self, task: Task, name: str, trajectories: Sequence[Trajectory], oldest: int
+    ) -> _Scored:
+        rewards: dict[int, Reward] = {}
+
+        async def score(index: int) -> None:
+            begun = time.monotonic()
+            trajectory = trajectories[index]
+            if trajectory.stop_reason is StopReason.STRAGGLER:
+                rewards[index] = Reward(None, None, "stopped: enough of its group had ended")
+            elif not trajectory.num_sampled_tokens:
+                rewards[index] = Reward(None, None, "nothing was sampled: it waited too long")
+            elif other := _other_version(trajectory, oldest):
+                rewards[index] = Reward(None, None, f"sampled with other weights: {other}")
+            elif self._distrusts(trajectory):
+                why = "a server had other weights than its version says"
+                rewards[index] = Reward(None, None, why)
+            else:
+                rewards[index] = await self._scorer.score(trajectory, task)
+            reward, seconds = rewards[index], time.monotonic() - begun
+            told = (reward.value, reward.answer, reward.reason, seconds)
+            self._emit(RolloutScored(trajectory.id, *told))
+
+        async with anyio.create_task_group() as scoring:
+            for index in range(len(trajectories)):
+                scoring.start_soon(score, index)
+        return self._chosen(task, name, trajectories, [rewards[i] for i in range(len(rewards))])
+
+    def _chosen(
+        self, task: Task, name: str, trajectories: Sequence[Trajectory], rewards: list[Reward]
+    ) -> _Scored:
+        values = [reward.value for reward in rewards]
+        # Its own, for groups finish in any order.
+        draw = random.Random(f"{self._seed} {name}")
+        if self._shuffle_rewards:
+            values = _shuffled(values, draw)
+        traces = [
+            Trace.of(trajectory, value)
+            for trajectory, value in zip(trajectories, values, strict=True)
+        ]
+        choice = resample(traces, self._roc, draw)
+        kept = [value for index in choice.kept if (value := values[index]) is not None]
+        advantages = dict(zip(choice.kept, group_advantages(kept), strict=True))
+        if not any(advantages.values()) and self._roc.reject_equal_reward:
+            advantages = {}
+        return _Scored(task, trajectories, rewards, choice, advantages)
+
+
+def _other_version(trajectory: Trajectory, oldest: int) -> str | None:
+    """A server that was restarted by others serves its old weights until it is probed."""
+    versions = (span.version for turn in trajectory for span in turn.versions)
+    return next((one for one in versions if not (one.isdecimal() and int(one) >= oldest)), None)
+
+
+def _shuffled(values: Sequence[float | None], draw: random.Random) -> list[float | None]:
+    """Rewards dealt out anew; who has none, has none."""
+    there = [value for value in values if value is not None]
+    draw.shuffle(there)
+    return [None if value is None else there.pop() for value in values]

@@ -1,0 +1,119 @@
+"""Checkpoints of another number of ranks, or of another ZeRO stage.
+
+    zero/ of n ranks ──convert, on rank 0──> a folder per parameter, whole ──load──> m ranks
+
+It is DeepSpeed's universal checkpoint (arXiv 2406.18820). What DeepSpeed makes of stage 3 differs a
+little from what it makes of the others, and is evened out here.
+"""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.errors import NotConverted, NotWritten
+from learner.files import writing
+from learner.policy import Policy
+
+__all__ = ["convert", "load", "remove"]
+
+_STATES = ("fp32", "exp_avg", "exp_avg_sq")
+_WEIGHTS = 3  # the stage that shares the weights out, too
+
+
+def convert(policy: Policy, zero: Path, target: Path, *, stage: int) -> None:
+    """Write what ranks of ZeRO `stage` have saved in `zero` to `target`, for all to read.
+
+    Raises:
+        NotConverted: DeepSpeed cannot; nothing is left.
+        NotWritten: nothing is left.
+    """
+    try:
+        with writing(target):
+            remove(target)
+            target.mkdir()
+            _convert(zero, _inner(target))
+            if (stage == _WEIGHTS) != (policy.settings.zero_stage == _WEIGHTS):
+                _even_out(_inner(target) / "zero", _shapes(policy), stage)
+    except Exception as error:  # of DeepSpeed's: an assertion, a key that is missing
+        remove(target)
+        if isinstance(error, NotWritten):
+            raise
+        raise NotConverted(f"{type(error).__name__}: {error}") from error
+
+
+def _convert(zero: Path, target: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        Namespace(
+            input_folder=str(zero),
+            output_folder=str(target),
+            num_extract_workers=1,  # this one: children would inherit the process groups' sockets
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,  # what only Megatron's models have
+        )
+    )
+
+
+def remove(target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+
+
+def load(policy: Policy, target: Path) -> None:
+    """Every rank comes here once `target` is whole. Settings of the optimizer stay those of now."""
+    optimizer = policy.engine.optimizer
+    whole = policy.settings.zero_stage != _WEIGHTS
+    # Stage 3 would take those of the first group for all of them, weight decay too.
+    groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
+    if not whole:
+        optimizer.checkpoint_event_prologue()
+    optimizer.load_state_dict(None, checkpoint_folder=str(_inner(target)))
+    if whole:
+        optimizer.update_lp_params()
+    else:
+        optimizer.checkpoint_event_epilogue()
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update(settings)
+    # Stage 3 gives all of them one and the same count, which then counts each of them.
+    for state in optimizer.optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()
+
+
+def _inner(target: Path) -> Path:
+    return target / "universal"  # DeepSpeed writes beside it, too
+
+
+def _shapes(policy: Policy) -> dict[str, torch.Size]:
+    """Of what is trained, by name."""
+    groups = policy.engine._get_zero_param_shapes()
+    return {name: shape for group in groups for name, shape in group.items()}
+
+
+def _even_out(zero: Path, shapes: dict[str, Any], stage: int) -> None:
+    """Stage 3 writes and reads the number of steps once; the others, that of each parameter, whose
+    tensors have a shape and stand in a dict."""
+    import deepspeed
+
+    common_path = zero / "optimizer_state.pt"
+    common = torch.load(common_path, weights_only=False)
+    if stage == _WEIGHTS:
+        step = common["optimizer_state_dict"]["state"][0]["step"]
+        common = {"param_groups": common["param_groups"], "ds_version": deepspeed.__version__}
+        for name, shape in shapes.items():
+            for state in _STATES:
+                file = zero / name / f"{state}.pt"
+                torch.save({"param": torch.load(file).reshape(shape)}, file)
+            torch.save(step, zero / name / "step.pt")
+    else:
+        step = torch.load(zero / next(iter(shapes)) / "step.pt")
+        groups = common["param_groups"]
+        common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
+    torch.save(common, common_path)

@@ -1,0 +1,142 @@
+"""A runtime of a fleet whose rollouts are played: in a test's process, or as one of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import anyio
+
+from agentloop.agent.rollout import Budget
+from agentloop.errors import ServerError
+from agentloop.groups.tasks import Task
+from agentloop.training.fleet_link import FleetSettings, Link
+from agentloop.training.fleet_member import Member, heard
+from agentloop.training.handover import Handover, Published
+from agentloop.training.rollouts import RolledOut, RollsOut
+
+LEASE_S = 2.0  # enough for a machine that is busy with other tests
+
+
+@dataclass
+class Group:
+    """What was rolled out."""
+
+    rows_: Sequence[Mapping[str, Any]]
+    figures: Mapping[str, Any] = field(default_factory=lambda: {"rejected": None, "rollouts": []})
+    teaches: bool = True
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        return self.rows_
+
+
+class Player:
+    """Rolls out and serves weights, in name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.asked: list[str] = []
+        self.versions: list[str] = []
+        self.checksum = "sum"
+        self.stop_reason = "answered"
+        self.filling = ""  # of each row
+        self.error: Exception | None = None
+        self.fails: ServerError | None = None  # to load weights
+        self.gate: anyio.Event | None = None  # groups wait for it
+        self.room: anyio.Event | None = None
+
+    async def has_room(self, size: int) -> None:
+        if self.room is not None:
+            await self.room.wait()
+
+    async def group(
+        self,
+        task: Task,
+        name: str,
+        *,
+        size: int,
+        budget: Budget,
+        oldest: int,
+        at_gate: Callable[[], None] = lambda: None,
+    ) -> RolledOut:
+        self.asked.append(name)
+        at_gate()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return Group(
+            [
+                {
+                    "task": task.id,
+                    "by": self.name,
+                    "index": index,
+                    "version": self.versions[-1],
+                    "max_turns": budget.max_turns,
+                    "filling": self.filling,
+                    "trajectory": {"stop_reason": self.stop_reason},
+                }
+                for index in range(size)
+            ]
+        )
+
+    async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
+        if self.fails is not None:
+            raise self.fails
+        self.versions.append(published.version)
+        return Handover(published, [self.name], {}, 0.0, self.checksum)
+
+    async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
+        return True
+
+    async def run(self, settings: FleetSettings, rollouts: RollsOut | None = None) -> None:
+        """As `agentloop rollouts`; `rollouts` are in place of ours."""
+        async with Link.open(settings, settings.run) as link:
+            word = await heard(link, within_s=settings.give_up_s, say=lambda line: None)
+            member = Member(
+                link,
+                word,
+                rollouts or self,
+                self,
+                name=self.name,
+                num_servers=1,
+                give_up_s=settings.give_up_s,
+                say=lambda line: None,
+            )
+            await member.run()
+
+
+@asynccontextmanager
+async def playing(settings: FleetSettings, *players: Player) -> AsyncIterator[None]:
+    """They are there, within."""
+    async with anyio.create_task_group() as tasks:
+        for player in players:
+            tasks.start_soon(player.run, settings)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def main(url: str, run: str, folder: str) -> None:
+    """Says in files of the folder what it was asked for, and never comes to an end with it."""
+    player = Player(str(os.getpid()))
+    player.gate = anyio.Event()
+    settings = FleetSettings(redis=url, run=run)
+
+    async def tell() -> None:
+        while True:
+            for name in player.asked:
+                await anyio.Path(folder, name).touch()
+            await anyio.sleep(0.02)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tell)
+        await player.run(settings)
+
+
+if __name__ == "__main__":
+    anyio.run(partial(main, *sys.argv[1:]))

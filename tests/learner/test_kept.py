@@ -1,0 +1,61 @@
+"""A rank of the real learner is killed; the next ones go on from what was saved beside training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+
+from agentloop.training.learner import KeptLearner, LearnerLost, RanksSettings
+from tests.learner.ranks import ROOT, make_batch
+from tests.learner.test_ranks import SETTINGS
+
+pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(120)]
+
+
+def rank_1(log_dir: Path) -> int:
+    """Its id: of all processes, the one that has been told so, and writes there."""
+    for process in Path("/proc").iterdir():
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            writes_to = (process / "fd" / "2").readlink()
+        except OSError:
+            continue
+        if b"RANK=1" in environment and writes_to == log_dir / "learner-1.log":
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            if b"learner" in command and b"-m" in command[:4]:
+                return int(process.name)
+    raise AssertionError("there is no rank 1")
+
+
+async def test_after_sigkill_it_goes_on_with_the_same_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    make_batch().save(tmp_path / "batch")
+    folder, batch = str(tmp_path / "saved" / "1"), str(tmp_path / "batch")
+    async with KeptLearner(
+        SETTINGS.model_dump(mode="json"),
+        RanksSettings(count=2),
+        log_dir=tmp_path / "logs",
+        on_progress=lambda line: None,
+    ) as learner:
+
+        async def ask(op: str, **arguments: Any) -> dict[str, Any]:
+            return await learner.ask(op, timeout_s=60, **arguments)
+
+        await ask("step", batch=batch)
+        await ask("save", folder=folder, state={"cursor": 1}, beside=True)
+        losses = [(await ask("step", batch=batch))["loss"] for _ in range(2)]
+        assert (await ask("saved", wait=True))["folder"] == folder
+        os.kill(rank_1(tmp_path / "logs"), signal.SIGKILL)
+        with pytest.raises(LearnerLost, match="rank 1 ended with exit status 137"):
+            await ask("step", batch=batch)
+        await learner.restart()
+        assert (await ask("load", folder=folder))["state"] == {"cursor": 1}
+        assert [(await ask("step", batch=batch))["loss"] for _ in range(2)] == losses
