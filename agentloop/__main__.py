@@ -12,7 +12,13 @@ _COMMANDS = {
     "chat": "ask the agent in a terminal",
     "sft": "train a model on dialogues, before it is trained by rollouts",
     "train": "train a model by rollouts",
+    "rollouts": "roll out for a training run on another machine",
+    "evaluate": "measure a model, or an endpoint, on tasks",
     "export": "make a model folder for others of a run's weights",
+    "view": "show a run as a page, or make one HTML file of it",
+    "ls": "list the runs below a folder",
+    "plot": "draw what became of runs, one over another",
+    "analyze": "look into a run's rollouts: where the policy hesitates",
     "data": "prepare problems to train and to measure on, and dialogues to start from",
 }
 

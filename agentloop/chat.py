@@ -36,6 +36,7 @@ _ENDINGS = {
     StopReason.TOKEN_BUDGET: "it used all its tokens",
     StopReason.TIME_BUDGET: "it ran out of time",
     StopReason.INFRASTRUCTURE: "the infrastructure failed",
+    StopReason.CANCELLED: "it was cancelled",
 }
 
 
@@ -125,7 +126,7 @@ async def ask(
     transcript = Transcript(out, reasoning_first=bool(runtime.chat.opened_thought))
 
     async with runtime.stream(messages, on_event=also) as rollout:
-        async for event in rollout:
+        async for event in rollout:  # no deadline: the rollout has one, and then ends this
             transcript(event)
     trajectory = rollout.trajectory
     assert trajectory is not None

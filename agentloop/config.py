@@ -255,7 +255,12 @@ def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str
         # Not a section as a whole: a token may stand in it.
         plain = isinstance(problem["input"], str | int | float | None)
         given = f", not {problem['input']!r}" if plain else ""
-        lines.append(f"{path or 'settings'}: {problem['msg']}{given}{where}")
+        message = problem["msg"]
+        if problem["type"] == "value_error":  # our own words, which may say what was given
+            message = str(problem["ctx"]["error"])
+            given = "" if repr(problem["input"]) in message else given
+        line = f"{path or 'settings'}: {message}{given}{where}"
+        lines.append(re.sub(r"://[^\s'\"]*@", "://...@", line))  # a URL's password
     return "; ".join(lines)
 
 
@@ -276,8 +281,10 @@ def describe_settings(
             names = _has_names(field.annotation)
             yield from describe_settings(section, f"{path}.NAME" if names else path)
         else:
-            default = field.get_default(call_default_factory=True)
-            yield path, _toml_value(default), field.description or ""
+            default = "(required)"
+            if not field.is_required():
+                default = _toml_value(field.get_default(call_default_factory=True))
+            yield path, default, field.description or ""
 
 
 def to_toml(settings: pydantic.BaseModel) -> str:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import signal
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 
@@ -26,11 +35,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Progress",
     "add_settings_arguments",
+    "print_json",
+    "print_table",
+    "printable",
     "run",
     "settings_text",
     "split_settings",
     "started",
 ]
+
+
+_GAP = 2  # between the columns of a table
+_LEAST = 8  # cells, of its first column, which takes what the others leave
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +84,100 @@ def settings_text(model: type[pydantic.BaseModel]) -> str:
     return "\n".join(lines)
 
 
+def printable(text: str) -> str:
+    """With what a terminal would obey, such as escape sequences, spelled out."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def print_json(value: object) -> None:
+    """On stdout, for scripts."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    numbers: Collection[str] = (),
+    optional: Sequence[str] = (),
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """On stdout: on a terminal as a table that fits it, else as aligned text, every cell whole.
+
+    Args:
+        numbers: columns that are aligned to the right.
+        optional: columns that a narrow terminal is spared, the first of them first.
+        styles: of cells that say just that, on a terminal.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    out, cells = Console(), [[printable(cell) for cell in row] for row in rows]
+    if not out.is_terminal:
+        print(_aligned([list(columns), *cells], [name in numbers for name in columns], title))
+        return
+    shown, headings = list(columns), list(columns)
+    if _room_for(headings, cells) > out.width:
+        headings = [name.replace(" ", "\n") for name in columns]
+    for name in optional:
+        if _room_for(headings, cells) > out.width:
+            at = shown.index(name)
+            cells = [[*row[:at], *row[at + 1 :]] for row in cells]
+            del shown[at], headings[at]
+    left_out = [name for name in optional if name not in shown]
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        caption=f"not shown here: {', '.join(left_out)}" if left_out else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, _GAP - 1, 0, 0),
+    )
+    first, *others = _widths([headings, *cells])
+    first = max(_LEAST, min(first, out.width - sum(others) - _GAP * len(shown)))
+    for name, heading, width in zip(shown, headings, (first, *others), strict=True):
+        justify: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(heading, justify=justify, overflow="fold", width=width)
+    for row in cells:
+        table.add_row(*(Text(cell, (styles or {}).get(cell, "")) for cell in row))
+    out.print(table)
+
+
+def _room_for(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    return sum(_widths([headings, *rows])) + _GAP * len(headings)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Of each column: of its longest line."""
+    from rich.cells import cell_len
+
+    return [
+        max(cell_len(line) for cell in column for line in cell.split("\n"))
+        for column in zip(*rows, strict=True)
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -> str:
+    from rich.cells import cell_len
+
+    widths = _widths(rows)
+    lines = [title] if title else []
+    for row in rows:
+        padded = []
+        for cell, width, to_right in zip(row, widths, right, strict=True):
+            spaces = " " * (width - cell_len(cell))
+            padded.append(spaces + cell if to_right else cell + spaces)
+        lines.append((" " * _GAP).join(padded).rstrip())
+    return "\n".join(lines)
+
+
 class Progress:
     """Plain words on stderr about what is going on; on a terminal with a spinner, a clock and,
     while something is trained, a panel that says where it stands.
@@ -75,13 +185,16 @@ class Progress:
     Use as a context manager; call it with what is done at the moment; `stop()` ends it early.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, *, after_s: float = 0.0) -> None:
+        """What may be over soon is not spoken of before `after_s`, and without a terminal more and
+        more rarely after that; what is to stay always is."""
         from rich.console import Console
         from rich.live import Live
 
         self._line = title
         self._standing: Standing | None = None
         self._begun = time.monotonic()
+        self._after_s, self._over = after_s, threading.Event()
         self._console = Console(stderr=True)
         self._plain = not self._console.is_terminal
         self._live = Live(
@@ -89,17 +202,19 @@ class Progress:
         )
 
     def __enter__(self) -> Self:
-        if self._plain:
-            print(self._line, file=sys.stderr, flush=True)
-        else:
+        if not self._plain:
             self._live.start()
+        elif self._after_s:
+            threading.Thread(target=self._tell_now_and_then, daemon=True).start()
+        else:
+            print(self._line, file=sys.stderr, flush=True)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     def __call__(self, line: str) -> None:
-        if self._plain and line != self._line:
+        if self._plain and not self._after_s and line != self._line:
             print(line, file=sys.stderr, flush=True)
         self._line = line
 
@@ -114,20 +229,42 @@ class Progress:
         """Where it stands, until it stands elsewhere. Only a terminal shows it."""
         self._standing = standing
 
+    @property
+    def line(self) -> str:
+        """What is done at the moment."""
+        return self._line
+
+    @property
+    def standing(self) -> Standing | None:
+        """Where it was said to stand last."""
+        return self._standing
+
     def refresh(self) -> None:
         """Draw now, not at the next tick."""
         self._live.refresh()
 
     def stop(self) -> None:
+        self._over.set()
         if not self._plain:
             self._live.stop()
+
+    def _tell_now_and_then(self) -> None:
+        told, wait_s = "", self._after_s
+        while not self._over.wait(wait_s):
+            if self._line != told:
+                told = self._line
+                print(told, file=sys.stderr, flush=True)
+            wait_s *= 2
 
     def _picture(self) -> RenderableType:
         from rich.console import Group
         from rich.spinner import Spinner
         from rich.text import Text
 
-        elapsed = clock(time.monotonic() - self._begun)
+        elapsed_s = time.monotonic() - self._begun
+        if elapsed_s < self._after_s:
+            return Text()
+        elapsed = clock(elapsed_s)
         if self._standing is None:
             return Spinner("dots", Text(f"{self._line}  {elapsed}"))
         spinner = Spinner("dots", Text(f"{self._standing.waits}  {elapsed}"))
@@ -145,7 +282,7 @@ def _panel(standing: Standing) -> RenderableType:
     bar = Table.grid(padding=(0, 1))
     left = "" if standing.left_s is None else f"about {clock(standing.left_s)} left"
     bar.add_row(
-        f"step {standing.step} of {standing.num_steps}",
+        f"{standing.unit} {standing.step} of {standing.num_steps}",
         ProgressBar(total=standing.num_steps, completed=standing.step, width=30),
         left,
     )
@@ -199,7 +336,7 @@ def _configure_logging() -> None:
     renderer: Any = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         renderer = structlog.dev.ConsoleRenderer()
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -213,13 +350,25 @@ def _configure_logging() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
+class _Stderr(logging.StreamHandler[Any]):
+    """What is stderr at the moment: above a live display it is the display's."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        pass
+
+
 async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
     status = 0
     working = anyio.CancelScope()
 
     async def watch(signals: AsyncIterator[signal.Signals]) -> None:
         nonlocal status
-        async for number in signals:
+        async for number in signals:  # no deadline: as long as the command runs
             # A second one changes nothing: every cleanup has a deadline.
             status = status or 128 + number
             working.cancel()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentloop import console
 from agentloop.errors import AgentLoopError, DataError
 from agentloop.groups.tasks import Task, TasksSettings, read_jsonl, read_tasks
 from agentloop.groups.teacher import lessons
@@ -35,27 +36,38 @@ SETS = {
 }
 """The number of rows of each set, and what it is."""
 
+Said = tuple[str, dict[str, Any]]
+"""What came of a command, in words and for scripts."""
+
+_COUNTS = ("num_tasks", "num_too_few", "num_without", "num_unknown")  # of `Filtered`
+
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        print(options.command(options))
+        with console.Progress(options.doing, after_s=2.0):
+            said, told = options.command(options)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)
         return 2
+    if options.json:
+        console.print_json(told)
+    else:
+        print(said)
     return 0
 
 
-def _prepare(options: argparse.Namespace) -> str:
+def _prepare(options: argparse.Namespace) -> Said:
     num_rows, tasks = prepare(
         options.set, options.files, without=options.without, any_count=options.any_count
     )
     _write(map(_row, tasks), options.out)
-    return f"{options.out}: {len(tasks)} problems of {num_rows} rows"
+    said = f"{options.out}: {len(tasks)} problems of {num_rows} rows"
+    return said, {"out": str(options.out), "num_problems": len(tasks), "num_rows": num_rows}
 
 
-def _filter(options: argparse.Namespace) -> str:
+def _filter(options: argparse.Namespace) -> Said:
     solved, rollouts = options.solved
     found = filter_solved(options.tasks, options.trajectories, solved=solved, rollouts=rollouts)
     _write(map(_row, found.tasks), options.out)
@@ -70,12 +82,14 @@ def _filter(options: argparse.Namespace) -> str:
         )
     if found.num_unknown:
         said += f"; {found.num_unknown} problems of the rollouts stand in no file of --tasks"
-    return said
+    counts = {name: getattr(found, name) for name in _COUNTS}
+    return said, {"out": str(options.out), "num_problems": len(found.tasks), **counts}
 
 
-def _teacher(options: argparse.Namespace) -> str:
+def _teacher(options: argparse.Namespace) -> Said:
     _write(lessons(options.count, levels=options.levels, seed=options.seed), options.out)
-    return f"{options.out}: {options.count} dialogues"
+    said = f"{options.out}: {options.count} dialogues"
+    return said, {"out": str(options.out), "num_dialogues": options.count}
 
 
 def prepare(
@@ -231,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="prepare | filter | teacher")
     prepare = commands.add_parser("prepare", help="make one JSONL file of a set")
-    prepare.set_defaults(command=_prepare)
+    prepare.set_defaults(command=_prepare, doing="Reading the files")
     prepare.add_argument("set", choices=SETS)
     prepare.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .parquet")
     prepare.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
@@ -247,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
         "--any-count", action="store_true", help="take files with another number of rows"
     )
     hard = commands.add_parser("filter", help="leave out the problems that are solved already")
-    hard.set_defaults(command=_filter)
+    hard.set_defaults(command=_filter, doing="Reading the rollouts")
     hard.add_argument(
         "trajectories",
         nargs="+",
@@ -274,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     teacher = commands.add_parser(
         "teacher", help="write dialogues about arithmetic, of a teacher who often errs"
     )
-    teacher.set_defaults(command=_teacher)
+    teacher.set_defaults(command=_teacher, doing="Writing the dialogues")
     teacher.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     teacher.add_argument("--count", type=_from(1), default=10_000, help="dialogues (10000)")
     teacher.add_argument("--seed", type=_from(0), default=0, help="of problems and faults (0)")
@@ -285,6 +299,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[2],
         help="levels of the problems, as in tasks.levels of a training run (2)",
     )
+    for command in (prepare, hard, teacher):
+        command.add_argument("--json", action="store_true", help="print what was done as JSON")
     return parser
 
 

@@ -5,6 +5,7 @@
      ├─ ModelError             a model folder, its tokenizer or its chat template
      ├─ RequestError           what a caller asked for: a message, a field, a tool
      │   └─ PromptTooLong
+     ├─ NotThere               what a reader of the page asked for is not kept, or never was
      ├─ DataError              a task's data: a file, a line of it, a field
      ├─ RewardError            a reward function of the user's: it raised, or took too long
      └─ ServerError            an inference server (infrastructure: retried, never a reward)
@@ -21,6 +22,7 @@ __all__ = [
     "AgentLoopError",
     "DataError",
     "ModelError",
+    "NotThere",
     "PromptTooLong",
     "RequestError",
     "RewardError",
@@ -61,6 +63,10 @@ class RequestError(AgentLoopError):
 
 class PromptTooLong(RequestError):
     """The prompt leaves no room for a single token of response."""
+
+
+class NotThere(AgentLoopError):
+    """A rollout, a group or a run that a reader asked for is not kept any more, or never was."""
 
 
 class DataError(AgentLoopError):

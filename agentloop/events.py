@@ -1,14 +1,17 @@
 """What happened, typed, once. Emitters call a plain function; readers decide what to keep.
 
+    rollouts, groups, the learner's steps ──emit──> every reader: metrics, page, run folder, traces
+
 Events of one rollout arrive in order. Times are not repeated here where the trajectory has them.
+A reader is called in the loop's thread and must not block: what takes longer it puts aside.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import anyio
 
@@ -21,22 +24,34 @@ __all__ = [
     "Event",
     "Explained",
     "Feed",
+    "GroupFinished",
+    "GroupStarted",
+    "Measured",
     "RolloutAbandoned",
     "RolloutFinished",
+    "RolloutScored",
     "RolloutStarted",
     "TokensSampled",
     "TurnFinished",
     "TurnMoved",
     "TurnPlaced",
+    "TurnSampled",
     "TurnStarted",
+    "WeightsLoaded",
     "ignore",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStarted:
-    rollout_id: str
-    num_prompt_tokens: int
+    """`record` is what the rollout writes into as it goes on: it may be read at any time."""
+
+    record: Trajectory
+    group: str = ""  # that of its siblings; none: it has no siblings
+
+    @property
+    def rollout_id(self) -> str:
+        return self.record.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,14 @@ class TurnMoved:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnSampled:
+    """Its last token has come; calls of it may still run."""
+
+    rollout_id: str
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
 class TurnFinished:
     rollout_id: str
     turn: int
@@ -128,6 +151,66 @@ class RolloutAbandoned:
     rollout_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class GroupStarted:
+    """A task is to be rolled out `size` times; `group` is what its rollouts name."""
+
+    group: str
+    task_id: str
+    prompt: Any  # a question, or a conversation in OpenAI's terms
+    answer: str | None
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutScored:
+    """What a rollout is worth. `reward` is None where it says nothing about the model."""
+
+    rollout_id: str
+    reward: float | None
+    answer: str | None  # what it gave as its answer
+    reason: str  # why, for people
+    seconds: float  # that it took to say so
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFinished:
+    """All of a group is scored, and it was chosen from it.
+
+    Attributes:
+        kept: ids of the rollouts that are learned from, by their advantage.
+        dropped: the other ones' ids, by the reason.
+        teaches: whether any advantage is other than 0.
+        is_chosen: whether somebody chooses from it at all: not in an evaluation.
+
+    One that could not be rolled out has none of it.
+    """
+
+    group: str
+    kept: Mapping[str, float] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    mean_reward: float | None = None
+    teaches: bool = False
+    is_chosen: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A row of a run's metrics: of a step, or of an evaluation after it."""
+
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLoaded:
+    """The servers were given weights; `failed` are the addresses of those that could not."""
+
+    version: str
+    seconds: float
+    loaded: Sequence[str]
+    failed: Sequence[str]
+
+
 Event = (
     RolloutStarted
     | TurnStarted
@@ -136,9 +219,15 @@ Event = (
     | CallStarted
     | CallFinished
     | TurnMoved
+    | TurnSampled
     | TurnFinished
     | RolloutFinished
     | RolloutAbandoned
+    | RolloutScored
+    | GroupStarted
+    | GroupFinished
+    | Measured
+    | WeightsLoaded
 )
 Emit = Callable[[Event], None]
 

@@ -18,10 +18,11 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from agentloop import console
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
 
@@ -324,12 +325,17 @@ def main(arguments: list[str]) -> int:
         "--dtype", choices=["bfloat16", "float32"], help="type of the weights (as published)"
     )
     parser.add_argument("--step", type=int, metavar="N", help="weights of that step (the newest)")
+    parser.add_argument("--json", action="store_true", help="print what was exported as JSON")
     options = parser.parse_args(arguments)
     try:
-        found = export(options.source, options.out, dtype=options.dtype, step=options.step)
+        with console.Progress("Checking and writing the weights", after_s=2.0):
+            found = export(options.source, options.out, dtype=options.dtype, step=options.step)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)
         return 2
     version = "" if found.version is None else f", version {found.version}"
-    print(f"{options.out}: the model of {found.folder}{version}")
+    if options.json:
+        console.print_json({"out": options.out, **asdict(found)})
+    else:
+        print(f"{options.out}: the model of {found.folder}{version}")
     return 0

@@ -53,7 +53,8 @@ from agentloop.inference.supervise import (
     sglang_servers,
 )
 from agentloop.models import SMALL
-from agentloop.trajectory import Message, Trajectory
+from agentloop.observe.otel import OtelSettings
+from agentloop.trajectory import Message, StopReason, Trajectory
 from sandbox import Pool, PoolSettings
 
 __all__ = ["RolloutStream", "Runtime", "Settings"]
@@ -99,6 +100,10 @@ class Settings(pydantic.BaseModel):
     router: RouterSettings = pydantic.Field(default_factory=RouterSettings)
     sandbox: PoolSettings = pydantic.Field(default_factory=PoolSettings)
     serve: ServeSettings = pydantic.Field(default_factory=ServeSettings)
+    otel: OtelSettings = pydantic.Field(
+        default_factory=lambda: OtelSettings(),
+        description="Traces of `agentloop serve`, `train`, `rollouts` and `evaluate`.",
+    )
     sampling: Sampling = pydantic.Field(default_factory=lambda: Sampling())
     budget: Budget = pydantic.Field(default_factory=lambda: Budget())
 
@@ -133,7 +138,7 @@ class RolloutStream:
         return self
 
     async def __anext__(self) -> Event:
-        event = await anext(self._feed)
+        event = await anext(self._feed)  # no deadline: the rollout has one, and then ends this
         if isinstance(event, RolloutFinished):
             self.trajectory = event.trajectory
         return event
@@ -175,6 +180,7 @@ class Runtime:
         self._progress = progress or (lambda line: None)
         self._stack = AsyncExitStack()
         self._parts_or_none: _Parts | None = None
+        self._open: dict[str, Rollout] = {}  # rollouts in flight
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._running())
@@ -205,7 +211,7 @@ class Runtime:
             RequestError: the request is at fault. What fails later is in the trajectory.
         """
         parts = self._parts
-        return await Rollout(
+        rollout = Rollout(
             engine=parts.router,
             chat=parts.chat,
             messages=_conversation(messages),
@@ -215,7 +221,8 @@ class Runtime:
             emit=on_event,
             with_text=on_event is not ignore,
             group=group,
-        ).run()
+        )
+        return await self._run(rollout)
 
     async def run_group(
         self,
@@ -226,12 +233,17 @@ class Runtime:
         tools: Sequence[AnyTool] | None = None,
         sampling: Sampling | None = None,
         budget: Budget | None = None,
+        enough: int | None = None,
         on_event: Emit = ignore,
+        with_text: bool = True,
         at_gate: Callable[[], None] = lambda: None,
     ) -> list[Trajectory]:
         """Run `size` rollouts of one task side by side, once there is KV room for what they will
-        grow to. The trajectories' ids are `name.0`, `name.1`, ...; with a seed, each has its own.
-        `at_gate` is called when it has its prompt, and stands in line.
+        grow to. The trajectories' ids are `name.0`, `name.1`, ...; with a seed, each has its own,
+        which the group's name has a part in.
+        `at_gate` is called when it has its prompt, and stands in line. Once `enough` have ended by
+        themselves the others are stopped: which are those that take long. Without `with_text`
+        events of tokens say how many there are, and not what they say: that costs less.
 
         Raises:
             RequestError: the request is at fault. What fails later is in the trajectories.
@@ -244,22 +256,32 @@ class Runtime:
         longest = parts.router.context_length
         schemas = Tools(group_tools).schemas
         prompt_ids = await prompt_of(parts.chat, messages, schemas, longest)
+        own = sampling or self.settings.sampling
+        if name is not None:
+            own = own.of_group(name)
         trajectories: dict[str, Trajectory] = {}
+        num_ended = 0
 
         async def run(key: str, group: str, index: int) -> None:
-            trajectories[key] = await Rollout(
+            nonlocal num_ended
+            trajectories[key] = Trajectory(key, prompt_ids, stop_reason=StopReason.STRAGGLER)
+            rollout = Rollout(
                 engine=parts.router,
                 chat=parts.chat,
                 messages=messages,
                 tools=group_tools,
-                sampling=(sampling or self.settings.sampling).of_sibling(index),
+                sampling=own.of_sibling(index),
                 budget=budget or self.settings.budget,
                 emit=on_event,
-                with_text=on_event is not ignore,
+                with_text=with_text and on_event is not ignore,
                 id=key,
                 group=group,
                 prompt_ids=prompt_ids,
-            ).run()
+            )
+            trajectories[key] = await self._run(rollout)
+            num_ended += not trajectories[key].stop_reason.infrastructure
+            if num_ended == enough:
+                tasks.cancel_scope.cancel()
 
         name = name or uuid.uuid4().hex
         at_gate()
@@ -307,6 +329,21 @@ class Runtime:
                 yield groups
         except BaseExceptionGroup as group:
             raise sole(group) from None
+
+    async def _run(self, rollout: Rollout) -> Trajectory:
+        self._open[rollout.id] = rollout
+        try:
+            return await rollout.run()
+        finally:
+            del self._open[rollout.id]
+
+    def cancel(self, rollout_id: str) -> bool:
+        """End a rollout now; its trajectory says so, and has no reward. False: it is not in
+        flight."""
+        rollout = self._open.get(rollout_id)
+        if rollout is not None:
+            rollout.cancel()
+        return rollout is not None
 
     async def add_server(self, url: str) -> None:
         """One more SGLang server, from now on.

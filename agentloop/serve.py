@@ -2,7 +2,8 @@
 
     POST /v1/chat/completions   the agent answers, running its own tools; streamed or whole
     POST /v1/rollouts           prompts in, trajectories out as NDJSON, each as it finishes
-    GET  /v1/models  /v1/waits  /healthz  /metrics
+    GET  /v1/models  /v1/waits  /healthz  /metrics  /openapi.json
+    GET  /                      the page: what goes on, live; its own routes are in observe/page.py
 
 A request lives in its handler's task: a client that leaves cancels what it asked for.
 """
@@ -12,14 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from importlib.metadata import version
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
@@ -29,9 +33,13 @@ from aiohttp import web
 from anyio.streams.memory import MemoryObjectSendStream
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from rich.console import Console
+from typing_extensions import TypedDict
 
 from agentloop import chat, console
-from agentloop.api.guard import Guard, ServeSettings
+from agentloop.agent.rollout import Budget
+from agentloop.api.bodies import FunctionTool, Health, RolloutLine
+from agentloop.api.guard import Guard
+from agentloop.api.http import bind, serving
 from agentloop.api.openai import (
     ChatRequest,
     ChunkWriter,
@@ -40,19 +48,29 @@ from agentloop.api.openai import (
     model_list,
     parse,
 )
+from agentloop.api.openapi import document, service
 from agentloop.config import load_settings
-from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
-from agentloop.events import Event
+from agentloop.errors import AgentLoopError, RequestError, ServerError
+from agentloop.events import Emit, Event
+from agentloop.inference.router import ServerView
+from agentloop.inference.sglang import Sampling
+from agentloop.observe.ask import Ask, asking
+from agentloop.observe.board import Board
+from agentloop.observe.live import Live, Sources
 from agentloop.observe.metrics import Metrics
-from agentloop.observe.stalls import Stalls
+from agentloop.observe.otel import Traces
+from agentloop.observe.page import Page
+from agentloop.observe.readers import Readers
+from agentloop.observe.stalls import Stalls, Wait
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message, StopReason, Trajectory
 
-__all__ = ["App", "bind", "listening", "main"]
+__all__ = ["App", "listening", "main"]
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+M = TypeVar("M", bound=pydantic.BaseModel)
 
 
 class RolloutsRequest(pydantic.BaseModel):
@@ -62,9 +80,30 @@ class RolloutsRequest(pydantic.BaseModel):
 
     prompts: list[str | list[dict[str, Any]]] = pydantic.Field(min_length=1, max_length=65_536)
     n: int = pydantic.Field(1, ge=1, le=1024)
-    tools: list[str | dict[str, Any]] | None = None
-    sampling: dict[str, Any] = pydantic.Field(default_factory=dict)
-    budget: dict[str, Any] = pydantic.Field(default_factory=dict)
+    tools: list[str | FunctionTool] | None = None
+    sampling: Sampling = pydantic.Field(
+        default_factory=lambda: Sampling(), description="What it leaves out is the service's own."
+    )
+    budget: Budget = pydantic.Field(
+        default_factory=lambda: Budget(), description="What it leaves out is the service's own."
+    )
+
+
+class RoomWait(TypedDict):
+    """A rollout waits for room on a server."""
+
+    rollout_id: str
+    why: str
+    waited_s: float
+
+
+class Waits(TypedDict):
+    """`GET /v1/waits`."""
+
+    still_s: float
+    waits: list[Wait]
+    for_room: list[RoomWait]
+    servers: list[ServerView]
 
 
 class App:
@@ -74,19 +113,116 @@ class App:
         self._runtime = runtime
         self._settings = settings
         self._guard = Guard(settings.serve)
-        self._metrics = Metrics(runtime.router.view, lambda: runtime.router.num_waiting)
+        self._metrics = Metrics(
+            runtime.router.view,
+            lambda: runtime.router.num_waiting,
+            sandbox=lambda: runtime.pool.stats(),
+            still_s=lambda: self._stalls.still_s,
+            num_refused=lambda: self._num_refused,
+        )
         self._stalls = Stalls()
         self._places = anyio.CapacityLimiter(settings.serve.max_rollouts)
         self._created = int(time.time())
+        self._is_paused = False
+        self._num_refused = 0
+        board = Board()
+        about = {
+            "kind": "serve",
+            "title": runtime.model_name,
+            "model": runtime.model_name,
+            "version": f"agentloop {version('agentloop')}",
+            "can_ask": True,
+            "controls": self.can,
+            "has_sandbox": True,
+        }
+        self._live = Live(
+            board,
+            self._stalls,
+            Sources(
+                about,
+                chat=lambda: runtime.chat,
+                servers=runtime.router.view,
+                num_waiting=lambda: runtime.router.num_waiting,
+                sandbox=lambda: runtime.pool.stats(),
+                more=self._moment,
+            ),
+        )
+        self._readers = Readers(self._metrics.seen, self._stalls.seen, board.seen)
+        token = settings.serve.control_token
+        self.page = Page(
+            self._live,
+            ask=self._ask,
+            control=self,
+            control_token=token.get_secret_value() if token else None,
+            io_timeout_s=settings.serve.io_timeout_s,
+        )
+        self._asks: Ask | None = None
+        self._document = document(
+            service(rollouts=RolloutsRequest, waits=Waits),
+            version=version("agentloop"),
+            has_token=settings.serve.token is not None,
+        )
 
     def seen(self, event: Event) -> None:
         """Tell it of the events of rollouts that others start, too: metrics, and who waits."""
-        self._metrics.seen(event)
-        self._stalls.seen(event)
+        self._readers(event)
 
-    async def watch(self) -> None:
-        """Until cancelled: say in the log when nothing moves, who waits for what."""
-        await self._stalls.watch(self._settings.serve.stall_after_s, self._servers_in_words)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While it serves: the page is fed, and the log says when nothing moves, who waits."""
+        async with _unwrapped_tasks() as tasks:
+            s = self._settings.serve
+            tasks.start_soon(self._stalls.watch, s.stall_after_s, self._servers_in_words)
+            tasks.start_soon(self._live.run)
+            chat, name = self._runtime.chat, self._runtime.model_name
+            async with Traces.open(self._settings.otel, model=name, decode=chat.decode) as traces:
+                self._readers.add(traces.seen)
+                async with asking(self._answer, self.seen) as self._asks:
+                    yield
+            tasks.cancel_scope.cancel()
+
+    # --- the page's visitors ----------------------------------------------------------------------
+
+    @property
+    def can(self) -> Sequence[str]:
+        """See `agentloop.observe.page.Control`."""
+        return ("pause", "resume", "cancel")
+
+    async def do(self, what: str, rollout: str | None) -> str:
+        """See `agentloop.observe.page.Control`."""
+        if what == "cancel":
+            if rollout is None:
+                raise RequestError("rollout: which one is to be cancelled?")
+            if not self._runtime.cancel(rollout):
+                raise RequestError(f"rollout: {rollout!r} is not in flight")
+            return f"{rollout} is cancelled"
+        self._is_paused = what == "pause"
+        if self._is_paused:
+            return "nothing new is begun: new requests are refused with 503"
+        return "requests are taken again"
+
+    async def _ask(self, question: str) -> str:
+        assert self._asks is not None
+        self._check_open()
+        return await self._asks(question)
+
+    async def _answer(self, question: str, emit: Emit) -> None:
+        async with self._places:  # no deadline: `asking` has one for its start
+            await self._runtime.rollout(question, on_event=emit)
+
+    def _check_open(self) -> None:
+        """Raises ServerError: it is paused."""
+        if self._is_paused:
+            self._num_refused += 1
+            raise ServerError("paused by whoever runs it; ask again later")
+
+    def _moment(self) -> dict[str, Any]:
+        return {
+            "paused": self._is_paused,
+            "refusals": self._num_refused,
+            "places": self._places.total_tokens,
+            "places_used": self._places.borrowed_tokens,
+        }
 
     def _servers_in_words(self) -> str:
         return "\n".join(
@@ -108,11 +244,14 @@ class App:
         app.router.add_get("/healthz", self.healthz)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/v1/waits", self.waits)
+        app.router.add_get("/openapi.json", self.openapi)
+        self.page.add_to(app)
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        asked = ChatRequest.parse(await request.read())
+        asked = ChatRequest.parse(await self._body(request))
         self._check_model(asked.model)
+        self._check_open()
         if asked.stream:
             if asked.n != 1:
                 raise RequestError("n: a stream has one choice; ask for n=1")
@@ -123,8 +262,8 @@ class App:
                 tasks.start_soon(self._complete, asked, index, trajectories)
         ordered = [trajectories[index] for index in range(asked.n)]
         for trajectory in ordered:
-            if trajectory.stop_reason is StopReason.INFRASTRUCTURE:
-                raise ServerError(f"the rollout failed: {trajectory.error}")
+            if trajectory.stop_reason.infrastructure:
+                raise ServerError(_failure(trajectory))
         body = completion(
             _completion_id(), self._runtime.model_name, ordered, reasoning_first=self._reasons()
         )
@@ -134,7 +273,7 @@ class App:
         self, asked: ChatRequest, index: int, trajectories: dict[int, Trajectory]
     ) -> None:
         options = self._options(asked, index)
-        async with self._places:
+        async with self._places:  # no deadline: until another rollout ends, which has its own
             trajectory = await self._runtime.rollout(asked.messages, on_event=self.seen, **options)
         trajectories[index] = trajectory
 
@@ -145,54 +284,58 @@ class App:
             _completion_id(), self._runtime.model_name, reasoning_first=self._reasons(), index=0
         )
         async with (
-            self._places,
+            self._places,  # no deadline: until another rollout ends, which has its own
             self._runtime.stream(
                 asked.messages, on_event=self.seen, **self._options(asked, 0)
             ) as stream,
         ):
+            # no deadline: it comes at once, or the rollout's error does
             await anext(stream)  # raises what is wrong with the request, as a status
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             )
             await response.prepare(request)
-            await _send(response, writer.first())
+            tell = partial(self._send, request, response)
+            await tell(writer.first())
             try:
-                async for event in stream:
+                async for event in stream:  # no deadline: the rollout has one, and then ends this
                     for chunk in writer.feed(event):
-                        await _send(response, chunk)
+                        await tell(chunk)
             except AgentLoopError as error:  # too late for a status
-                await _send(response, error_body(str(error), "server_error"))
+                await tell(error_body(str(error), "server_error"))
                 return response
             trajectory = stream.trajectory
             assert trajectory is not None
-            if trajectory.stop_reason is StopReason.INFRASTRUCTURE:
-                message = f"the rollout failed: {trajectory.error}"
-                await _send(response, error_body(message, "server_error"))
+            if trajectory.stop_reason.infrastructure:
+                await tell(error_body(_failure(trajectory), "server_error"))
                 return response
-            await _send(response, writer.last(trajectory))
+            await tell(writer.last(trajectory))
             if asked.stream_options and asked.stream_options.include_usage:
-                await _send(response, writer.usage([trajectory]))
-            await response.write(b"data: [DONE]\n\n")
+                await tell(writer.usage([trajectory]))
+            await self._write(request, response, b"data: [DONE]\n\n")
             return response
 
     async def rollouts(self, request: web.Request) -> web.StreamResponse:
-        asked = parse(RolloutsRequest, await request.read())
-        sampling = _override(self._settings.sampling, asked.sampling, "sampling")
-        budget = _override(self._settings.budget, asked.budget, "budget")
+        asked = parse(RolloutsRequest, await self._body(request))
+        self._check_open()
+        sampling = _with(self._settings.sampling, asked.sampling)
+        budget = _with(self._settings.budget, asked.budget)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        lines_in, lines = anyio.create_memory_object_stream[dict[str, Any]](0)
+        lines_in, lines = anyio.create_memory_object_stream[RolloutLine](0)
         jobs = product(range(len(asked.prompts)), range(asked.n))
         name = uuid.uuid4().hex
 
-        async def work(out: MemoryObjectSendStream[dict[str, Any]]) -> None:
+        async def work(out: MemoryObjectSendStream[RolloutLine]) -> None:
             async with out:
                 for index, sample in jobs:  # shared: each worker takes the next
+                    # no deadline: the reader below writes to a client, with one
                     await out.send(await one(index, sample))
 
-        async def one(index: int, sample: int) -> dict[str, Any]:
-            line: dict[str, Any] = {"index": index, "sample": sample}
+        async def one(index: int, sample: int) -> RolloutLine:
+            line: RolloutLine = {"index": index, "sample": sample}
             try:
+                # no deadline: until another rollout ends, which has its own
                 async with self._places:
                     trajectory = await self._runtime.rollout(
                         asked.prompts[index],
@@ -214,8 +357,8 @@ class App:
                     for _ in range(min(num_jobs, self._settings.serve.max_rollouts)):
                         tasks.start_soon(work, lines_in.clone())
                 async with lines:
-                    async for line in lines:
-                        await response.write(_dumps(line) + b"\n")
+                    async for line in lines:  # no deadline: the rollouts have theirs
+                        await self._write(request, response, _dumps(line) + b"\n")
         finally:
             for index in range(len(asked.prompts)):
                 self._runtime.router.forget_group(f"{name}.{index}")
@@ -231,7 +374,7 @@ class App:
     async def healthz(self, request: web.Request) -> web.Response:
         servers = self._runtime.router.view()
         well = any(server.healthy for server in servers)
-        body = {
+        body: Health = {
             "status": "ok" if well else "no server is healthy",
             "servers": {"healthy": sum(s.healthy for s in servers), "all": len(servers)},
         }
@@ -239,31 +382,53 @@ class App:
 
     async def waits(self, request: web.Request) -> web.Response:
         """Who waits for what, and since when; and the servers, as the router knows them."""
-        room = [
-            {"rollout_id": key, "why": why, "waited_s": waited_s}
-            for key, waited_s, why in self._runtime.router.waits()
-        ]
-        return _json(
-            {
-                "still_s": self._stalls.still_s,
-                "waits": self._stalls.waits(),
-                "for_room": room,
-                "servers": self._runtime.router.view(),
-            }
-        )
+        body: Waits = {
+            "still_s": self._stalls.still_s,
+            "waits": self._stalls.waits(),
+            "for_room": [
+                {"rollout_id": key, "why": why, "waited_s": waited_s}
+                for key, waited_s, why in self._runtime.router.waits()
+            ],
+            "servers": list(self._runtime.router.view()),
+        }
+        return _json(body)
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        return _json(self._document)
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(
             body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            with anyio.fail_after(self._settings.serve.io_timeout_s):
+                return await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
+
+    async def _send(self, request: web.Request, response: web.StreamResponse, body: Any) -> None:
+        await self._write(request, response, b"data: " + orjson.dumps(body) + b"\n\n")
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        """A client that reads nothing is one that has left: it holds a rollout's place, and what
+        the rollout has told since."""
+        try:
+            with anyio.fail_after(self._settings.serve.io_timeout_s):
+                await response.write(data)
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()  # to close it would be to wait for it
+            raise ConnectionResetError("the client reads nothing") from None
+
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except RequestError as error:
-            param, colon, _ = str(error).partition(":")
-            known = param if colon and " " not in param else None
+            named = re.match(r"([a-z_][\w.\[\]]*): ", str(error))
+            known = named and named[1]
             return _json(error_body(str(error), "invalid_request_error", param=known), status=400)
         except ServerError as error:
             return _json(error_body(str(error), "server_error"), status=503)
@@ -272,7 +437,12 @@ class App:
                 raise
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             message = error.text or error.reason
-            return _json(error_body(message, kind), status=error.status)
+            answer = _json(error_body(message, kind), status=error.status)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                answer.headers["Allow"] = error.headers["Allow"]
+            return answer
+        except ConnectionError as error:  # the client has left: nobody reads this
+            return _json(error_body(str(error), "invalid_request_error"), status=408)
         except Exception:  # a mistake of ours: the client gets the same form, the log the rest
             log.exception("%s %s failed", request.method, request.path)
             return _json(error_body("an error of the server's own", "server_error"), status=500)
@@ -301,45 +471,11 @@ class App:
         return bool(self._runtime.chat.opened_thought)
 
 
-def bind(settings: ServeSettings) -> socket.socket:
-    """Take the address, before anything is started that takes long.
-
-    Raises:
-        SettingsError: it cannot be taken.
-    """
-    where = (settings.host, settings.port)
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(where)
-        bound.listen()  # so that a second service on this port fails now, not when it is ready
-    except OSError as error:
-        bound.close()
-        reason = error.strerror or error
-        raise SettingsError(
-            f"serve.port: cannot listen on {where[0]}:{where[1]}: {reason}"
-        ) from error
-    return bound
-
-
 @asynccontextmanager
 async def listening(app: App, bound: socket.socket) -> AsyncIterator[str]:
     """Serve on a socket that is bound, until the context is left; yields the URL."""
-    runner = web.AppRunner(
-        app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=5.0
-    )
-    await runner.setup()
-    try:
-        await web.SockSite(runner, bound, backlog=1024).start()
-        host, port = bound.getsockname()[:2]
-        async with _unwrapped_tasks() as watching:
-            watching.start_soon(app.watch)
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            watching.cancel_scope.cancel()
-    finally:
-        with anyio.move_on_after(10, shield=True):
-            await runner.cleanup()
+    async with serving(app.build(), bound) as url, app.running():
+        yield url
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -375,12 +511,13 @@ async def _serve_on(bound: socket.socket, app: App, runtime: Runtime, question: 
             f"sandbox: {runtime.pool.stats()['backend']})",
             flush=True,
         )
+        print(f"Watch it: {url}/ (control token: {app.page.control_token})", flush=True)
         if question is not None:
             messages: list[Message] = [{"role": "user", "content": question}]
             print(f"\n> {question}")
             await chat.ask(runtime, messages, Console(), also=app.seen)
             print("\nStill serving; Ctrl-C ends it.", flush=True)
-        await anyio.sleep_forever()
+        await anyio.sleep_forever()  # no deadline: until it is told to stop
     return 0
 
 
@@ -397,6 +534,12 @@ async def _unwrapped_tasks() -> AsyncIterator[anyio.abc.TaskGroup]:
         raise error from None
 
 
+def _failure(trajectory: Trajectory) -> str:
+    if trajectory.stop_reason is StopReason.CANCELLED:
+        return "the rollout was cancelled by whoever runs the service"
+    return f"the rollout failed: {trajectory.error}"
+
+
 def _override(base: Any, overrides: dict[str, Any], name: str) -> Any:
     """Raises RequestError, which names the field."""
     if not overrides:
@@ -407,6 +550,11 @@ def _override(base: Any, overrides: dict[str, Any], name: str) -> Any:
         problem = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in problem["loc"])
         raise RequestError(f"{name}.{field}: {problem['msg']}") from error
+
+
+def _with(base: M, overrides: M) -> M:
+    """`base` with the fields that `overrides` was given."""
+    return base.model_copy(update=overrides.model_dump(exclude_unset=True))
 
 
 def _completion_id() -> str:
@@ -423,10 +571,6 @@ def _dumps(value: Any) -> bytes:
         return orjson.dumps(value)
     except TypeError:
         return json.dumps(value, default=str).encode()
-
-
-async def _send(response: web.StreamResponse, body: Any) -> None:
-    await response.write(b"data: " + orjson.dumps(body) + b"\n\n")
 
 
 if __name__ == "__main__":

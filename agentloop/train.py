@@ -6,31 +6,47 @@ supervised start, where the settings have one ──> stages of rollouts and lea
 from __future__ import annotations
 
 import argparse
-from contextlib import AsyncExitStack
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 import pydantic
 
 from agentloop import console
 from agentloop.config import load_settings, to_toml
-from agentloop.errors import SettingsError
+from agentloop.errors import SettingsError, sole
+from agentloop.groups.queue import GroupQueue
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
+from agentloop.observe.journal import JournalSettings
+from agentloop.observe.sinks import SinksSettings
+from agentloop.observe.stalls import Stalls
+from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
 from agentloop.runtime import Runtime, Settings
+from agentloop.scene import Scene
 from agentloop.sft import StartSettings, imitate, model_folder, samples_of
-from agentloop.training.handover import WeightsSettings
-from agentloop.training.learner import RanksSettings, started
+from agentloop.training.collapse import CollapseSettings
+from agentloop.training.fleet import Fleet
+from agentloop.training.fleet_link import FleetSettings
+from agentloop.training.handover import Served, Serving, WeightsSettings
+from agentloop.training.learner import KeptLearner, RanksSettings
 from agentloop.training.learner_settings import LearnerSettings
-from agentloop.training.loop import LoopSettings, StageSettings, TrainingLoop
+from agentloop.training.loop import TrainingLoop
+from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.plan import plan
 from agentloop.training.plots import plot_runs
+from agentloop.training.revive import is_child, revived, tell_run
+from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
+from agentloop.training.steps import load_newest
 
 __all__ = ["TrainSettings", "main", "train"]
 
@@ -54,7 +70,17 @@ class TrainSettings(Settings):
     ranks: RanksSettings = pydantic.Field(default_factory=lambda: RanksSettings())
     loop: LoopSettings = pydantic.Field(default_factory=lambda: LoopSettings())
     weights: WeightsSettings = pydantic.Field(default_factory=lambda: WeightsSettings())
+    collapse: CollapseSettings = pydantic.Field(default_factory=lambda: CollapseSettings())
+    watchdog: WatchdogSettings = pydantic.Field(default_factory=lambda: WatchdogSettings())
+    fleet: FleetSettings = pydantic.Field(default_factory=lambda: FleetSettings())
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
+    journal: JournalSettings = pydantic.Field(default_factory=lambda: JournalSettings())
+    sinks: SinksSettings = pydantic.Field(default_factory=lambda: SinksSettings())
+    page: bool = pydantic.Field(
+        True,
+        description="Whether the run is shown as a page, at serve.host and serve.port, or at a "
+        "free port where that one is taken.",
+    )
 
     def as_one_stage(self) -> TrainSettings:
         """With the steps of all stages, each with the largest budget of any of them."""
@@ -72,8 +98,15 @@ class TrainSettings(Settings):
         )
 
 
-async def train(settings: TrainSettings, progress: console.Progress) -> Path:
-    """Run it to the end; returns the run's folder.
+async def train(
+    settings: TrainSettings,
+    progress: console.Progress,
+    *,
+    resume: Path | None = None,
+    from_step: int | None = None,
+) -> Path:
+    """Run it to the end, or on to the end from where the run at `resume` is, or was after a step;
+    returns its folder.
 
     Raises:
         AgentLoopError: what it cannot go on from, by its name.
@@ -82,13 +115,43 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
     settings = _whole(settings)
     async with Scorer(settings.reward) as scorer:
         await scorer.ready()  # what it lacks it says now, not when the servers run
-    tasks = await anyio.to_thread.run_sync(TaskSource.open, settings.tasks, abandon_on_cancel=True)
-    folder = RunFolder.of(settings.run, config)
-    if settings.start is not None:
-        model = await _start(settings.start, settings.learner.model, folder, progress)
-        learner = settings.learner.model_copy(update={"model": model})
-        settings = settings.model_copy(update={"model": str(model), "learner": learner})
-    await _roll_out_and_learn(settings, tasks, folder, progress)
+    opened = partial(TaskSource.open, settings.tasks)
+    if resume is None:
+        tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
+        folder = RunFolder.of(settings.run, config)
+    else:
+        folder = RunFolder.again(resume)
+    async with GroupQueue.open(folder.path / "queue.sqlite") as queue:
+        if resume is not None:
+            if folder.has_rollouts and not await queue.counts():
+                raise SettingsError(
+                    f"--resume: {folder.path}: there are rollouts or checkpoints, and no group in "
+                    "queue.sqlite, the run's journal: without it nobody knows what was learned from"
+                )
+            await anyio.to_thread.run_sync(
+                folder.metrics
+            )  # damage is told now, not with servers up
+            cursor = (await queue.noted("cursor") or {}).get("tasks")
+            tasks = await anyio.to_thread.run_sync(opened, cursor, abandon_on_cancel=True)
+            if from_step is not None:
+                folder.undo(from_step)
+                await queue.undo(from_step)
+            folder.tell(config)  # not before: what is refused leaves the run as it was
+        tell_run(folder.path)
+        scene = Scene(folder, progress)
+        told = scene.told_elsewhere(
+            settings.otel,
+            model=Path(settings.model or SMALL).name,
+            journal=settings.journal,
+            sinks=settings.sinks,
+            config=settings.model_dump(mode="json"),
+        )
+        async with told, scene.shown(settings.serve) if settings.page else nullcontext():
+            if settings.start is not None:
+                model = await _start(settings.start, settings.learner.model, folder, progress)
+                learner = settings.learner.model_copy(update={"model": model})
+                settings = settings.model_copy(update={"model": str(model), "learner": learner})
+            await _roll_out_and_learn(settings, tasks, queue, scene, progress)
     path = folder.path / "plots.png"
     await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
     return folder.path
@@ -97,43 +160,142 @@ async def train(settings: TrainSettings, progress: console.Progress) -> Path:
 async def _start(
     start: StartSettings, model: Path, folder: RunFolder, progress: console.Progress
 ) -> Path:
-    """The model that the rollouts begin with."""
+    """The model that the rollouts begin with; it is made once."""
+    made = folder.path / "start" / "model"
+    if (made / "config.json").is_file():  # it appears when it is whole
+        return made
+    await anyio.to_thread.run_sync(partial(shutil.rmtree, made.parent, ignore_errors=True))
     samples = await samples_of(start, model, progress)
     return await imitate(start, model, samples, folder.within("start"), progress)
 
 
 async def _roll_out_and_learn(
-    settings: TrainSettings, tasks: TaskSource, folder: RunFolder, progress: console.Progress
+    settings: TrainSettings,
+    tasks: TaskSource,
+    queue: GroupQueue,
+    scene: Scene,
+    progress: console.Progress,
 ) -> None:
+    folder, stalls = scene.folder, scene.stalls
     logs = folder.path / "logs"
-    # Servers and router reckon with the longest rollouts of any stage.
-    served = settings.as_one_stage().model_copy(update={"log_dir": logs})
     async with AsyncExitStack() as stack:
-        runtime = await stack.enter_async_context(Runtime(served, progress=progress))
-        scorer = await stack.enter_async_context(Scorer(settings.reward, pool=runtime.pool))
-        learner, ranks = await stack.enter_async_context(
-            started(
+        rollouts, serving, words = await stack.enter_async_context(
+            _rolling_out(settings, scene, progress)
+        )
+        learner = await stack.enter_async_context(
+            KeptLearner(
                 settings.learner.model_dump(mode="json"),
                 settings.ranks,
                 log_dir=logs,
                 on_progress=progress,
             )
         )
+        if folder.checkpoint is not None:
+            progress(f"Loading {folder.checkpoint.name}")
+        timeout_s = settings.loop.step_timeout_s
+        restored = await load_newest(learner, folder, timeout_s=timeout_s)
+        watch = await stack.enter_async_context(_watching(settings.watchdog, stalls, words))
         loop = TrainingLoop(
             settings.loop,
-            settings.roc,
-            run_group=runtime.run_group,
-            router=runtime.router,
+            rollouts=rollouts,
+            serving=serving,
             learner=learner,
-            scorer=scorer,
             tasks=tasks,
+            queue=queue,
             folder=folder,
             report=progress,
             stages=settings.stages,
             budget=settings.budget,
             weights=settings.weights,
+            restored=restored,
+            kept=learner,
+            max_restarts=settings.ranks.max_restarts,
+            collapse=settings.collapse,
+            watch=watch,
+            emit=scene.emit,
         )
-        await ranks.while_alive(loop.run)
+        scene.loop = loop
+        stack.callback(scene.leave)
+        await loop.run()
+
+
+class _Watch:
+    """Over the run's loop and its progress: see `agentloop.training.standing.Watch`."""
+
+    def __init__(self, settings: WatchdogSettings, stalls: Stalls) -> None:
+        self.moved = stalls.moved
+        self.waiting = stalls.waiting
+        self.heart = Heartbeat(settings)
+        self.take_lag_s = self.heart.take_lag_s
+
+
+@asynccontextmanager
+async def _watching(
+    settings: WatchdogSettings, stalls: Stalls, more: Callable[[], str]
+) -> AsyncIterator[_Watch]:
+    watch = _Watch(settings, stalls)
+    progress = Progress(stalls, settings, more=more)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch_lag, watch.heart)
+            tasks.start_soon(progress.watch)
+            yield watch
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise sole(group) from None
+
+
+def _servers_in_words(runtime: Runtime) -> str:
+    return "\n".join(
+        f"{view.url}: {view.state}, {view.num_running} turns run" for view in runtime.router.view()
+    )
+
+
+@asynccontextmanager
+async def _rolling_out(
+    settings: TrainSettings, scene: Scene, progress: console.Progress
+) -> AsyncIterator[tuple[RollsOut, Serving, Callable[[], str]]]:
+    """Whoever rolls out, and serves the weights for it, and how these are, in words: a fleet, or
+    this process."""
+    s, folder = settings, scene.folder
+    # Servers and router reckon with the longest rollouts of any stage.
+    served = s.as_one_stage().model_copy(update={"log_dir": folder.path / "logs"})
+    if s.fleet.redis:
+        async with Fleet.open(
+            s.fleet,
+            run=s.fleet.run or folder.path.name,
+            recipe=recipe_of(served),
+            folder=folder.path / "fleet",
+            say=progress.say,
+        ) as fleet:
+            yield fleet, fleet, lambda: ""
+        return
+    async with Runtime(served, progress=progress) as runtime, AsyncExitStack() as stack:
+        scene.runtime = runtime
+        stack.callback(scene.leave)  # also where the learner does not start
+        async with Scorer(s.reward, pool=runtime.pool) as scorer:
+            serving = Served(runtime.router)
+            rollouts = Rollouts(
+                partial(runtime.run_group, on_event=scene.emit, with_text=False),
+                runtime.router.has_room,
+                scorer,
+                s.roc,
+                seed=s.loop.seed,
+                shuffle_rewards=s.loop.shuffle_rewards,
+                enough=s.loop.enough_of_group,
+                distrusts=serving.distrusts,
+                emit=scene.emit,
+            )
+            yield rollouts, serving, partial(_servers_in_words, runtime)
+
+
+def recipe_of(settings: TrainSettings) -> dict[str, Any]:
+    """What runtimes elsewhere must have in common with the trainer (agentloop/rollouts.py)."""
+    names = {"model", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
+    loop = settings.loop.model_dump(
+        include={"group_size", "seed", "shuffle_rewards", "enough_of_group"}
+    )
+    return settings.model_dump(mode="json", include=names) | loop
 
 
 def _whole(settings: TrainSettings) -> TrainSettings:
@@ -175,6 +337,16 @@ def _whole(settings: TrainSettings) -> TrainSettings:
             f"weights.group_timeout_s: {group_s:g} must be below learner.collective_timeout_s "
             f"({ranks_s:g}): the other ranks wait for rank 0 no longer"
         )
+    if s.fleet.redis and s.weights.by == "group":
+        raise SettingsError("weights.by: a fleet takes its weights from a folder: set it to disk")
+    if s.fleet.redis and s.servers:
+        raise SettingsError("servers: with fleet.redis each runtime is told its own")
+    give_up_s, step_s = s.watchdog.give_up_s, s.loop.step_timeout_s
+    if 0 < give_up_s <= step_s:
+        raise SettingsError(
+            f"watchdog.give_up_s: {give_up_s:g} must be above loop.step_timeout_s ({step_s:g}), "
+            "or a long step ends the run"
+        )
     if s.learner.loss.kind == "sft":
         raise SettingsError("learner.loss.kind: sft would learn wrong rollouts like right ones")
     if s.learner.loss.kl_coef:
@@ -185,6 +357,16 @@ def _whole(settings: TrainSettings) -> TrainSettings:
             f"loop.group_size: {s.loop.group_size} rollouts, of which roc.down_sample_to_n "
             f"({s.roc.down_sample_to_n}), and two at least, are to be learned from: every group "
             "would be rejected"
+        )
+    if learns and 0 < s.loop.enough_of_group < s.roc.down_sample_to_n:
+        raise SettingsError(
+            f"loop.enough_of_group: {s.loop.enough_of_group} are fewer than "
+            f"roc.down_sample_to_n ({s.roc.down_sample_to_n})"
+        )
+    if learns and s.loop.enough_of_group > s.loop.group_size:
+        raise SettingsError(
+            f"loop.enough_of_group: {s.loop.enough_of_group} are more than loop.group_size "
+            f"({s.loop.group_size}): set 0 to wait for all of them"
         )
     most = s.as_one_stage().budget.max_response_tokens
     if s.learner.micro_batch_tokens <= most:
@@ -211,19 +393,61 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="say what the run would take, in tokens, memory and disk, and end",
     )
+    parser.add_argument(
+        "--json", action="store_true", help="with --dry-run: print the plan as JSON"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        type=Path,
+        help="go on with the run in this folder, with its settings; others may be set behind it",
+    )
+    parser.add_argument(
+        "--from",
+        dest="from_step",
+        metavar="STEP",
+        type=int,
+        help="with --resume: go back to the checkpoint of this step; what came after is put aside",
+    )
+    parser.add_argument(
+        "--restarts",
+        metavar="N",
+        type=int,
+        default=3,
+        help="how often in ten minutes the process is started again where it was killed, and goes "
+        "on with its run (default: 3)",
+    )
     options = parser.parse_intermixed_args(arguments)
+    if options.from_step is not None and options.resume is None:
+        parser.error("--from: it goes with --resume")
+    if options.json and not options.dry_run:
+        parser.error("--json: it goes with --dry-run")
     if options.list_settings:
         print(console.settings_text(TrainSettings))
         return 0
+    if options.restarts < 0:
+        parser.error(f"argument --restarts: 0 at least, not {options.restarts}")
     if options.dry_run:
-        return console.run(lambda: _plan(options.settings))
-    return console.run(lambda: _train(options.settings), explain=options.explain)
+        return console.run(lambda: _plan(options.settings, options.resume, as_json=options.json))
+    if options.restarts > 0 and not is_child():
+        command = [sys.executable, "-m", "agentloop", "train"]
+        flags = ["--explain"] if options.explain else []
+        overrides = console.split_settings(options.settings)[1]  # a password may be in them
+        return revived([*command, *flags], arguments, options.restarts, _say, again=overrides)
+    work = partial(_train, options.settings, options.resume, options.from_step)
+    return console.run(work, explain=options.explain)
 
 
-async def _plan(arguments: list[str]) -> int:
+async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = False) -> int:
     """Of a model whose weights need not be there."""
-    settings = load_settings(TrainSettings, *console.split_settings(arguments))
+    settings = _told(arguments, resume)
     start, stages = settings.start, settings.stages
+    refused = _refusal(settings)
+    changes = start.learner.config if start is not None else settings.learner.config
+    made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
+    if as_json:
+        console.print_json({**made.data(), "refused": refused or None})
+        return 2 if refused else 0
     if start is not None:
         data = [*map(str, start.data.paths)]
         data += [f"{start.data.teacher:,} of the teacher"] if start.data.teacher else []
@@ -235,10 +459,7 @@ async def _plan(arguments: list[str]) -> int:
             f"{budget.max_response_tokens:,} tokens at most"
             + (f", on what is hard of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
         )
-    refused = _refusal(settings)
-    changes = start.learner.config if start is not None else settings.learner.config
-    made = partial(plan, settings.as_one_stage(), changes=changes)
-    print((await anyio.to_thread.run_sync(made)).text(), end="")
+    print(made.text(), end="")
     if refused:
         print(f"refused    {refused}")
     return 2 if refused else 0
@@ -253,13 +474,28 @@ def _refusal(settings: TrainSettings) -> str:
     return ""
 
 
-async def _train(arguments: list[str]) -> int:
-    settings = load_settings(TrainSettings, *console.split_settings(arguments))
+def _told(arguments: list[str], resume: Path | None) -> TrainSettings:
+    """Those of the run that goes on, where one does, below `arguments`. Raises SettingsError."""
+    files, overrides = console.split_settings(arguments)
+    if resume is not None:
+        config = resume / "config.toml"
+        if not config.is_file():
+            raise SettingsError(f"--resume: {resume}: no run is there (config.toml)")
+        files = [str(config), *files]
+    return load_settings(TrainSettings, files, overrides)
+
+
+async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
+    settings = _told(arguments, resume)
     with console.Progress("Starting to train") as progress:
-        folder = await train(settings, progress)
-    print(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")
-    print(f'  agentloop chat --run {shown(folder)} "What is 37 times 48?"')
+        folder = await train(settings, progress, resume=resume, from_step=from_step)
+        progress.say(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")
+        progress.say(f'  agentloop chat --run {shown(folder)} "What is 37 times 48?"')
     return 0
+
+
+def _say(line: str) -> None:
+    print(f"agentloop: {line}", file=sys.stderr)
 
 
 def shown(path: Path) -> str:

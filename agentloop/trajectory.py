@@ -37,11 +37,13 @@ class StopReason(StrEnum):
     TOKEN_BUDGET = "token_budget"  # response tokens, or the model's context
     TIME_BUDGET = "time_budget"
     INFRASTRUCTURE = "infrastructure"  # broken by us, not by the model: has no reward
+    STRAGGLER = "straggler"  # stopped by us, for enough of its group had ended: has no reward
+    CANCELLED = "cancelled"  # by a person: has no reward
 
     @property
     def infrastructure(self) -> bool:
         """Whether the rollout says nothing about the model and must not be scored."""
-        return self is StopReason.INFRASTRUCTURE
+        return self in (StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED)
 
 
 class TurnEnd(StrEnum):

@@ -204,7 +204,7 @@ class ChatFormat:
         a thread.
         """
         size = _num_chars((messages, tools))
-        async with self._rendering:
+        async with self._rendering:  # no deadline: rendering takes milliseconds, and ends by itself
             if size > _MAX_CHARS_ON_LOOP:
                 return await anyio.to_thread.run_sync(self.prompt, messages, tools)
             key = repr((messages, tools))

@@ -36,6 +36,7 @@ from agentloop.events import (
     TurnFinished,
     TurnMoved,
     TurnPlaced,
+    TurnSampled,
     TurnStarted,
     ignore,
 )
@@ -145,6 +146,14 @@ class Rollout:
     started_s: float = 0.0  # time.monotonic() when run() was called: 0 on its clock
     _tools: Tools = field(init=False)
     _trajectory: Trajectory = field(init=False)
+    _scope: anyio.CancelScope | None = field(init=False, default=None)  # while it runs
+    _is_cancelled: bool = field(init=False, default=False)
+
+    def cancel(self) -> None:
+        """End it now: its trajectory says that a person did."""
+        self._is_cancelled = True
+        if self._scope is not None:
+            self._scope.cancel()
 
     async def run(self) -> Trajectory:
         """The trajectory, however it ended.
@@ -159,10 +168,13 @@ class Rollout:
             longest = self.engine.context_length
             prompt_ids = await prompt_of(self.chat, self.messages, self._tools.schemas, longest)
         self._trajectory = Trajectory(self.id, list(prompt_ids), created_unix_s=time.time())
-        self.emit(RolloutStarted(self.id, len(prompt_ids)))
+        self.emit(RolloutStarted(self._trajectory, self.group))
         whole = False
         try:
-            await self._within_time(self._trajectory)
+            if self._is_cancelled:  # before it had begun
+                self._trajectory.stop_reason = StopReason.CANCELLED
+            else:
+                await self._within_time(self._trajectory)
             whole = self._trajectory.stop_reason in _WHOLE
         except BaseException:
             self.emit(RolloutAbandoned(self.id))
@@ -175,7 +187,7 @@ class Rollout:
 
     async def _within_time(self, trajectory: Trajectory) -> None:
         trajectory.stop_reason = StopReason.TIME_BUDGET  # unless the turns end it sooner
-        with anyio.move_on_after(self.budget.timeout_s):
+        with anyio.move_on_after(self.budget.timeout_s) as self._scope:
             try:
                 async with self._tools:
                     trajectory.stop_reason = await self._turns()
@@ -185,6 +197,8 @@ class Rollout:
                     raise error from group
                 trajectory.stop_reason = StopReason.INFRASTRUCTURE
                 trajectory.error = str(error)
+        if self._is_cancelled and trajectory.stop_reason is StopReason.TIME_BUDGET:
+            trajectory.stop_reason = StopReason.CANCELLED
 
     async def _turns(self) -> StopReason:
         ids = list(self._trajectory.prompt_ids)
@@ -228,6 +242,7 @@ class Rollout:
                     calls.start_soon(self._call, index, call, self._now(), results)
 
                 await self._generate(index, turn, ids, max_new_tokens, dispatch)
+                self.emit(TurnSampled(self.id, index))
                 if turn.end is TurnEnd.LENGTH:
                     # Nothing will read what they answer, so whether they got that far in time
                     # must not make a difference to the record.

@@ -121,7 +121,7 @@ class _Notebook:
     async def run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
         if wrong := _wrong(arguments, self._max_code, required="code"):
             return wrong
-        async with self._turn:
+        async with self._turn:  # no deadline: the calls before it have theirs
             if self._ended:
                 raise Reopen
             try:

@@ -230,7 +230,7 @@ class Tools:
 
     async def _open(self, name: str) -> _Opened:
         # Two calls of a turn may be the first of their tool at once.
-        async with self._locks.setdefault(name, anyio.Lock()):
+        async with self._locks.setdefault(name, anyio.Lock()):  # no deadline: the rollout has one
             if name not in self._opened:
                 self._opened[name] = await self._keepers.start(self._keep, self._tools[name])
             return self._opened[name]
@@ -257,7 +257,7 @@ async def _in_daemon_thread(function: Callable[[], Any], max_threads: int) -> An
     done = anyio.Event()
     outcome: list[tuple[bool, Any]] = []
     borrower = object()
-    await limiter.acquire_on_behalf_of(borrower)
+    await limiter.acquire_on_behalf_of(borrower)  # no deadline: the call has one, timeout_s
 
     def finish() -> None:
         limiter.release_on_behalf_of(borrower)
@@ -272,7 +272,7 @@ async def _in_daemon_thread(function: Callable[[], Any], max_threads: int) -> An
             anyio.from_thread.run_sync(finish, token=loop_token)
 
     threading.Thread(target=work, name=f"tool {function}", daemon=True).start()
-    await done.wait()
+    await done.wait()  # no deadline: the call has one, timeout_s
     succeeded, value = outcome[0]
     if succeeded:
         return value

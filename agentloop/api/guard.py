@@ -10,7 +10,7 @@ from aiohttp import web
 
 import sandbox.guard
 from agentloop.api.openai import error_body
-from sandbox.guard import is_loopback
+from sandbox.guard import OPEN_PATHS, is_loopback
 
 __all__ = ["Guard", "ServeSettings"]
 
@@ -29,6 +29,11 @@ class ServeSettings(pydantic.BaseModel):
     token: pydantic.SecretStr | None = pydantic.Field(
         None, description="Callers must send it as `Authorization: Bearer ...`."
     )
+    control_token: pydantic.SecretStr | None = pydantic.Field(
+        None,
+        description="What the page must be told before it may pause, drain or cancel; none: one "
+        "is made up, and printed.",
+    )
     allowed_hosts: list[str] = pydantic.Field(
         default_factory=list,
         description="Names, besides its own address, that callers may reach it by.",
@@ -40,6 +45,9 @@ class ServeSettings(pydantic.BaseModel):
         60.0, gt=0, description="When nothing has moved for so long, the log says who waits."
     )
     max_body_mib: int = pydantic.Field(8, ge=1, description="A larger request is refused.")
+    io_timeout_s: float = pydantic.Field(
+        60.0, gt=0, description="The longest wait for a client to send its body or take an answer."
+    )
 
     @pydantic.model_validator(mode="after")
     def _needs_token(self) -> Self:
@@ -50,12 +58,17 @@ class ServeSettings(pydantic.BaseModel):
         return self
 
 
+def _is_open(path: str) -> bool:
+    """What has no secrets: signs of life, and the page, which asks for the token itself."""
+    return path in OPEN_PATHS or path == "/" or path.startswith("/page/")
+
+
 class Guard(sandbox.guard.Guard):
     """Decides on each request before any handler sees it; refuses in OpenAI's form."""
 
     def __init__(self, settings: ServeSettings) -> None:
         token = settings.token.get_secret_value() if settings.token else None
-        super().__init__(settings.host, token, settings.allowed_hosts)
+        super().__init__(settings.host, token, settings.allowed_hosts, open_paths=_is_open)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

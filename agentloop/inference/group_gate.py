@@ -127,7 +127,7 @@ class GroupGate:
         self._waiting.append(waiting)
         self.admit()
         try:
-            await waiting.may_go.wait()
+            await waiting.may_go.wait()  # no deadline: until another group ends, which has its own
         except BaseException:
             if not waiting.may_go.is_set():
                 self._waiting.remove(waiting)

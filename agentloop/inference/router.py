@@ -122,6 +122,7 @@ class ServerView:
     capacity_tokens: int
     num_others_tokens: int = 0
     reason: str = ""
+    weight_version: str | None = None  # until it has said so
 
     @property
     def healthy(self) -> bool:
@@ -276,7 +277,8 @@ class Router:
         return said == self._weights and (not self._verified or seat.verified_version == said)
 
     def weights_loaded(self, url: str, version: str) -> None:
-        """Somebody has seen to it that the server has them now; its cache is empty."""
+        """Somebody has seen to it that the server has them now; nothing that its cache holds will
+        be found by the turns to come, whether it was emptied or not."""
         seat = self._seats.get(url)
         if seat is None:  # it was retired meanwhile
             return
@@ -350,6 +352,7 @@ class Router:
                     sum(pool.capacity for pool in pools),
                     sum(pool.num_others for pool in pools),
                     seat.health.reason,
+                    seat.weight_version,
                 )
             )
         return views
@@ -493,7 +496,9 @@ class Router:
             except (ServerUnavailable, ServerRefused) as error:
                 if isinstance(error, ServerRefused) and not _worth_moving(error):
                     raise RequestError(str(error)) from error
-                self._note(seat, seat.health.request_failed, str(error))
+                # One that is given weights loses what runs there, where they do not come whole.
+                if seat.health.state is not ServerState.STALE:
+                    self._note(seat, seat.health.request_failed, str(error))
                 self._ledger.forget(generation.key)  # what it had there draws it back no more
                 on_moved(seat.server.url, str(error))
                 moves += 1
@@ -676,7 +681,7 @@ class Router:
                 self._ledger.add(
                     place, info.max_total_num_tokens, info.max_running_requests or math.inf
                 )
-        elif seat.weight_version not in (None, version):  # new ones empty the cache
+        elif seat.weight_version not in (None, version):  # the cache is of no more use
             for place in seat.places:
                 self._ledger.flush(place)
         seat.weight_version = version

@@ -7,12 +7,14 @@ those of its update groups. Token ids go in and come out; the server's text is n
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http.client import responses
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import anyio
@@ -30,6 +32,7 @@ __all__ = [
     "Chunk",
     "FrameDecoder",
     "GroupMember",
+    "Pause",
     "SGLangServer",
     "Sampling",
     "ServerInfo",
@@ -50,11 +53,21 @@ class Sampling(pydantic.BaseModel):
     temperature: float = pydantic.Field(1.0, ge=0, le=100, description="0 is greedy.")
     top_p: float = pydantic.Field(1.0, gt=0, le=1, description="Nucleus of this mass.")
     # A number beyond 32 bits would kill the server.
-    top_k: int = pydantic.Field(-1, ge=-1, le=1 << 30, description="The k likeliest; -1 for all.")
+    top_k: int = pydantic.Field(
+        -1, ge=-1, le=1 << 30, description="The k likeliest; -1 or 0 for all."
+    )
     min_p: float = pydantic.Field(0.0, ge=0, le=1, description="Relative to the likeliest.")
     seed: int | None = pydantic.Field(
         None, ge=0, lt=1 << 63, description="Where the server supports it."
     )
+
+    def of_group(self, name: str) -> Sampling:
+        """The same for the group of this name: with a seed of its own, where there is one, or a
+        task that comes again would have the same rollouts."""
+        if self.seed is None:
+            return self
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        return self.model_copy(update={"seed": int.from_bytes(digest[:8]) >> 1})
 
     def of_sibling(self, index: int) -> Sampling:
         """The same for the `index`-th of a group: with a seed of its own, or all would be alike."""
@@ -67,7 +80,7 @@ class Sampling(pydantic.BaseModel):
             "max_new_tokens": max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": self.top_k or -1,  # it refuses 0
             "min_p": self.min_p,
             "stop_token_ids": list(stop_ids),
             "skip_special_tokens": False,
@@ -92,6 +105,11 @@ class Chunk:
 
 
 OnChunk = Callable[[Chunk], None]
+
+Pause = Literal["retract", "in_place"]
+"""What becomes of running requests when the weights change under them. retract: they are computed
+anew from their ids, and the cache is emptied. in_place: they keep the KV of the old weights, and
+so does the prefix cache, where new requests do not find it (see `SGLangServer.update_weights`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +137,7 @@ class WeightsGroup:
     port: int
     backend: str
     world_size: int
+    pause: Pause = "retract"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +247,8 @@ class SGLangServer:
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._streams: set[PostStream] = set()
+        self._cache_key: str | None = None  # of the prefix cache's entries that new requests share
+        self._is_loading = False  # or has failed to: its weights are unknown
 
     async def generate(
         self,
@@ -259,6 +280,8 @@ class SGLangServer:
         }
         if rank is not None:
             body["routed_dp_rank"] = rank
+        if self._cache_key is not None:
+            body["extra_key"] = self._cache_key
         frames = _Frames(on_chunk)
         stream = PostStream(self.url + "/generate", orjson.dumps(body), frames.feed)
         self._streams.add(stream)
@@ -288,7 +311,7 @@ class SGLangServer:
                 stream.break_off(f"silent for {self._stall_timeout_s:g} s")
 
     def break_streams(self, why: str) -> None:
-        """Break all streams: the server counts as dead."""
+        """Break all streams: the server counts as dead, or what it computes is not wanted."""
         for stream in self._streams:
             stream.break_off(why)
 
@@ -351,9 +374,23 @@ class SGLangServer:
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
-    async def update_weights(self, folder: str, version: str, *, timeout_s: float) -> str:
-        """Load the weights in `folder`, which the server can read too; its cache is emptied, and
-        what runs starts anew from its ids.
+    async def update_weights(
+        self, folder: str, version: str, *, timeout_s: float, pause: Pause = "retract"
+    ) -> str:
+        """Load the weights in `folder`, which the server can read too, under what runs.
+
+        SGLang finds the prefix cache's entries by ids alone. Without flushing, which it refuses
+        while requests run, a new prompt would be given what the old weights computed of it: a
+        system prompt for as long as it is in use, over any number of versions. So in place, the
+        requests from now on have a key of their own, under which they find only each other's; what
+        is left of the others is evicted as the oldest. And in place it has to run without SGLang's
+        overlapped scheduling: a retraction waits for the tokens under way, but this pause leaves
+        one of each request in flight, which would be told as the new version's.
+
+        The checksum is taken in the pause. SGLang computes it between two batches, so that after
+        the pause it would silence the streams for as long, and they would by then have gone on.
+        Where anything fails, the streams are broken before it goes on: all that came of them is of
+        weights that are known, and their turns go on elsewhere.
 
         Returns:
             A checksum of what it has now; equal weights have equal ones (SGLang's own).
@@ -362,19 +399,25 @@ class SGLangServer:
             ServerUnavailable, ServerRefused: it did not, or not in time: what it has is unknown.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        if pause == "in_place":
+            self._check_in_place(await self._control("GET", "/server_info"))
         try:
-            await self._control("POST", "/pause_generation", {"mode": "retract"}, timeout)
-            body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+            await self._control("POST", "/pause_generation", {"mode": pause}, timeout)
+            self._is_loading = True
+            flush = pause == "retract"
+            body = {"model_path": folder, "weight_version": version, "flush_cache": flush}
             await self._control("POST", "/update_weights_from_disk", body, timeout)
             checksum = await self._checksum(timeout)
         except BaseException:  # it may be paused, also where it did not say so
+            # no deadline: the request has one, ten seconds
             with anyio.CancelScope(shield=True), suppress(ServerError):  # in ten seconds at most
-                await self._control("POST", "/continue_generation", {})
+                await self._go_on()
             raise
-        await self._control("POST", "/continue_generation", {})
+        self._has_loaded(pause)
+        await self._go_on()
         return checksum.whole
 
-    async def group_member(self) -> GroupMember:
+    async def group_member(self, pause: Pause = "retract") -> GroupMember:
         """What it would be in a group.
 
         Raises:
@@ -389,6 +432,8 @@ class SGLangServer:
                     "alone: set weights.by to disk",
                     status=200,
                 )
+            if pause == "in_place":
+                self._check_in_place(info)
             device, dtype = str(info.get("device")), str(info.get("dtype"))
             return GroupMember(int(info.get("tp_size") or 1), device, dtype)
         except (AttributeError, TypeError, ValueError) as error:
@@ -410,7 +455,7 @@ class SGLangServer:
             "group_name": group.name,
             "backend": group.backend,
         }
-        await self._control("POST", "/pause_generation", {"mode": "retract"}, timeout)
+        await self._control("POST", "/pause_generation", {"mode": group.pause}, timeout)
         with suppress(ServerRefused):  # of a group that it was too late to leave, as a rule of none
             await self._control("POST", "/end_weight_update", {}, timeout)
         await self._control("POST", "/init_weights_update_group", body, timeout)
@@ -419,7 +464,8 @@ class SGLangServer:
     async def receive(
         self, group: WeightsGroup, bucket: Bucket, version: str | None, *, timeout_s: float
     ) -> None:
-        """Load a bucket that is being sent; `version` with the last one, which empties the cache.
+        """Load a bucket that is being sent; `version` with the last one, which empties the cache
+        unless the pause is in place: see `update_weights`.
 
         Raises:
             ServerUnavailable, ServerRefused: it did not: what it has is unknown.
@@ -430,31 +476,40 @@ class SGLangServer:
             "shapes": bucket.shapes,
             "group_name": group.name,
             "load_format": "flattened_bucket",
-            "flush_cache": version is not None,
+            "flush_cache": version is not None and group.pause == "retract",
             "weight_version": version,
         }
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._is_loading = True
         await self._control("POST", "/update_weights_from_distributed", body, timeout)
 
-    async def finish_group(self, group: WeightsGroup, *, timeout_s: float) -> Checksum:
-        """After the last bucket: leave the group, and serve again.
+    async def finish_group(
+        self, group: WeightsGroup, sent: Mapping[str, str], *, timeout_s: float
+    ) -> str:
+        """After the last bucket: leave the group, and serve again. `sent` are checksums of tensors
+        as they were sent, which are compared where it has tensors of these names.
 
         Returns:
             A checksum of what it has now; equal weights have equal ones (SGLang's own).
 
         Raises:
-            ServerUnavailable, ServerRefused: it did not; `leave_group` must follow.
+            ServerUnavailable, ServerRefused: it did not, or has others; `leave_group` must follow.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         await self._control("POST", "/end_weight_update", {}, timeout)
         checksum = await self._checksum(timeout)
+        both = sent.keys() & checksum.tensors.keys()
+        if wrong := sorted(name for name in both if sent[name] != checksum.tensors[name]):
+            raise ServerRefused(f"its {wrong[0]} is not what the learner sent", status=200)
+        self._has_loaded(group.pause)
         body = {"group_name": group.name}
         await self._control("POST", "/destroy_weights_update_group", body, timeout)
-        await self._control("POST", "/continue_generation", {})
-        return checksum
+        await self._go_on()
+        return checksum.whole
 
     async def leave_group(self, group: WeightsGroup) -> None:
-        """Leave a group that failed, from whatever point, and go on.
+        """Leave a group that failed, from whatever point, and go on; without what runs, where it
+        may have some of the new weights.
 
         Raises:
             ServerUnavailable, ServerRefused: it does not answer: it is gone, or hangs.
@@ -465,6 +520,25 @@ class SGLangServer:
         ):
             with suppress(ServerRefused):  # nothing of the kind was open
                 await self._control("POST", path, body)
+        await self._go_on()
+
+    def _check_in_place(self, info: Any) -> None:
+        if not info.get("disable_overlap_schedule"):
+            raise ServerRefused(
+                f"{self.url}: weights.pause = in_place would give tokens the wrong version while "
+                "SGLang overlaps batches: start it with --disable-overlap-schedule "
+                "(server.extra_args), or set weights.pause to retract",
+                status=200,
+            )
+
+    def _has_loaded(self, pause: Pause) -> None:
+        self._is_loading = False
+        if pause == "in_place":  # not the version: another run may have given it to others
+            self._cache_key = uuid.uuid4().hex
+
+    async def _go_on(self) -> None:
+        if self._is_loading:
+            self.break_streams("it did not get its new weights whole")
         await self._control("POST", "/continue_generation", {})
 
     async def _checksum(self, timeout: aiohttp.ClientTimeout) -> Checksum:
@@ -489,6 +563,7 @@ class SGLangServer:
                 method, self.url + path, json=body, timeout=timeout
             ) as response:
                 content = b""
+                # no deadline: the request has one, timeout
                 async for piece in response.content.iter_any():
                     content += piece
                     if len(content) > _MAX_ANSWER_BYTES:

@@ -167,7 +167,7 @@ class ServerProcess:
 
     async def wait_dead(self) -> str:
         """Wait until nothing of the server is left; returns how it ended, and its log's tail."""
-        await self._guardian.wait()
+        await self._guardian.wait()  # no deadline: as long as the server lives
         return self._epitaph()
 
     async def ready(self, on_progress: Callable[[str], None]) -> None:
@@ -196,6 +196,7 @@ class ServerProcess:
         Raises:
             ServerStartError: as `ready`.
         """
+        # no deadline: the old one is dead, and a fork takes milliseconds
         with anyio.CancelScope(shield=True):  # or the new process would be lost
             await self._guardian.aclose()
             path = self.launch.log_path
@@ -220,9 +221,9 @@ class ServerProcess:
     async def _read_pid(self) -> None:
         assert self._guardian.stdout is not None
         try:
-            self._pid = int(await self._guardian.stdout.receive())
+            self._pid = int(await self._guardian.stdout.receive())  # no deadline: ready() has one
         except anyio.EndOfStream:
-            await self._guardian.wait()
+            await self._guardian.wait()  # no deadline: ready() has one
             raise ServerStartError(self._epitaph()) from None
 
     async def _poll(self, on_progress: Callable[[str], None]) -> None:
@@ -285,7 +286,7 @@ async def running(
     try:
         for launch in launches:
             # A cancellation between the fork and the append would lose the process.
-            with anyio.CancelScope(shield=True):
+            with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
                 servers.append(ServerProcess(launch, await _spawn(launch)))
         await _all_ready(servers, on_progress)
         yield servers
@@ -349,7 +350,7 @@ async def _all_ready(servers: list[ServerProcess], on_progress: Callable[[str], 
 
 
 async def _stop_all(servers: list[ServerProcess]) -> None:
-    with anyio.CancelScope(shield=True):
+    with anyio.CancelScope(shield=True):  # no deadline: each has one
         async with anyio.create_task_group() as tasks:
             for server in servers:
                 tasks.start_soon(server.stop)

@@ -1,14 +1,18 @@
 """Who waits for what, and since when: so that nothing stalls in silence.
 
-Reads the events of rollouts. A stall is a time in which nothing at all has moved: no token came, no
-call and no rollout ended, while there are rollouts.
+Reads the events of rollouts; other parts say themselves what they wait for (`waiting`). A stall is
+a time in which nothing at all has moved: no token came, no call and no rollout ended, while
+somebody waits.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -17,6 +21,9 @@ from agentloop.events import (
     CallFinished,
     CallStarted,
     Event,
+    GroupFinished,
+    GroupStarted,
+    Measured,
     RolloutAbandoned,
     RolloutFinished,
     RolloutStarted,
@@ -25,6 +32,7 @@ from agentloop.events import (
     TurnMoved,
     TurnPlaced,
     TurnStarted,
+    WeightsLoaded,
 )
 
 __all__ = ["Stalls", "Wait"]
@@ -36,7 +44,7 @@ _MAX_TOLD = 50  # waits in one log record
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rollout waits for `what`, for `waited_s` seconds."""
+    """A rollout, or another part by its name, waits for `what`, for `waited_s` seconds."""
 
     rollout_id: str
     what: str
@@ -57,7 +65,25 @@ class Stalls:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: dict[str, _Open] = {}
+        self._others: list[tuple[str, str, float]] = []  # who waits, for what, since when
         self.moved_s = clock()  # when anything last moved
+
+    def moved(self) -> None:
+        """Something did of which there is no event: a group was scored, a step is done."""
+        self.moved_s = self._clock()
+
+    @contextmanager
+    def waiting(self, who: str, what: str) -> Iterator[None]:
+        """What is no rollout waits within: `with stalls.waiting("the learner", "a batch")`. To
+        begin to wait, and to get it, is to move."""
+        self.moved()
+        one = (who, what, self.moved_s)
+        self._others.append(one)
+        try:
+            yield
+            self.moved()
+        finally:
+            self._others.remove(one)
 
     def seen(self, event: Event) -> None:
         now = self.moved_s = self._clock()
@@ -67,6 +93,8 @@ class Stalls:
                 return
             case RolloutFinished() | RolloutAbandoned():
                 self._open.pop(event.rollout_id, None)
+                return
+            case GroupStarted() | GroupFinished() | Measured() | WeightsLoaded():
                 return
         one = self._open.get(event.rollout_id)
         if one is None:
@@ -89,20 +117,28 @@ class Stalls:
 
     @property
     def still_s(self) -> float:
-        """Seconds in which nothing has moved; 0 where there is nothing that could."""
-        return self._clock() - self.moved_s if self._open else 0.0
+        """Seconds in which nothing has moved; 0 where nobody waits for anything."""
+        return self.unmoved_s if self._open or self._others else 0.0
 
-    def waits(self) -> list[Wait]:
-        """Each open rollout and each of its open calls, the longest wait first."""
+    @property
+    def unmoved_s(self) -> float:
+        """Seconds in which nothing has moved, whether or not anybody waits."""
+        return self._clock() - self.moved_s
+
+    def waits(self, most: int | None = None) -> list[Wait]:
+        """Each open rollout, each of its open calls, and other parts: the longest wait first, and
+        so many at `most`."""
         now = self._clock()
-        found = []
+        found = [(since_s, who, what) for who, what, since_s in self._others]
         for rollout_id, one in self._open.items():
             for name, since_s in one.calls.values():
-                found.append(Wait(rollout_id, f"the tool {name}", now - since_s))
+                found.append((since_s, rollout_id, f"the tool {name}"))
             # While its calls run, a turn may be over; then they are all that it waits for.
             if not one.calls or one.since_s >= max(since for _, since in one.calls.values()):
-                found.append(Wait(rollout_id, one.what, now - one.since_s))
-        return sorted(found, key=lambda wait: -wait.waited_s)
+                found.append((one.since_s, rollout_id, one.what))
+        since = operator.itemgetter(0)
+        longest = heapq.nsmallest(len(found) if most is None else most, found, key=since)
+        return [Wait(who, what, now - since_s) for since_s, who, what in longest]
 
     async def watch(self, after_s: float, more: Callable[[], str] = lambda: "") -> None:
         """Until cancelled: one log record for each stall of `after_s`, and one when it is over.

@@ -1,0 +1,438 @@
+"""`agentloop analyze entropy RUN`: at which tokens a run's policy hesitates.
+
+the last groups ──> entropies, kept or found by a learner with weights that are ──> tables, or JSON
+
+A learner is started only for what was not found before; it takes what training's takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pydantic
+
+from agentloop import console
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.config import load_known, load_settings
+from agentloop.errors import DataError, SettingsError
+from agentloop.inference.sglang import Sampling
+from agentloop.models import SMALL
+from agentloop.training.entropy import Analysis, Kind, Place, analyze, nearest_version
+from agentloop.training.entropy_files import (
+    EntropyFolder,
+    Found,
+    Origin,
+    Rollout,
+    group_files,
+    read_rollouts,
+    score,
+)
+from agentloop.training.learner import RanksSettings, started
+from agentloop.training.learner_settings import LearnerSettings, LoraSettings, LossSettings
+from agentloop.training.loop_settings import LoopSettings
+
+__all__ = ["EntropySettings", "Report", "entropy", "main"]
+
+_NUM_ROLLOUTS = 64  # as many as the paper looks at
+_CONTEXT = 6  # tokens before one that is shown
+_SPACE = "\N{OPEN BOX}"
+_KINDS = {
+    Kind.FORKING: "text",
+    Kind.REFLECTION: "text right after a tool's result",
+    Kind.CALL: "tool calls",
+}
+
+
+class EntropySettings(pydantic.BaseModel):
+    """What of a run's settings matters here."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    model: str | None = pydantic.Field(None, description="Folder of the model it began with.")
+    sampling: Sampling = pydantic.Field(default_factory=Sampling)
+    learner: LearnerSettings = pydantic.Field(default_factory=LearnerSettings)
+    ranks: RanksSettings = pydantic.Field(default_factory=RanksSettings)
+    loop: LoopSettings = pydantic.Field(default_factory=LoopSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found, and of what.
+
+    Attributes:
+        groups: numbers of those that were looked at; `rollouts` are theirs, one after the other.
+        versions: how many of the tokens were sampled under which version.
+        mismatch_kl: mean over all tokens of the KL from what sampled them to `origin`.
+        top: percent.
+    """
+
+    run: Path
+    groups: list[int]
+    rollouts: list[Rollout]
+    origin: Origin
+    versions: Mapping[str, int]
+    mismatch_kl: float
+    top: float
+    analysis: Analysis
+
+
+async def entropy(
+    run: Path,
+    settings: EntropySettings,
+    progress: console.Progress,
+    *,
+    num_groups: int | None = None,
+    weights: Path | None = None,
+    top: float = 20.0,
+) -> Report:
+    """Of the last `num_groups` groups of a run (None: of as many as have 64 rollouts), by the
+    `weights` in that folder, or by those of the run that are nearest to what sampled them.
+
+    Raises:
+        DataError: there are no rollouts, or they are damaged.
+        SettingsError: there are no weights.
+        LearnerError: as `agentloop.training.learner`.
+    """
+    progress("Reading the rollouts")
+    groups = await anyio.to_thread.run_sync(partial(_last_groups, run, num_groups))
+    versions = Counter[str]()
+    for rollouts in groups.values():
+        for rollout in rollouts:
+            versions.update(rollout.versions)
+    chosen = await anyio.to_thread.run_sync(
+        partial(_origin, run, settings, versions, weights=weights)
+    )
+    found = await _found(run, settings, groups, chosen, progress)
+    progress("Counting")
+    turns = [
+        rollout.with_entropies(entropies)
+        for number, rollouts in groups.items()
+        for rollout, entropies in zip(rollouts, found[number].entropies, strict=True)
+    ]
+    return Report(
+        run=run,
+        groups=list(groups),
+        rollouts=[rollout for rollouts in groups.values() for rollout in rollouts],
+        origin=chosen,
+        versions=versions,
+        mismatch_kl=_mean_mismatch(groups, found),
+        top=top,
+        analysis=await anyio.to_thread.run_sync(analyze, turns, top / 100),
+    )
+
+
+def _last_groups(run: Path, num_groups: int | None) -> dict[int, list[Rollout]]:
+    files = group_files(run)
+    if not files:
+        raise DataError(f"{run}: no trajectories/group-*.jsonl: a run with rollouts is expected")
+    found: dict[int, list[Rollout]] = {}
+    for number, file in reversed(files.items()):
+        enough = sum(map(len, found.values())) >= _NUM_ROLLOUTS
+        if len(found) == num_groups or (num_groups is None and enough):
+            break
+        found[number] = read_rollouts(file)
+    if not any(sum(one.mask) for rollouts in found.values() for one in rollouts):
+        raise DataError(f"{run}: nothing was sampled in its last {len(found)} groups")
+    return dict(reversed(found.items()))
+
+
+def _origin(
+    run: Path, settings: EntropySettings, versions: Mapping[str, int], *, weights: Path | None
+) -> Origin:
+    temperature = settings.sampling.temperature
+    if weights is not None:
+        if not (weights / "config.json").is_file():
+            raise SettingsError(f"--weights: {weights} is no model folder: it has no config.json")
+        return Origin.of(weights, version=None, temperature=temperature)
+    kept = {
+        int(folder.name): folder
+        for folder in (run / "weights").glob("*")
+        if folder.name.isdecimal() and (folder / "config.json").is_file()
+    }
+    numbered = {int(version): num for version, num in versions.items() if version.isdecimal()}
+    first = run / "start" / "model"
+    if not (first / "config.json").is_file():
+        first = Path(settings.model or SMALL).expanduser()
+    if (first / "config.json").is_file():
+        if not kept and not numbered:  # an evaluation, whose servers have it from their start
+            return Origin.of(first, version=None, temperature=temperature)
+        kept.setdefault(0, first)
+    if not kept:
+        raise SettingsError(f"{run}: it keeps no weights; name a model folder by --weights")
+    version = nearest_version(numbered, kept)
+    return Origin.of(kept[version], version=str(version), temperature=temperature)
+
+
+async def _found(
+    run: Path,
+    settings: EntropySettings,
+    groups: Mapping[int, Sequence[Rollout]],
+    origin: Origin,
+    progress: console.Progress,
+) -> dict[int, Found]:
+    folder = EntropyFolder(run)
+    found: dict[int, Found] = {}
+    for number, rollouts in groups.items():
+        kept = await anyio.to_thread.run_sync(folder.kept, number, rollouts, origin)
+        if kept is not None:
+            found[number] = kept
+    missing = [number for number in groups if number not in found]
+    if not missing:
+        return found
+    if find_spec("torch") is None or find_spec("deepspeed") is None:
+        raise SettingsError("entropies need the learner: pip install 'agentloop[train]'")
+    longest = max(len(one.ids) for number in missing for one in groups[number])
+    learner_settings = settings.learner.model_copy(
+        update={
+            "model": Path(origin.weights),
+            "temperature": origin.temperature,
+            "micro_batch_tokens": max(settings.learner.micro_batch_tokens, longest),
+            # Published weights are merged, and adapters are 0 at first. With them there is next to
+            # nothing that gradients and an optimizer would have to be kept for.
+            "lora": LoraSettings(rank=1),
+            "loss": LossSettings(),
+        }
+    )
+    try:
+        await anyio.to_thread.run_sync(partial(folder.path.mkdir, exist_ok=True))
+    except OSError as error:
+        raise SettingsError(f"{folder.path}: {error.strerror or error}") from error
+    # Logs apart from those of a run that goes on.
+    async with started(
+        learner_settings.model_dump(mode="json"),
+        settings.ranks,
+        log_dir=(folder.path / "logs").absolute(),
+        on_progress=progress,
+    ) as (learner, ranks):
+
+        async def score_all() -> None:
+            for done, number in enumerate(missing):
+                progress(f"Scoring group {number}, {done + 1} of {len(missing)}")
+                one = await score(
+                    learner,
+                    groups[number],
+                    folder.path.absolute(),
+                    timeout_s=settings.loop.step_timeout_s,
+                )
+                await anyio.to_thread.run_sync(folder.keep, number, groups[number], origin, one)
+                found[number] = one
+
+        await ranks.while_alive(score_all)
+    return found
+
+
+def _mean_mismatch(groups: Mapping[int, Sequence[Rollout]], found: Mapping[int, Found]) -> float:
+    nums = {number: sum(sum(one.mask) for one in groups[number]) for number in groups}
+    total = sum(found[number].mismatch_kl * num for number, num in nums.items())
+    return total / sum(nums.values())
+
+
+# --- what is said of it -------------------------------------------------------------------------
+
+
+def as_data(report: Report, chat: ChatFormat, *, num_tokens: int) -> dict[str, Any]:
+    """For JSON: entropies in nats, shares from 0 to 1; of each kind the first `num_tokens`."""
+    analysis, origin = report.analysis, report.origin
+    num_sampled = sum(report.versions.values())
+    kinds = {}
+    for kind, figures in analysis.kinds.items():
+        tokens = [
+            {
+                "id": one.id,
+                "text": chat.decode([one.id]),
+                "num_tokens": one.num,
+                "num_marked": one.num_marked,
+                "share_of_marked": one.num_marked / figures.num_marked,
+                "mean_entropy": one.mean_entropy,
+                "example": _example(report, chat, one.highest),
+            }
+            for one in figures.tokens[:num_tokens]
+        ]
+        kinds[str(kind)] = {
+            "num_tokens": figures.num,
+            "num_marked": figures.num_marked,
+            "share_of_tokens": _share(figures.num, analysis.num),
+            "share_of_marked": _share(figures.num_marked, analysis.num_marked),
+            "mean_entropy": figures.mean_entropy,
+            "tokens": tokens,
+        }
+    return {
+        "run": str(report.run),
+        "groups": report.groups,
+        "num_rollouts": analysis.num_rollouts,
+        "top_percent": report.top,
+        "weights": origin.weights,
+        "version": origin.version,
+        "temperature": origin.temperature,
+        "versions": dict(sorted(report.versions.items(), key=lambda one: -one[1])),
+        "share_of_version": _share(report.versions.get(origin.version or "", 0), num_sampled),
+        "mismatch_kl": report.mismatch_kl,
+        "num_tokens": analysis.num,
+        "num_marked": analysis.num_marked,
+        "mean_entropy": analysis.mean_entropy,
+        "threshold": analysis.threshold,
+        "kinds": kinds,
+    }
+
+
+def _share(num: int, of: int) -> float:
+    return num / of if of else 0.0
+
+
+def _example(report: Report, chat: ChatFormat, place: Place) -> dict[str, Any]:
+    rollout = report.rollouts[place.rollout]
+    ids = rollout.turns[place.turn].ids
+    return {
+        "rollout": rollout.id,
+        "turn": place.turn,
+        "token": place.token,
+        "before": chat.decode(list(ids[max(0, place.token - _CONTEXT) : place.token])),
+    }
+
+
+def _print(data: Mapping[str, Any]) -> None:
+    for line in _words(data):
+        print(line)
+    columns: tuple[str, ...] = ("where", "tokens", "marked", "of all marked", "mean entropy")
+    rows: list[tuple[str, ...]] = [
+        (
+            f"{kind}: {_KINDS[Kind(kind)]}",
+            f"{one['num_tokens']:,}",
+            f"{one['num_marked']:,}",
+            f"{one['share_of_marked']:.1%}",
+            f"{one['mean_entropy']:.3g}",
+        )
+        for kind, one in data["kinds"].items()
+    ]
+    print()
+    console.print_table(columns, rows, numbers=columns[1:])
+    columns = ("token", "marked", "of", "share", "mean entropy", "after")
+    for kind in (Kind.FORKING, Kind.REFLECTION):
+        rows = [
+            (
+                _shown(one["text"]),
+                f"{one['num_marked']:,}",
+                f"{one['num_tokens']:,}",
+                f"{one['share_of_marked']:.1%}",
+                f"{one['mean_entropy']:.3g}",
+                _shown(one["example"]["before"]),
+            )
+            for one in data["kinds"][kind]["tokens"]
+        ]
+        if rows:
+            print()
+            title = f"{kind} tokens: {_KINDS[kind]}"
+            console.print_table(columns, rows, title=title, numbers=columns[1:-1])
+
+
+def _words(data: Mapping[str, Any]) -> list[str]:
+    """What the numbers are of."""
+    version = data["version"]
+    versions = list(data["versions"])
+    sampled = ", ".join(versions[:4]) + (" ..." if len(versions) > 4 else "")
+    by, share = f"the model in {data['weights']}", ""
+    if version is not None:
+        by = f"version {version}, {data['weights']}"
+        share = f", {data['share_of_version']:.0%} of the tokens under the same"
+    groups = data["groups"]
+    return [
+        f"tokens   {data['num_tokens']:,}, sampled in {data['num_rollouts']} rollouts; groups "
+        f"{groups[0]} to {groups[-1]} of {data['run']}",
+        f"scored   by {by}; temperature {data['temperature']:g}",
+        f"sampled  under version {sampled}{share}; KL to it {data['mismatch_kl']:.2g} per token",
+        f"entropy  {data['mean_entropy']:.3g} nats in the mean; of each rollout the top "
+        f"{data['top_percent']:g}% are marked, from {data['threshold']:.3g} nats on (median)",
+    ]
+
+
+def _shown(text: str) -> str:
+    """With what is not seen at its ends: a word and the same after a space are two tokens."""
+    inner = text.strip(" ")
+    before = len(text) - len(text.lstrip(" "))
+    after = len(text) - len(inner) - before if inner else 0
+    return _SPACE * before + console.printable(inner) + _SPACE * after
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="agentloop analyze",
+        description="At which tokens a run's policy hesitates: of each rollout those of the "
+        "highest entropy, apart for text (forking tokens), for text right after a tool's result "
+        "(reflection tokens) and for tool calls. The entropies are kept in RUN/entropy/.",
+    )
+    parser.add_argument("what", choices=("entropy",), help="what is looked at")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/latest")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="in place of the run's, as ranks.count=1"
+    )
+    parser.add_argument(
+        "--groups",
+        type=_at_least_one,
+        metavar="N",
+        help=f"the last N groups (as many as have {_NUM_ROLLOUTS} rollouts)",
+    )
+    parser.add_argument(
+        "--top", type=_percent, default=20.0, metavar="PERCENT", help="what is marked (20)"
+    )
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FOLDER",
+        help="a model folder to score with (of those that the run keeps, the nearest to what "
+        "sampled the tokens)",
+    )
+    parser.add_argument(
+        "--tokens", type=_at_least_one, default=20, metavar="N", help="rows of a table (20)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_intermixed_args(arguments)
+    return console.run(partial(_entropy, options))
+
+
+async def _entropy(options: argparse.Namespace) -> int:
+    run = options.run.expanduser()
+    if not (run / "config.toml").is_file():
+        raise SettingsError(f"{run}: no run is there (config.toml)")
+    told = load_known(EntropySettings, run / "config.toml")
+    settings = load_settings(EntropySettings, (), options.settings, base=told)
+    with console.Progress("Starting to analyze") as progress:
+        report = await entropy(
+            run,
+            settings,
+            progress,
+            num_groups=options.groups,
+            weights=options.weights,
+            top=options.top,
+        )
+        chat = await anyio.to_thread.run_sync(ChatFormat.load, report.origin.weights)
+    data = as_data(report, chat, num_tokens=options.tokens)
+    if options.json:
+        console.print_json(data)
+    else:
+        _print(data)
+    return 0
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 1 on is expected")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number up to 100 is expected")
+    return value

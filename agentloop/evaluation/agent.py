@@ -1,0 +1,36 @@
+"""Samples by our own loop: rollouts, with tools, on our servers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from agentloop.evaluation.loop import Sample
+from agentloop.groups.tasks import Task
+from agentloop.trajectory import Trajectory
+
+__all__ = ["Agent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """See `agentloop.evaluation.loop.Sampler`.
+
+    Attributes:
+        run_group: `Runtime.run_group`.
+        room: `Router.has_room`.
+    """
+
+    run_group: Callable[..., Awaitable[Sequence[Trajectory]]]
+    room: Callable[[int], Awaitable[None]]
+
+    async def has_room(self, size: int) -> None:
+        """See `Sampler`."""
+        await self.room(size)
+
+    async def group(
+        self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
+    ) -> Sequence[Sample]:
+        """See `Sampler`."""
+        trajectories = await self.run_group(task.prompt, size=size, name=name, at_gate=at_gate)
+        return [Sample(trajectory) for trajectory in trajectories]

@@ -1,0 +1,324 @@
+"""A run from its folder, as the page shows it: after it has ended, or from another process.
+
+    trajectories/group-*.jsonl, metrics.jsonl, entropy/ ──read when asked──> rows, rollouts, curves
+
+Of a run that goes on, what is there is looked for again every few seconds. Not covered: what only
+the running process knows, such as servers and who waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import orjson
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.errors import NotThere
+from agentloop.observe.record import Telling, trajectory_of
+from agentloop.observe.runs import curves, read_metrics, runs_beside
+from agentloop.trajectory import CallStatus
+
+__all__ = ["Archive", "read_rollout"]
+
+_MAX_GROUPS = 500  # the newest
+_MAX_ROLLOUTS = 2_000
+_MAX_ROWS = 500  # in a frame
+_LOOK_EVERY_S = 3.0
+_MAX_DIGITS = 18  # of a group's number
+_DAMAGED = (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError)
+_VERDICT = ("reward", "answer", "reason", "advantage", "dropped")
+
+_Summary = tuple[dict[str, Any], list[dict[str, Any]]]
+"""The row of a group, and those of its rollouts; times are milliseconds of the Unix clock."""
+
+
+@dataclass
+class Archive:
+    """See the module; a `Shown`. `chat` decodes token by token; None: text is shown by turns."""
+
+    folder: Path
+    about: Mapping[str, Any]
+    chat: ChatFormat | None = None
+    _read: dict[tuple[Path, int], _Summary] = field(default_factory=dict)
+
+    async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
+        """See `Shown`."""
+        seen: Any = None
+        while True:
+            now = await anyio.to_thread.run_sync(_extent, self.folder)
+            if now != seen:
+                seen = now
+                whole = await self.frame()
+                for frame in _sliced(whole):
+                    yield "", orjson.dumps(frame, default=str)
+            await anyio.sleep(_LOOK_EVERY_S)
+            yield "", b""
+
+    async def frame(self) -> dict[str, Any]:
+        """See `Shown`."""
+        return await anyio.to_thread.run_sync(self._frame)
+
+    async def rollout(self, key: str) -> dict[str, Any]:
+        """See `Shown`."""
+        found = await anyio.to_thread.run_sync(read_rollout, self.folder, key, self.chat)
+        if found is None:
+            raise NotThere(f"rollout {key!r}: it is not in {self.folder / 'trajectories'}")
+        return found
+
+    async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        """See `Shown`."""
+        yield "end", await self.rollout(key)
+
+    async def group(self, name: str) -> dict[str, Any]:
+        """See `Shown`."""
+        rows = await anyio.to_thread.run_sync(_rows_of, self.folder, name)
+        if not rows:
+            raise NotThere(f"group {name!r}: it is not in {self.folder / 'trajectories'}")
+        group = _group_row(rows, 0.0)
+        return {
+            **group,
+            "prompt": "" if self.chat is None else self._prompt(rows[0]),
+            "answer": rows[0].get("truth"),
+            "rollouts": [_member(row, is_chosen=_is_chosen(rows)) for row in rows],
+        }
+
+    async def runs(self) -> list[dict[str, Any]]:
+        """See `Shown`."""
+        return await anyio.to_thread.run_sync(runs_beside, self.folder)
+
+    async def curves(self, run: str) -> list[dict[str, Any]]:
+        """See `Shown`."""
+        return await anyio.to_thread.run_sync(curves, self.folder, run)
+
+    def _frame(self) -> dict[str, Any]:
+        paths = sorted((self.folder / "trajectories").glob("group-*.jsonl"))[-_MAX_GROUPS:]
+        read: dict[tuple[Path, int], _Summary] = {}
+        num_rollouts = 0
+        for path in reversed(paths):
+            try:  # whole when it appears; an evaluation that is gone on with writes it anew
+                key = path, path.stat().st_mtime_ns
+            except OSError:
+                continue
+            summary = self._read.get(key) or _summary(path)
+            num_rollouts += len(summary[1])
+            if read and num_rollouts > _MAX_ROLLOUTS:
+                break
+            read[key] = summary
+        self._read = read
+        there = [summary for summary in reversed(read.values()) if summary[1]]
+        t0_ms = min((row["start"] for _, rows in there for row in rows), default=0)
+        t0 = t0_ms / 1000
+        groups = [_since(t0_ms, group) for group, _ in there]
+        rollouts = [_since(t0_ms, row) for _, rows in there for row in rows]
+        steps = read_metrics(self.folder)
+        return {
+            "rev": 0,
+            "t": time.time(),
+            "full": True,
+            "about": {**self.about, "t0": t0, "live": False},
+            "now": _moment(steps),
+            "rollouts": rollouts,
+            "groups": groups,
+            "steps": steps,
+        }
+
+    def _prompt(self, row: Mapping[str, Any]) -> str:
+        assert self.chat is not None
+        return self.chat.decode(row["trajectory"]["prompt_ids"])
+
+
+def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, Any] | None:
+    """A rollout as `Telling.whole` tells it, from the run's folder; None: it is not there, or
+    damaged."""
+    rows = _rows_of(folder, key.rpartition(".")[0])
+    row = next((one for one in rows if one["trajectory"]["id"] == key), None)
+    if row is None:
+        return None
+    verdict = {
+        "group": _group_of(row),
+        "task": row["task"],
+        "state": "done",
+        "stop_reason": row["trajectory"]["stop_reason"],
+        **{name: row[name] for name in _VERDICT},
+    }
+    try:
+        record = trajectory_of(row["trajectory"])
+        entropies = _entropies(folder, row["group"], key)
+        return Telling(record, chat, lambda: verdict, entropies).whole()
+    except _DAMAGED:
+        return None
+
+
+def _rows_of(folder: Path, group: str) -> list[dict[str, Any]]:
+    """Of a group by its name, which begins with its number."""
+    number = group.partition("-")[0]
+    if not number.isdecimal() or len(number) > _MAX_DIGITS:  # no path of a stranger's
+        return []
+    rows = _read(_path(folder, int(number)))
+    return [row for row in rows if _group_of(row) == group]
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / "trajectories" / f"group-{number:07}.jsonl"
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The rollouts of a group; those that are damaged are left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = orjson.loads(line)
+            _group_row([row], 0.0), _member(row, is_chosen=True)
+        except _DAMAGED:
+            continue
+        rows.append(row)
+    return rows
+
+
+def _summary(path: Path) -> _Summary:
+    rows = _read(path)
+    if not rows:
+        return {}, []
+    return _group_row(rows, 0.0), [_rollout_row(row, 0.0) for row in rows]
+
+
+def _since(t0_ms: int, row: dict[str, Any]) -> dict[str, Any]:
+    moved = {**row, "start": row["start"] - t0_ms, "end": row["end"] - t0_ms}
+    if "lanes" in row:
+        moved["lanes"] = [(lane, at - t0_ms) for lane, at in row["lanes"]]
+    return moved
+
+
+def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]] | None:
+    """What `agentloop analyze entropy` wrote of it."""
+    path = folder / "entropy" / _path(folder, number).name
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        try:
+            row = orjson.loads(line)
+            if row["id"] == key:
+                found: list[list[float]] = row["entropies"]
+                return found
+        except _DAMAGED:
+            continue
+    return None
+
+
+def _group_of(row: Mapping[str, Any]) -> str:
+    name: str = row["trajectory"]["id"].rpartition(".")[0]
+    return name or str(row["group"])
+
+
+def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
+    """As `Row.told`. When a server was found is not known: until its first token a turn waits."""
+    one = row["trajectory"]
+    start: int = round(1000 * (one["created_unix_s"] - t0))
+
+    def at(seconds: float) -> int:
+        return start + round(1000 * seconds)
+
+    lanes: list[tuple[str, int]] = []
+    for turn in one["turns"]:
+        lanes.append(("wait", at(turn["started_s"])))
+        if turn["first_token_s"] is not None:
+            lanes.append(("decode", at(turn["first_token_s"])))
+        if turn["calls"]:
+            lanes.append(("tool", at(turn["generated_s"])))
+    results = [result for turn in one["turns"] for result in turn["results"]]
+    return {
+        "id": one["id"],
+        "group": _group_of(row),
+        "state": "done",
+        "stop": one["stop_reason"],
+        "turn": len(one["turns"]),
+        "tokens": sum(len(turn["output_ids"]) for turn in one["turns"]),
+        "calls": sum(len(turn["calls"]) for turn in one["turns"]),
+        "failed_calls": sum(CallStatus(result["status"]).failed for result in results),
+        "server": next(
+            (turn["servers"][-1] for turn in reversed(one["turns"]) if turn["servers"]), ""
+        ),
+        "reward": row["reward"],
+        "start": start,
+        "end": at(one["elapsed_s"]),
+        "lanes": lanes[-64:],
+    }
+
+
+def _group_row(rows: Sequence[Mapping[str, Any]], t0: float) -> dict[str, Any]:
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    starts = [row["trajectory"]["created_unix_s"] for row in rows]
+    ends = [row["trajectory"]["created_unix_s"] + row["trajectory"]["elapsed_s"] for row in rows]
+    kept = [row for row in rows if row["advantage"] is not None]
+    is_chosen = _is_chosen(rows)
+    return {
+        "id": _group_of(rows[0]),
+        "task": rows[0]["task"],
+        "size": len(rows),
+        "state": "done",
+        "num_done": len(rows),
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "kept": len(kept) if is_chosen else None,
+        "teaches": any(row["advantage"] for row in kept) if is_chosen else None,
+        "start": round(1000 * (min(starts) - t0)),
+        "end": round(1000 * (max(ends) - t0)),
+    }
+
+
+def _is_chosen(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether somebody chose from the group: in an evaluation nobody does."""
+    scored = [row for row in rows if row["reward"] is not None]
+    return any(row["advantage"] is not None or row["dropped"] for row in scored or rows)
+
+
+def _member(row: Mapping[str, Any], *, is_chosen: bool) -> dict[str, Any]:
+    told = _rollout_row(row, 0.0)
+    names = ("id", "state", "stop", "tokens", "calls", "failed_calls")
+    return {
+        **{name: told[name] for name in names},
+        **{name: row[name] for name in _VERDICT},
+        "turns": told["turn"],
+        "kept": row["advantage"] is not None if is_chosen else None,
+    }
+
+
+def _moment(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if not steps:
+        return {}
+    # The last row may be of an evaluation, which tells of no version.
+    last = next((row for row in reversed(steps) if row.get("version") is not None), steps[-1])
+    version = last.get("version")
+    return {
+        "step": steps[-1].get("step"),
+        "policy_version": None if version is None else str(version),
+        "tokens_per_s": last.get("rollout_tokens_per_s"),
+    }
+
+
+def _sliced(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """In frames of a bounded number of rows, the first of which replaces all."""
+    rows = whole.pop("rollouts")
+    first = {**whole, "rollouts": rows[:_MAX_ROWS]}
+    head = {"rev": 0, "t": whole["t"], "full": False}
+    rest = range(_MAX_ROWS, len(rows), _MAX_ROWS)
+    return [first, *({**head, "rollouts": rows[at : at + _MAX_ROWS]} for at in rest)]
+
+
+def _extent(folder: Path) -> tuple[int, int]:
+    """What grows while a run goes on."""
+    try:
+        size = (folder / "metrics.jsonl").stat().st_size
+    except OSError:
+        size = 0
+    return size, sum(1 for _ in (folder / "trajectories").glob("group-*.jsonl"))

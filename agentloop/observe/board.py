@@ -1,0 +1,431 @@
+"""What the page shows, folded from events. Pure: no tasks, no clients, its clock is given.
+
+    events ──seen──> rows, groups, counters ──take──> what has changed since it was asked last
+
+Nothing is kept of a single event, so that a reader who is late is given less, and newer, and what
+grows is bounded by what is in flight. A row is told whole; which lane a rollout is in comes before
+how many tokens it has.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    Event,
+    GroupFinished,
+    GroupStarted,
+    Measured,
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutScored,
+    RolloutStarted,
+    TokensSampled,
+    TurnFinished,
+    TurnMoved,
+    TurnPlaced,
+    TurnSampled,
+    TurnStarted,
+    WeightsLoaded,
+)
+from agentloop.trajectory import Trajectory, Turn
+
+__all__ = ["Board", "GroupRow", "Lane", "Row"]
+
+Lane = Literal["wait", "prefill", "decode", "tool", "siblings", "reward"]
+"""What a rollout is at: it waits for room on a server, a server reads its prompt, samples, tools
+run, the others of its group are waited for, its answer is checked."""
+
+_MAX_LANES = 64  # of a row; the oldest are left out
+_MAX_STEPS = 5_000  # rows of metrics
+_RATE_S = 5.0  # what a rate is taken over
+_NUM_LATENCIES = 1_000  # the last calls, of which the percentiles are
+_NUM_PROMPTS = 200  # the last turns of a server, of which the share of cached tokens is
+
+
+@dataclass(slots=True)
+class Row:
+    """A rollout. Times are milliseconds since the board began."""
+
+    record: Trajectory | None  # None: forgotten, to save memory
+    id: str
+    group: str
+    start: int
+    state: Literal["live", "done", "abandoned"] = "live"
+    turn: int = 0
+    tokens: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    server: str = ""
+    stop: str | None = None
+    reward: float | None = None
+    answer: str | None = None
+    reason: str = ""
+    advantage: float | None = None
+    dropped: str | None = None
+    end: int | None = None
+    lanes: list[tuple[Lane, int]] = field(default_factory=list)
+    more: bool = False
+    open_calls: set[str] = field(default_factory=set)
+
+    def told(self) -> dict[str, Any]:
+        row = {
+            "id": self.id,
+            "group": self.group,
+            "state": self.state,
+            "stop": self.stop,
+            "turn": self.turn,
+            "tokens": self.tokens,
+            "calls": self.calls,
+            "failed_calls": self.failed_calls,
+            "server": self.server,
+            "reward": self.reward,
+            "start": self.start,
+            "end": self.end,
+            "lanes": self.lanes,
+        }
+        if self.more:
+            row["more"] = True
+        return row
+
+
+@dataclass(slots=True)
+class GroupRow:
+    """The rollouts of a task. Times as in `Row`."""
+
+    id: str
+    task: str
+    prompt: Any
+    answer: str | None
+    size: int
+    start: int
+    members: dict[str, None] = field(default_factory=dict)  # ordered
+    num_done: int = 0
+    mean_reward: float | None = None
+    kept: int | None = None
+    teaches: bool | None = None
+    end: int | None = None
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "task": self.task,
+            "size": self.size,
+            "state": "live" if self.end is None else "done",
+            "num_done": self.num_done,
+            "mean_reward": self.mean_reward,
+            "kept": self.kept,
+            "teaches": self.teaches,
+            "start": self.start,
+            "end": self.end,
+        }
+
+
+class Board:
+    """Tell it of every event (`seen`); `take` what has changed."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.time,
+        max_ended: int = 2_000,
+        max_groups: int = 500,
+        max_kept_tokens: int = 1_000_000,
+    ) -> None:
+        """Rollouts that have ended are kept up to `max_ended`, their texts up to `max_kept_tokens`
+        in all (some 70 bytes each); groups up to `max_groups`."""
+        self._clock = clock
+        self.t0 = clock()
+        self.rows: dict[str, Row] = {}
+        self.groups: dict[str, GroupRow] = {}
+        self.steps: deque[Mapping[str, Any]] = deque(maxlen=_MAX_STEPS)
+        self.policy_version: str | None = None
+        self.num_in_flight = self.num_done = self.num_moved = 0
+        self.calls = Counter[str]()
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._with_record: deque[tuple[str, int]] = deque()
+        self._num_kept_tokens = 0
+        self._max_ended, self._max_groups = max_ended, max_groups
+        self._max_kept_tokens = max_kept_tokens
+        self._num_tokens = self._num_calls = 0
+        self._rates: deque[tuple[float, int, int]] = deque([(self.t0, 0, 0)])
+        self._latencies: deque[tuple[float, float]] = deque(maxlen=_NUM_LATENCIES)
+        self._cached: dict[str, deque[tuple[int, int]]] = {}
+        # What nobody has taken yet, in the order of the changes.
+        self._moved: dict[str, None] = {}
+        self._grown: dict[str, None] = {}
+        self._changed_groups: dict[str, None] = {}
+        self._gone: dict[str, None] = {}
+        self._gone_groups: dict[str, None] = {}
+        self._num_new_steps = 0
+
+    def ms(self) -> int:
+        return round(1000 * (self._clock() - self.t0))
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def seen(self, event: Event) -> None:
+        match event:
+            case TokensSampled():
+                row = self.rows.get(event.rollout_id)
+                if row is not None and row.state == "live":
+                    row.tokens += len(event.ids)
+                    self._num_tokens += len(event.ids)
+                    if event.ids and row.lanes[-1][0] != "decode":
+                        self._enter(row, "decode")
+                    else:
+                        self._grown[row.id] = None
+            case RolloutStarted(record=record, group=group):
+                self._start(record, group)
+            case GroupStarted() | GroupFinished():
+                self._see_group(event)
+            case Measured(row=metrics):
+                self.steps.append(metrics)
+                self._num_new_steps = min(self._num_new_steps + 1, _MAX_STEPS)
+            case WeightsLoaded(version=version):
+                self.policy_version = version
+            case _:
+                row = self.rows.get(event.rollout_id)
+                if row is not None and (row.state == "live" or isinstance(event, RolloutScored)):
+                    self._see(row, event)
+
+    def _start(self, record: Trajectory, group: str) -> None:
+        now = self.ms()
+        row = Row(record, record.id, group, now, lanes=[("wait", now)])
+        before = self.rows.get(record.id)
+        self.num_in_flight += before is None or before.state != "live"
+        self.rows[record.id] = row
+        self._ended.pop(record.id, None)
+        self._gone.pop(record.id, None)  # it is there again: a reader would forget it
+        self._moved[record.id] = None
+        if (found := self.groups.get(group)) is not None:
+            found.members[record.id] = None
+
+    def _see(self, row: Row, event: Event) -> None:
+        match event:
+            case TurnStarted(turn=turn):
+                row.turn = turn + 1
+                self._enter(row, "wait")
+            case TurnPlaced(server=server):
+                row.server = server
+                self._enter(row, "prefill")
+            case TurnMoved():
+                self.num_moved += 1
+                self._enter(row, "wait")
+            case CallStarted(call=call):
+                row.calls += 1
+                row.open_calls.add(call.id)
+                self._grown[row.id] = None
+            case CallFinished(result=result):
+                row.open_calls.discard(result.call_id)
+                row.failed_calls += result.status.failed
+                self._grown[row.id] = None
+                self._num_calls += 1
+                self.calls[str(result.status)] += 1
+                queued_s = result.started_s - result.dispatched_s
+                self._latencies.append((result.ended_s - result.dispatched_s, queued_s))
+            case TurnSampled() if row.open_calls:
+                self._enter(row, "tool")
+            case TurnFinished(record=turn):
+                self._see_cache(row, turn)
+            case RolloutFinished(trajectory=trajectory):
+                row.stop = str(trajectory.stop_reason)
+                self._end(row, "done")
+            case RolloutAbandoned():
+                self._end(row, "abandoned")
+            case RolloutScored():
+                row.reward, row.answer, row.reason = event.reward, event.answer, event.reason
+                self._moved[row.id] = None
+                if row.end is None:
+                    return
+                now = self.ms()
+                if row.end < now:
+                    row.lanes.append(("siblings", row.end))
+                row.lanes.append(("reward", max(now - round(1000 * event.seconds), row.end)))
+                row.end = now
+                self._trim(row)
+
+    def _see_cache(self, row: Row, turn: Turn) -> None:
+        if row.record is None or not turn.output_ids:
+            return
+        others = (len(one.output_ids) + len(one.observation_ids) for one in row.record.turns[:-1])
+        last = self._cached.setdefault(row.server, deque(maxlen=_NUM_PROMPTS))
+        last.append((turn.cached_tokens, len(row.record.prompt_ids) + sum(others)))
+
+    def _see_group(self, event: GroupStarted | GroupFinished) -> None:
+        name = event.group
+        match event:
+            case GroupStarted():
+                self.groups.pop(name, None)
+                self._gone_groups.pop(name, None)
+                self.groups[name] = GroupRow(
+                    name, event.task_id, event.prompt, event.answer, event.size, self.ms()
+                )
+                while len(self.groups) > self._max_groups:
+                    oldest = next(iter(self.groups))
+                    del self.groups[oldest]
+                    self._changed_groups.pop(oldest, None)
+                    self._gone_groups[oldest] = None
+            case GroupFinished() if name in self.groups:
+                group = self.groups[name]
+                group.mean_reward, group.end = event.mean_reward, self.ms()
+                if event.is_chosen:
+                    group.kept, group.teaches = len(event.kept), event.teaches
+                for key in group.members:
+                    if (row := self.rows.get(key)) is not None:
+                        row.advantage = event.kept.get(key)
+                        row.dropped = event.dropped.get(key)
+                        self._moved[key] = None
+        if name in self.groups:
+            self._changed_groups[name] = None
+
+    def _enter(self, row: Row, lane: Lane) -> None:
+        if row.lanes[-1][0] != lane:
+            row.lanes.append((lane, self.ms()))
+            self._trim(row)
+        self._moved[row.id] = None
+
+    def _trim(self, row: Row) -> None:
+        if len(row.lanes) > _MAX_LANES:
+            del row.lanes[:-_MAX_LANES]
+            row.more = True
+        self._moved[row.id] = None
+
+    def _end(self, row: Row, state: Literal["done", "abandoned"]) -> None:
+        row.state, row.end = state, self.ms()
+        row.open_calls.clear()
+        self._moved[row.id] = None
+        self.num_in_flight -= 1
+        self.num_done += 1
+        if (group := self.groups.get(row.group)) is not None:
+            group.num_done += 1
+            self._changed_groups[group.id] = None
+        self._ended[row.id] = None
+        if row.record is not None:
+            num_tokens = len(row.record.prompt_ids) + row.record.num_response_tokens
+            self._with_record.append((row.id, num_tokens))
+            self._num_kept_tokens += num_tokens
+        self._forget()
+
+    def _forget(self) -> None:
+        while len(self._ended) > self._max_ended:
+            oldest, _ = self._ended.popitem(last=False)
+            del self.rows[oldest]
+            self._moved.pop(oldest, None)
+            self._grown.pop(oldest, None)
+            self._gone[oldest] = None
+        while self._with_record and (
+            self._num_kept_tokens > self._max_kept_tokens
+            or len(self._with_record) > self._max_ended
+        ):
+            key, num_tokens = self._with_record.popleft()
+            self._num_kept_tokens -= num_tokens
+            if (row := self.rows.get(key)) is not None and row.state != "live":
+                row.record = None
+
+    # --- readers ----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """A moment that rates are taken from: call it a few times a second."""
+        now = self._clock()
+        self._rates.append((now, self._num_tokens, self._num_calls))
+        while len(self._rates) > 2 and now - self._rates[0][0] > _RATE_S:
+            self._rates.popleft()
+
+    def now(self) -> dict[str, Any]:
+        """The numbers of this moment that events tell of."""
+        (before_s, tokens, calls), (now_s, tokens_now, calls_now) = self._rates[0], self._rates[-1]
+        per_s = 1 / (now_s - before_s) if now_s > before_s else 0.0  # clocks are set back
+        return {
+            "tokens_per_s": round((tokens_now - tokens) * per_s, 1),
+            "calls_per_s": round((calls_now - calls) * per_s, 2),
+            "in_flight": self.num_in_flight,
+            "rollouts_done": self.num_done,
+            "turns_moved": self.num_moved,
+            "groups_open": sum(group.end is None for group in self.groups.values()),
+            "policy_version": self.policy_version,
+        }
+
+    def tools(self) -> dict[str, Any]:
+        """Calls by how they ended, and how long the last ones took."""
+        found: dict[str, Any] = {"calls": dict(self.calls)}
+        if self._latencies:
+            found["latency_ms"] = _percentiles([latency for latency, _ in self._latencies])
+            found["queued_ms"] = _percentiles([queued for _, queued in self._latencies])
+        return found
+
+    def cached_fraction(self, server: str) -> float | None:
+        """Of the tokens of prompts, those that the server had in its cache."""
+        last = self._cached.get(server)
+        total = sum(of for _, of in last or ())
+        return sum(cached for cached, _ in last or ()) / total if total else None
+
+    @property
+    def has_changed_rows(self) -> bool:
+        return bool(self._moved or self._grown)
+
+    def take(self, max_rows: int) -> dict[str, Any]:
+        """What has changed since it was taken last; of rows so many at most, the rest later."""
+        keys = _first(self._moved, max_rows)
+        for key in keys:
+            self._grown.pop(key, None)
+        keys += _first(self._grown, max_rows - len(keys))
+        taken: dict[str, Any] = {"rollouts": [self.rows[key].told() for key in keys]}
+        groups = [*self._changed_groups]
+        taken["groups"] = [self.groups[name].told() for name in groups if name in self.groups]
+        if self._gone or self._gone_groups:
+            taken["gone"] = {"rollouts": [*self._gone], "groups": [*self._gone_groups]}
+        if self._num_new_steps:
+            taken["steps"] = [*self.steps][-self._num_new_steps :]
+        self._gone, self._gone_groups, self._num_new_steps = {}, {}, 0
+        self._changed_groups.clear()
+        return {name: value for name, value in taken.items() if value}
+
+    def skip(self) -> None:
+        """Nobody reads: what has changed so far need not be told."""
+        self._moved.clear()
+        self._grown.clear()
+        self._changed_groups.clear()
+        self._gone, self._gone_groups, self._num_new_steps = {}, {}, 0
+
+    def all(self, max_rows: int, *, taken: bool = False) -> Iterator[dict[str, Any]]:
+        """All that is there, in slices of so many rows; between two of them it may change. Rows
+        and groups may be told again by the next `take`; steps may not: with `taken` those are left
+        out that it is going to tell."""
+        steps = [*self.steps][: len(self.steps) - self._num_new_steps * taken]
+        yield {
+            "groups": [group.told() for group in self.groups.values()],
+            "steps": steps[:max_rows],
+            "rollouts": [],
+        }
+        for start in range(max_rows, len(steps), max_rows):
+            yield {"steps": steps[start : start + max_rows]}
+        keys = [*self.rows]
+        for start in range(0, len(keys), max_rows):
+            there = (self.rows.get(key) for key in keys[start : start + max_rows])
+            yield {"rollouts": [row.told() for row in there if row is not None]}
+
+
+def _first(keys: dict[str, None], number: int) -> list[str]:
+    """Takes them out."""
+    found = [key for key, _ in zip(keys, range(number), strict=False)]
+    for key in found:
+        del keys[key]
+    return found
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Nearest rank, in milliseconds."""
+    ordered = sorted(seconds)
+    ranks = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {
+        name: round(1000 * ordered[max(0, math.ceil(share * len(ordered)) - 1)], 1)
+        for name, share in ranks.items()
+    }

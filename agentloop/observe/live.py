@@ -1,0 +1,294 @@
+"""What goes on, for those who look at it: the board twice a second, and rollouts as they grow.
+
+    events ──> Board ──tick──> a frame, encoded once ──ring──> every reader, at its own pace
+    rollout ──> its record ──a reader's own position──> what that reader has not seen of it
+
+A reader who is too slow for the ring is given everything anew and told how many frames it missed;
+nothing waits for it, and nothing is kept for it. Without readers no frame is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import orjson
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.errors import NotThere
+from agentloop.inference.router import ServerView
+from agentloop.observe.board import Board, Row
+from agentloop.observe.plain import dumps
+from agentloop.observe.record import Telling
+from agentloop.observe.runs import curves, runs_beside
+from agentloop.observe.stalls import Stalls
+
+__all__ = ["Live", "Sources"]
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 0.5
+_GROWS_EVERY_S = 0.1
+_KEEP_ALIVE_S = 15.0
+_MAX_FRAMES = 64
+_MAX_ROWS = 500  # in one frame: some milliseconds of the loop's time
+_MAX_WAITS = 50
+_MAX_DIGITS = 18  # of an id that may be one of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What is asked, not told by events: plain functions, which only look."""
+
+    about: Mapping[str, Any]
+    chat: Callable[[], ChatFormat | None] = lambda: None
+    servers: Callable[[], Sequence[ServerView]] = tuple
+    num_waiting: Callable[[], int] = lambda: 0
+    sandbox: Callable[[], Mapping[str, Any]] = dict
+    more: Callable[[], Mapping[str, Any]] = dict  # of this moment: where a training run stands
+    folder: Path | None = None  # the run's
+    read_rollout: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
+    """Of a rollout that is forgotten, or of another machine, from where it was written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    rev: int
+    data: bytes
+
+
+@dataclass
+class Live:
+    """See the module. `run` it beside what it looks at, and tell the board of events."""
+
+    board: Board
+    stalls: Stalls
+    sources: Sources
+    every_s: float = _EVERY_S
+    life: str = field(default_factory=lambda: secrets.token_hex(4))
+    num_readers: int = 0
+    _rev: int = 0
+    _lag_s: float = 0.0  # how late the last tick was
+    _frames: deque[_Frame] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
+    _ticked: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            begun_s = time.monotonic()
+            await anyio.sleep(self.every_s)
+            self._lag_s = time.monotonic() - begun_s - self.every_s
+            try:
+                self.tick()
+            except Exception:  # nobody's run ends because of a picture of it
+                log.exception("the page could not be told of this moment")
+
+    def tick(self) -> None:
+        self.board.tick()
+        self._rev += 1
+        if not self.num_readers:
+            self.board.skip()
+            self._frames.clear()
+            return
+        frame = {**self._head(full=False), **self._moment(), **self.board.take(_MAX_ROWS)}
+        self._frames.append(_Frame(self._rev, dumps(frame)))
+        self._ticked.set()
+        self._ticked = anyio.Event()
+
+    async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
+        """Pairs of an id and a frame, for ever; an empty one is a sign of life.
+
+        Args:
+            last_id: of the last frame that the reader has, of an earlier connection.
+        """
+        self.num_readers += 1
+        try:
+            rev = self._resumed(last_id)
+            missed = 0
+            while True:
+                if rev is None:
+                    rev = self._rev
+                    last = b""
+                    async for frame in self._all(missed, taken=True):  # no deadline: it is there
+                        if last:  # without an id: who goes on from here has not got all
+                            yield "", last
+                        last = frame
+                    yield self._id(rev), last
+                # A copy: while a reader takes one, others may come.
+                for one in [frame for frame in self._frames if frame.rev > rev]:
+                    if one.rev > rev + 1:  # the ring went on without us
+                        break
+                    rev = one.rev
+                    yield self._id(rev), one.data
+                if self._frames and self._frames[0].rev > rev + 1:
+                    missed, rev = self._rev - rev, None
+                    continue
+                if self._rev == rev:
+                    with anyio.move_on_after(_KEEP_ALIVE_S) as late:
+                        await self._ticked.wait()
+                    if late.cancelled_caught:
+                        yield "", b""
+        finally:
+            self.num_readers -= 1
+
+    async def frame(self) -> dict[str, Any]:
+        """Everything, at once."""
+        whole: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
+        async for data in self._all(0, taken=False):  # no deadline: it is there
+            for name, value in orjson.loads(data).items():
+                if isinstance(value, list) and name in whole:
+                    whole[name] += value
+                elif name != "full" or value:
+                    whole[name] = value
+        return whole
+
+    async def rollout(self, key: str) -> dict[str, Any]:
+        """See `Shown`."""
+        row = self.board.rows.get(key)
+        if row is not None and row.record is not None:
+            telling = Telling(row.record, self.sources.chat(), lambda: _verdict(row))
+            return await anyio.to_thread.run_sync(telling.whole)
+        found = None
+        if self.sources.read_rollout is not None:
+            found = await self.sources.read_rollout(key)
+        if found is None:
+            raise NotThere(f"rollout {key!r}: it is not kept any more, or never was")
+        return found
+
+    async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        """See `Shown`."""
+        row = self.board.rows.get(key)
+        if row is None or row.record is None:
+            yield "end", await self.rollout(key)
+            return
+        telling = Telling(row.record, self.sources.chat(), lambda: _verdict(row))
+        yield "trajectory", await anyio.to_thread.run_sync(telling.whole)
+        since_s = time.monotonic()
+        # Where it begins anew under its name, this one is over.
+        while row.state == "live" and self.board.rows.get(key) is row:
+            await anyio.sleep(_GROWS_EVERY_S)
+            delta = await anyio.to_thread.run_sync(telling.delta)
+            if delta is not None:
+                since_s = time.monotonic()
+                yield "delta", delta
+            elif time.monotonic() - since_s > _KEEP_ALIVE_S:
+                since_s = time.monotonic()
+                yield "", {}
+        yield "end", await anyio.to_thread.run_sync(telling.whole)
+
+    async def group(self, name: str) -> dict[str, Any]:
+        """See `Shown`."""
+        group = self.board.groups.get(name)
+        if group is None:
+            raise NotThere(f"group {name!r}: it is not kept any more, or never was")
+        members = [row for key in group.members if (row := self.board.rows.get(key)) is not None]
+        return {
+            **group.told(),
+            "prompt": group.prompt,
+            "answer": group.answer,
+            "rollouts": [_member(row, is_chosen=group.kept is not None) for row in members],
+        }
+
+    async def runs(self) -> list[dict[str, Any]]:
+        """See `Shown`."""
+        if self.sources.folder is None:
+            return []
+        return await anyio.to_thread.run_sync(runs_beside, self.sources.folder)
+
+    async def curves(self, run: str) -> list[dict[str, Any]]:
+        """See `Shown`."""
+        if self.sources.folder is None:
+            raise NotThere(f"run {run!r}: there is none")
+        return await anyio.to_thread.run_sync(curves, self.sources.folder, run)
+
+    # --- frames -----------------------------------------------------------------------------------
+
+    async def _all(self, missed: int, *, taken: bool) -> AsyncIterator[bytes]:
+        """In slices, so that the loop has time for others in between."""
+        head = {**self._head(full=True), "missed": missed, "about": self._about()}
+        for slice_ in self.board.all(_MAX_ROWS, taken=taken):
+            yield dumps({**head, **self._moment(), **slice_} if head["full"] else head | slice_)
+            head = self._head(full=False)
+            await anyio.lowlevel.checkpoint()
+
+    def _about(self) -> dict[str, Any]:
+        return {**self.sources.about, "t0": self.board.t0, "live": True}
+
+    def _head(self, *, full: bool) -> dict[str, Any]:
+        return {"rev": self._rev, "t": round(time.time(), 3), "full": full}
+
+    def _moment(self) -> dict[str, Any]:
+        s = self.sources
+        waits = [
+            {"who": wait.rollout_id, "what": wait.what, "waited_s": round(wait.waited_s, 2)}
+            for wait in self.stalls.waits(_MAX_WAITS)
+        ]
+        now = {
+            **self.board.now(),
+            "num_waiting": s.num_waiting(),
+            "still_s": round(self.stalls.still_s, 1),
+            "loop_lag_ms": round(1000 * self._lag_s, 1),
+            **s.more(),
+        }
+        return {
+            "now": now,
+            "waits": waits,
+            "servers": [self._server(view) for view in s.servers()],
+            "sandbox": {**s.sandbox(), **self.board.tools()},
+        }
+
+    def _server(self, view: ServerView) -> dict[str, Any]:
+        return {
+            "url": view.url,
+            "state": str(view.state),
+            "healthy": view.healthy,
+            "reason": view.reason,
+            "num_running": view.num_running,
+            "held": view.num_held_tokens,
+            "reserved": view.num_reserved_tokens,
+            "parked": view.num_parked_tokens,
+            "others": view.num_others_tokens,
+            "capacity": view.capacity_tokens,
+            "version": view.weight_version,
+            "cached_fraction": self.board.cached_fraction(view.url),
+        }
+
+    def _id(self, rev: int) -> str:
+        return f"{self.life}-{rev}"
+
+    def _resumed(self, last_id: str | None) -> int | None:
+        """None where everything has to be told."""
+        life, _, rev = (last_id or "").partition("-")
+        if life != self.life or not rev.isdecimal() or len(rev) > _MAX_DIGITS:
+            return None
+        oldest = self._frames[0].rev if self._frames else self._rev + 1
+        return int(rev) if oldest - 1 <= int(rev) <= self._rev else None
+
+
+def _verdict(row: Row) -> dict[str, Any]:
+    return {
+        "group": row.group,
+        "state": row.state,
+        "stop_reason": row.stop,
+        "reward": row.reward,
+        "answer": row.answer,
+        "reason": row.reason,
+        "advantage": row.advantage,
+        "dropped": row.dropped,
+    }
+
+
+def _member(row: Row, *, is_chosen: bool) -> dict[str, Any]:
+    names = ("id", "state", "reward", "answer", "reason", "advantage", "dropped", "tokens")
+    return {
+        **{name: getattr(row, name) for name in (*names, "calls", "failed_calls", "stop")},
+        "turns": row.turn,
+        "kept": row.advantage is not None if is_chosen else None,
+    }

@@ -1,0 +1,79 @@
+"""Runs on disk, for those who look at them: which there are, and their curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentloop.errors import NotThere
+
+__all__ = ["curves", "runs_beside"]
+
+_MAX_RUNS = 100
+_MAX_ROWS = 5_000
+
+
+def runs_beside(folder: Path) -> list[dict[str, Any]]:
+    """The run in `folder` and those beside it, the newest first."""
+    found: list[dict[str, Any]] = []
+    for path in folder.parent.glob("*/metrics.jsonl"):
+        run = path.parent
+        if run.is_symlink() or run.name.startswith("."):
+            continue
+        try:
+            stat, steps = path.stat(), _last_step(path)
+        except OSError:  # it is removed right now, or no file
+            continue
+        found.append(
+            {
+                "name": run.name,
+                "steps": steps,
+                "modified_unix_s": stat.st_mtime,
+                "current": run.name == folder.name,
+            }
+        )
+    found.sort(key=lambda one: -one["modified_unix_s"])
+    return found[:_MAX_RUNS] + [one for one in found[_MAX_RUNS:] if one["current"]]
+
+
+def curves(folder: Path, run: str) -> list[dict[str, Any]]:
+    """The rows of metrics of the run of that name beside `folder`.
+
+    Raises:
+        NotThere: there is no such run.
+    """
+    if run not in {one["name"] for one in runs_beside(folder)}:  # no path of a stranger's
+        raise NotThere(f"run {run!r}: there is none in {folder.parent}")
+    return read_metrics(folder.parent / run)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """What is whole of a run's metrics, which may be written to; the last rows where there are
+    very many."""
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []
+    rows = []
+    for line in lines[-_MAX_ROWS:]:
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _last_step(path: Path) -> int:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65_536))
+        lines = file.read().split(b"\n")[:-1]
+    for line in reversed(lines):
+        try:
+            return int(orjson.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0

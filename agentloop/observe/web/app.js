@@ -1,0 +1,344 @@
+// The shell: which view is shown, how the page is connected, keys, theme, tokens.
+(() => {
+  "use strict";
+  const { h, setText, setAttr, format, kept, views, api, makeStore } = window.agentloop;
+
+  const $ = (id) => document.getElementById(id);
+  const store = makeStore();
+
+  // --- router: #/name/id?query ------------------------------------------------------------------
+
+  const VIEWS = ["now", "servers", "rollouts", "groups", "curves", "sandbox", "ask"];
+  const WITHIN = { rollout: "rollouts", group: "groups" }; // what the navigation shows for it
+
+  let [unmount, where, isFirst] = [null, "", true];
+
+  const parse = (hash) => {
+    const [path, query = ""] = hash.replace(/^#\/?/, "").split("?", 2);
+    const [name = "", ...rest] = path.split("/");
+    const decode = (text) => {
+      try {
+        return decodeURIComponent(text);
+      } catch {
+        return text;
+      }
+    };
+    return { name: name || "now", id: rest.length ? decode(rest.join("/")) : null, query: new URLSearchParams(query) };
+  };
+
+  const go = (hash) => {
+    const to = hash.startsWith("#") ? hash : `#${hash.startsWith("/") ? "" : "/"}${hash}`;
+    if (location.hash === to) route();
+    else location.hash = to;
+  };
+
+  const app = { store, api, go, time: store.time, params: null };
+
+  const route = () => {
+    const params = parse(location.hash);
+    const here = `${params.name}/${params.id ?? ""}`;
+    if (here === where && unmount) return; // another query: the view's own affair
+    leave();
+    where = here;
+    app.params = params;
+    const view = views.get(params.name);
+    const root = h("div", { id: "view", "data-view": params.name });
+    $("view").replaceWith(root);
+    $("actions").replaceChildren();
+    app.title(view?.title ?? "No such view");
+    if (view) {
+      try {
+        unmount = view.mount(root, params, app) ?? (() => {});
+      } catch (error) {
+        console.error(error);
+        root.append(h("p", { class: "bad" }, `This view failed: ${error.message}`));
+      }
+    } else {
+      root.append(h("p", {}, "There is no view of that name. ", h("a", { href: "#/" }, "Go to the first one.")));
+    }
+    for (const enter of app.entered) enter(params);
+    for (const link of $("nav").querySelectorAll("a")) {
+      const shown = link.dataset.view === (WITHIN[params.name] ?? params.name);
+      setAttr(link, "aria-current", shown && "page");
+      if (shown) link.scrollIntoView({ block: "nearest", inline: "nearest" });
+    }
+    if (!isFirst) {
+      scrollTo(0, 0);
+      $("title").focus({ preventScroll: true }); // so that a screen reader says where one is
+    }
+    isFirst = false;
+  };
+
+  const leave = () => {
+    try {
+      unmount?.();
+    } catch (error) {
+      console.error(error);
+    }
+    unmount = null;
+  };
+
+  // A view may name what it shows better than its registration could.
+  app.title = (text) => {
+    setText($("title"), text);
+    app.titleText = text;
+    nameDocument();
+  };
+  app.entered = []; // called with params after a view was mounted
+
+  const nameDocument = () => {
+    const { title, kind } = store.about;
+    document.title = [app.titleText, title ?? kind, "agentloop"].filter(Boolean).join(" · ");
+  };
+
+  // --- the top: what this is, where one can go, whether it is live --------------------------------
+
+  const showAbout = () => {
+    const { title, model, kind, version } = store.about;
+    setText($("about"), [...new Set([title, model])].filter(Boolean).join(" · "));
+    setAttr($("about"), "title", [kind, version].filter(Boolean).join(", ") || null);
+    nameDocument();
+  };
+
+  const offered = () => {
+    const { about, servers, sandbox, groups, steps } = store;
+    const can = {
+      now: true,
+      rollouts: true,
+      servers: servers.length > 0 || about.live,
+      groups: groups.size > 0 || about.kind !== "serve",
+      curves: steps.length > 0 || about.kind !== "serve",
+      sandbox: about.has_sandbox || sandbox !== null,
+      ask: about.can_ask && !api.exported,
+    };
+    return VIEWS.filter((name) => can[name]);
+  };
+
+  let navigation = [];
+  const showNavigation = () => {
+    const names = store.ready ? offered() : ["now", "servers", "rollouts"];
+    if (names.join() === navigation.join()) return;
+    navigation = names;
+    const shown = WITHIN[app.params?.name] ?? app.params?.name ?? "now";
+    const links = names.map((name) => {
+      const title = views.get(name)?.title ?? name[0].toUpperCase() + name.slice(1);
+      const current = name === shown ? "page" : null;
+      return h("a", { href: name === "now" ? "#/" : `#/${name}`, "data-view": name, "aria-current": current }, title);
+    });
+    $("nav").replaceChildren(...links);
+  };
+
+  const showConnection = () => {
+    const { state, error, retryMs } = store.connection;
+    const { live, kind } = store.about;
+    const isOpen = state === "open";
+    const said = api.exported
+      ? "exported"
+      : isOpen
+        ? live === false || kind === "view"
+          ? "from disk"
+          : "live"
+        : state === "connecting"
+          ? "connecting"
+          : retryMs === null
+            ? "not connected"
+            : "reconnecting";
+    setText($("connection-text"), said);
+    setAttr($("connection"), "data-state", said.replace(" ", "-"));
+    setAttr($("connection"), "title", error || null);
+    showNotice();
+  };
+
+  // One line above the view, for what the reader must know of the page itself.
+  const showNotice = () => {
+    const { state, error, retryMs } = store.connection;
+    const parts = [];
+    if (state === "lost" && lostSince && Date.now() - lostSince > 1500) {
+      const what = retryMs === null ? "Not connected" : "The connection is lost";
+      const old = store.ready ? " What is shown is old." : "";
+      parts.push(h("span", {}, `${what}${error ? `: ${error}` : ""}.${old} `));
+      const text = retryMs === null ? "Connect" : "Connect now";
+      parts.push(h("button", { type: "button", onclick: () => stream?.retry() }, text));
+    } else if (store.missed > acknowledged) {
+      const count = format.plural(store.missed - acknowledged, "frame was", "frames were");
+      parts.push(h("span", {}, `${count} missed: this page was too slow for a while. All that is shown is current. `));
+      const close = () => {
+        acknowledged = store.missed;
+        showNotice();
+      };
+      parts.push(h("button", { type: "button", onclick: close }, "Dismiss"));
+    }
+    const text = parts.map((one) => one.textContent).join("");
+    if ($("notice").textContent !== text) $("notice").replaceChildren(...parts);
+    setAttr($("notice"), "data-kind", state === "lost" ? "bad" : "warn");
+  };
+  let [acknowledged, lostSince] = [0, 0];
+
+  // --- the stream ---------------------------------------------------------------------------------
+
+  let stream = null;
+
+  const follow = () => {
+    if (api.exported) {
+      api.get("api/frame").then(
+        (frame) => {
+          store.apply({ ...frame, full: true });
+          store.connected("open");
+        },
+        (error) => store.connected("lost", error.message),
+      );
+      return;
+    }
+    stream = api.subscribe("api/stream", {
+      event: ({ event, data }) => {
+        if (event === "frame") store.apply(data);
+        if (store.connection.state !== "open") {
+          if (lostSince && Date.now() - lostSince > 1500) store.say("This page is connected again");
+          lostSince = 0;
+          store.connected("open");
+        }
+      },
+      lost: (error, retryMs) => {
+        if (!lostSince) {
+          lostSince = Date.now();
+          setTimeout(showNotice, 1600);
+        }
+        store.connected("lost", error?.message ?? "", retryMs);
+      },
+    });
+  };
+
+  // --- dialogs --------------------------------------------------------------------------------------
+
+  // Shows `children` and the buttons [[value, text, class], ...]; -> what was pressed, "" for none.
+  const dialog = (title, children, buttons) =>
+    new Promise((resolve) => {
+      const press = ([value, text, name], i) =>
+        h("button", { class: name, value, type: i ? "button" : "submit", onclick: i ? () => node.close(value) : null }, text);
+      const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), children);
+      form.append(h("div", { class: "buttons" }, buttons.map(press)));
+      const node = h("dialog", { "aria-labelledby": "dialog-title" }, form);
+      node.addEventListener("close", () => {
+        node.remove();
+        resolve(node.returnValue);
+      });
+      document.body.append(node);
+      node.showModal();
+    });
+
+  const askToken = async (kind, reason) => {
+    const input = h("input", {
+      id: "token",
+      type: "password",
+      autocomplete: "off",
+      required: true,
+      spellcheck: "false",
+      "aria-describedby": "token-why",
+    });
+    const why =
+      kind === "control"
+        ? "Whoever controls a run says who they are. The token was printed in the terminal when it started."
+        : "This service wants a token: that of serve.token.";
+    const body = [
+      h("p", { id: "token-why" }, why),
+      reason ? h("p", { class: "bad", role: "alert" }, "That was another token; it was refused.") : null,
+      h("label", { for: "token" }, "Token"),
+      input,
+      h("p", { class: "muted" }, "It is kept in this tab alone, until the tab is closed."),
+    ];
+    const pressed = await dialog("Token", body, [["ok", "Use it", "primary"], ["", "Cancel"]]);
+    return pressed === "ok" ? input.value.trim() || null : null;
+  };
+
+  // --- theme and keys ---------------------------------------------------------------------------------
+
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const theme = () => document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light");
+
+  const showTheme = () => {
+    const other = theme() === "dark" ? "light" : "dark";
+    setText($("theme"), theme() === "dark" ? "☀" : "☾");
+    setAttr($("theme"), "aria-label", `Switch to the ${other} theme`);
+    setAttr($("theme"), "title", `Switch to the ${other} theme`);
+    store.touch("theme"); // canvases are drawn anew
+    window.dispatchEvent(new Event("agentloop:theme"));
+  };
+
+  const switchTheme = () => {
+    const other = theme() === "dark" ? "light" : "dark";
+    const isSystems = other === (system.matches ? "dark" : "light");
+    if (isSystems) delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = other;
+    kept.set("theme", isSystems ? null : other);
+    showTheme();
+  };
+
+  const KEYS = [
+    ["1 – 7", "the views, in the order of the bar at the top"],
+    ["/", "to the view's search field or question"],
+    ["t", "dark or light"],
+    ["?", "this list"],
+    ["Esc", "closes what is open"],
+  ];
+
+  const showKeys = async () => {
+    const off = h("input", { type: "checkbox", id: "keys-off" });
+    off.checked = kept.get("keys") === "off";
+    const rows = KEYS.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)]);
+    const body = [h("dl", { class: "keys" }, rows), h("label", { class: "check" }, off, " No keyboard shortcuts")];
+    const version = store.about.version ? h("p", { class: "muted" }, store.about.version) : null;
+    await dialog("Keyboard shortcuts", [...body, version], [["ok", "Close", "primary"]]);
+    kept.set("keys", off.checked ? "off" : null);
+  };
+
+  const pressed = (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+    const target = event.target;
+    if (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName)) return;
+    if (document.querySelector("dialog[open]")) return;
+    if (event.key !== "?" && kept.get("keys") === "off") return;
+    if (/^[1-9]$/.test(event.key)) {
+      const name = navigation[event.key - 1];
+      if (name) go(name === "now" ? "#/" : `#/${name}`);
+    } else if (event.key === "/") {
+      const field = $("view").querySelector("[data-search], input[type=search], textarea");
+      if (field) field.focus();
+      else if (navigation.includes("ask")) go("#/ask");
+    } else if (event.key === "t") switchTheme();
+    else if (event.key === "?") showKeys();
+    else return;
+    event.preventDefault();
+  };
+
+  // --- begin ------------------------------------------------------------------------------------------
+
+  const begin = () => {
+    api.askWith(askToken);
+    app.dialog = dialog;
+    window.agentloop.app = app;
+    document.body.dataset.exported = api.exported;
+    store.on((changed) => {
+      if (changed.has("about")) showAbout();
+      if (["about", "servers", "sandbox", "groups", "steps"].some((key) => changed.has(key))) showNavigation();
+      if (changed.has("connection") || changed.has("about")) showConnection();
+      else if (changed.has("missed")) showNotice();
+    });
+    $("theme").addEventListener("click", switchTheme);
+    $("help").addEventListener("click", showKeys);
+    system.addEventListener("change", showTheme);
+    window.addEventListener("hashchange", route);
+    document.addEventListener("keydown", pressed);
+    document.querySelector(".skip").addEventListener("click", (event) => {
+      event.preventDefault(); // the hash is the route
+      $("main").focus();
+    });
+    showTheme();
+    showNavigation();
+    showConnection();
+    window.agentloop.control?.(app);
+    follow();
+    route();
+  };
+
+  document.addEventListener("DOMContentLoaded", begin); // all views are registered, then
+})();

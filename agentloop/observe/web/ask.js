@@ -1,0 +1,124 @@
+// A visitor's question: it becomes a rollout, which is shown as it goes on.
+(() => {
+  "use strict";
+  const { view, h, setText, keyed, keptForSession, parts } = window.agentloop;
+
+  const MAX_CHARS = 100_000;
+  const MAX_KEPT = 10;
+  const EXAMPLES = ["What is 37 times 48?", "What is 19 times 23 plus 5?", "What is 12 times 12 minus 44?"];
+
+  const asked = () => {
+    try {
+      const kept = JSON.parse(keptForSession.get("asked") ?? "[]");
+      return Array.isArray(kept) ? kept : [];
+    } catch {
+      return [];
+    }
+  };
+
+  const remember = (id, question) => {
+    const all = [{ id, question: question.slice(0, 200) }, ...asked()].slice(0, MAX_KEPT);
+    keptForSession.set("asked", JSON.stringify(all));
+  };
+
+  let draft = ""; // outlives the view
+
+  view("ask", {
+    title: "Ask",
+    mount(root, params, app) {
+      const { store, api } = app;
+      let closed = false;
+      const field = h("textarea", {
+        id: "question",
+        rows: 4,
+        maxlength: MAX_CHARS,
+        required: true,
+        "aria-describedby": "question-how",
+        oninput: () => (draft = field.value),
+        onkeydown: (event) => {
+          if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+          event.preventDefault();
+          form.requestSubmit();
+        },
+      });
+      field.value = draft;
+      const button = h("button", { type: "submit", class: "primary" }, "Ask");
+      const said = h("p", { role: "alert", class: "bad" });
+      const state = h("span", { role: "status", class: "muted" });
+
+      const ask = async (event) => {
+        event.preventDefault();
+        const question = field.value.trim();
+        if (!question || button.disabled) return;
+        button.disabled = true;
+        setText(said, "");
+        setText(state, "It is being started.");
+        try {
+          const { rollout } = await api.post("api/ask", { question });
+          draft = "";
+          remember(rollout, question);
+          if (!closed) app.go(parts.hash("rollout", rollout));
+        } catch (error) {
+          setText(said, `It was not started: ${error.message}`);
+          field.focus();
+        } finally {
+          button.disabled = false;
+          setText(state, "");
+        }
+      };
+
+      const form = h(
+        "form",
+        { class: "ask", onsubmit: ask },
+        h("label", { for: "question" }, "Question"),
+        field,
+        h("p", { id: "question-how", class: "muted" }, "Enter asks, Shift and Enter begin a new line. You can watch it work."),
+        said,
+        h("div", { class: "ask-buttons" }, button, state),
+      );
+      const example = (text) =>
+        h(
+          "button",
+          {
+            type: "button",
+            onclick: () => {
+              field.value = draft = text;
+              field.focus();
+            },
+          },
+          text,
+        );
+      const examples = h(
+        "div",
+        { class: "ask-examples", role: "group", "aria-label": "Examples" },
+        h("span", { class: "muted" }, "For example:"),
+        EXAMPLES.map(example),
+      );
+      const list = h("ul", { class: "ask-before" });
+      const before = h("section", { "aria-labelledby": "ask-before" }, h("h2", { id: "ask-before" }, "Asked in this tab"), list);
+      const closedNote = h("p", { class: "muted" }, "Nobody is there to be asked.");
+      root.append(closedNote, form, examples, before);
+
+      const show = () => {
+        const can = store.about.can_ask !== false && !api.exported;
+        form.hidden = examples.hidden = !can;
+        closedNote.hidden = can;
+        const kept = asked();
+        before.hidden = !kept.length;
+        const make = ({ id, question }) => h("li", {}, h("a", { href: parts.hash("rollout", id) }, question), h("span", { class: "muted" }));
+        keyed(list, kept, ({ id }) => id, make, (node, { id }) => {
+          const row = store.rollouts.get(id);
+          setText(node.lastChild, row ? (row.state === "live" ? "goes on" : parts.words(row.stop ?? row.state)) : "");
+        });
+      };
+      show();
+      const off = store.on((changed) => {
+        if (["about", "rollouts"].some((key) => changed.has(key))) show();
+      });
+      return () => {
+        closed = true;
+        off();
+      };
+    },
+  });
+})();

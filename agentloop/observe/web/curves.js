@@ -1,0 +1,539 @@
+// The run's metrics over its steps, and other runs' over them.
+//
+//     rows of metrics.jsonl ──by step──> a chart for each thing worth knowing that has data
+//
+// Strokes tell what is drawn of a run, colours tell runs apart, where there are several. All charts have one cursor: the
+// mouse moves it, and so does the slider, for the keyboard and for fingers.
+(() => {
+  "use strict";
+  const { view, h, setText, setAttr, keyed, format, color } = window.agentloop;
+  const { isNumber, short } = format;
+  const percent = (share) => `${Number((100 * share).toPrecision(2))}%`;
+  const span = (seconds) => (seconds ? format.span(seconds) : "0");
+
+  const MAX_COMPARED = 5; // and the run itself
+  const MAX_TABLE = 500; // rows
+  const FEW = 40; // points that are drawn one by one
+  const COLORS = ["lane-decode", "lane-tool", "lane-reward", "lane-prefill", "bad", "lane-wait"];
+  const STROKES = {
+    thin: { width: 1.25 },
+    thick: { width: 2, points: true },
+    dashed: { width: 1.25, dash: [5, 4] },
+  };
+  const SMOOTH = [
+    ["1", "as it is"],
+    ["5", "over 5 steps"],
+    ["20", "over 20 steps"],
+  ];
+
+  // `series`: [key, label, stroke]. `text`: a value as the reader sees it.
+  const both = (key) => [[key, "rollouts", "thin"], [`held_out/${key}`, "held out", "thick"]];
+  const CHARTS = [
+    { title: "Reward", note: "mean of the step's rollouts", series: both("reward"), most: 1 },
+    { title: "avg@k and pass@k", note: "of a task's rollouts", series: null, most: 1 },
+    {
+      title: "Tool errors in correct rollouts",
+      note: "failed calls by calls",
+      series: both("tool_errors_in_correct"),
+      most: 1,
+      text: percent,
+    },
+    { title: "Length", note: "sampled tokens of a rollout", series: both("length_mean") },
+    { title: "Truncated", note: "rollouts that a budget ended", series: both("truncated"), most: 1, text: percent },
+    { title: "Entropy", note: "nats per token", series: [["learner/entropy", "entropy", "thin"]] },
+    {
+      title: "Mismatch KL",
+      note: "engine and learner, nats per token",
+      series: [["learner/mismatch_kl", "mismatch", "thin"]],
+    },
+    {
+      title: "Staleness",
+      note: "versions behind, of what is learned from",
+      series: [["staleness_mean", "mean", "thin"], ["staleness_max", "largest", "dashed"]],
+    },
+    {
+      title: "Seconds of a step",
+      note: "who waited for whom",
+      stack: [
+        ["wait_s", "waiting for rollouts", "lane-wait"],
+        ["learn_s", "learning", "lane-decode"],
+        ["hand_over_s", "loading weights", "lane-prefill"],
+        ["rest_s", "the rest", "lane-tool"],
+      ],
+      text: span,
+    },
+    { title: "Another measure", any: true },
+  ];
+
+  // --- rows ---------------------------------------------------------------------------------------
+
+  const AT_K = /^(held_out\/)?(avg|pass)(?:@(\d+)|_at_k)?$/;
+
+  // A row per step: what is told of it at different times belongs together.
+  const bySteps = (rows) => {
+    const steps = new Map();
+    for (const row of rows) if (isNumber(row.step)) steps.set(row.step, { ...steps.get(row.step), ...row });
+    for (const row of steps.values()) {
+      const known = ["wait_s", "learn_s", "hand_over_s"].reduce((sum, name) => sum + (row[name] ?? 0), 0);
+      if (isNumber(row.step_s) && row.step_s - known > 0.001) row.rest_s = row.step_s - known;
+    }
+    return new Map([...steps].sort(([a], [b]) => a - b));
+  };
+
+  const has = (run, key) => [...run.rows.values()].some((row) => isNumber(row[key]));
+
+  const keysOf = (runs) => {
+    const keys = new Set();
+    for (const run of runs)
+      for (const row of run.rows.values()) for (const [key, value] of Object.entries(row)) if (isNumber(value)) keys.add(key);
+    keys.delete("step");
+    return keys;
+  };
+
+  // With one rollout of a task, pass@k is the reward, which is shown already.
+  const saysNew = (runs, key) => {
+    const reward = key.startsWith("held_out/") ? "held_out/reward" : "reward";
+    return runs.some((run) => [...run.rows.values()].some((row) => isNumber(row[key]) && row[key] !== row[reward]));
+  };
+
+  const atK = (runs, keys) => {
+    const found = [...keys].filter((key) => AT_K.test(key) && saysNew(runs, key)).sort();
+    return found.map((key) => {
+      const [, heldOut, name, k] = AT_K.exec(key);
+      return [key, `${name}@${k ?? "k"}, ${heldOut ? "held out" : "rollouts"}`, heldOut ? "thick" : "thin"];
+    });
+  };
+
+  const smoothed = (values, window) => {
+    if (window <= 1) return values;
+    const last = [];
+    return values.map((value) => {
+      if (!isNumber(value)) return null;
+      last.push(value);
+      if (last.length > window) last.shift();
+      return last.reduce((sum, one) => sum + one, 0) / last.length;
+    });
+  };
+
+  // --- a chart ------------------------------------------------------------------------------------
+
+  class Chart {
+    constructor(spec, page) {
+      [this.spec, this.page] = [spec, page];
+      this.plot = h("div", { class: "cv-plot", role: "img" });
+      this.legend = h("ul", { class: "cv-legend" });
+      const head = h("h2", {}, spec.title);
+      this.note = h("p", { class: "muted" }, spec.note ?? "");
+      if (spec.any) {
+        this.chosen = h("select", { "aria-label": "Measure", onchange: () => page.draw() });
+        head.append(" ", this.chosen);
+      }
+      this.node = h(
+        "section",
+        { class: "panel cv-chart", "aria-label": spec.title },
+        h("div", { class: "cv-head" }, head, this.note),
+        this.plot,
+        this.legend,
+      );
+      this.text = spec.text ?? short;
+      this.shape = "";
+    }
+
+    // What is drawn of which run: [{label, run, key, color, stroke, fill}]
+    lines(runs, keys) {
+      const { spec } = this;
+      if (spec.stack) {
+        const parts = spec.stack.filter(([key]) => has(runs[0], key));
+        const line = ([key, label, name]) => ({ key, label, run: runs[0], color: color(`--${name}`), fill: true, stroke: STROKES.thin });
+        return parts.map(line).reverse();
+      }
+      let series = spec.series;
+      if (spec.any) series = this.offer(keys);
+      else if (series === null) series = atK(runs, keys);
+      return runs.flatMap((run) =>
+        series
+          .filter(([key]) => keys.has(key) && has(run, key))
+          .map(([key, label, stroke], i) => ({
+            ...{ key, label, run, stroke: STROKES[stroke] },
+            color: color(`--${runs.length > 1 ? run.color : COLORS[i % COLORS.length]}`),
+          })),
+      );
+    }
+
+    offer(keys) {
+      const left = [...keys].filter((key) => !this.page.shownElsewhere.has(key)).sort();
+      const before = this.chosen.value || "learner/grad_norm";
+      if (left.join() !== this.offered) {
+        this.offered = left.join();
+        this.chosen.replaceChildren(...left.map((key) => h("option", { value: key }, key.replaceAll("_", " "))));
+        this.chosen.value = left.includes(before) ? before : (left[0] ?? "");
+      }
+      return left.length ? [[this.chosen.value, this.chosen.value.replaceAll("_", " "), "thin"]] : [];
+    }
+
+    draw(runs, keys, steps) {
+      const lines = this.lines(runs, keys);
+      this.node.hidden = !lines.length;
+      if (!lines.length) return this.destroy();
+      [this.lineList, this.steps] = [lines, steps];
+      this.values = lines.map(({ run, key }) => steps.map((step) => run.rows.get(step)?.[key] ?? null));
+      const { window } = this.page;
+      let drawn = this.values.map((values, i) => (lines[i].stroke.points ? values : smoothed(values, window)));
+      if (this.spec.stack) drawn = stacked(drawn);
+      const data = [steps, ...drawn];
+      const few = steps.length <= FEW;
+      const shape = JSON.stringify([lines.map(({ run, key, color }) => [run.name, key, color]), few]);
+      if (shape !== this.shape || !this.u) {
+        this.destroy();
+        this.shape = shape;
+        this.u = new uPlot(this.options(lines, few), data, this.plot);
+      } else this.u.setData(data, !this.page.zoom);
+      if (this.page.zoom) this.u.setScale("x", this.page.zoom);
+      const areSeveral = runs.length > 1;
+      if (this.spec.stack) setText(this.note, `${this.spec.note}${areSeveral ? `, in ${runs[0].name}` : ""}`);
+      this.drawLegend(lines, areSeveral && !this.spec.stack);
+      this.tell();
+      setAttr(this.plot, "aria-label", this.summary());
+    }
+
+    // A line for what is drawn of the runs, with a value for each of them.
+    drawLegend(lines, areSeveral) {
+      const labels = new Map(lines.map((line) => [line.key, []]));
+      for (const line of lines) labels.get(line.key).push(line);
+      const row = ([, [{ label }]]) => h("li", {}, h("span", { class: "cv-name" }, label), h("span", { class: "cv-values" }));
+      const value = (line) => {
+        const node = h("span", {}, h("span", { class: "cv-key", "aria-hidden": "true" }), h("span", { class: "hidden" }), h("b", {}));
+        const { style, classList } = node.firstChild;
+        classList.toggle("fill", line.fill === true);
+        style.background = line.stroke.dash ? `repeating-linear-gradient(90deg, ${line.color} 0 4px, transparent 4px 7px)` : line.color;
+        style.height = line.fill ? "" : line.stroke.points ? "4px" : "2px";
+        return node;
+      };
+      this.told = new Map();
+      keyed(this.legend, [...labels], ([key]) => key, row, (node, [, some]) => {
+        keyed(node.lastChild, some, (line) => `${line.run.name} ${line.color}`, value, (one, line) => {
+          setText(one.children[1], areSeveral ? `${line.run.name}: ` : "");
+          setAttr(one, "title", areSeveral && line.run.name);
+          this.told.set(line, one.lastChild);
+        });
+      });
+    }
+
+    options(lines, few) {
+      const { page, spec } = this;
+      const [muted, line, panel] = ["muted", "line", "panel"].map((name) => color(`--${name}`));
+      const font = `11px ${color("--sans")}`;
+      const axis = { stroke: muted, font, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 } };
+      const series = lines.map(({ color: stroke, stroke: { width, dash, points }, fill }) => ({
+        stroke: fill ? panel : stroke,
+        fill: fill ? stroke : undefined,
+        width: fill ? Number(few) : width, // lines between parts would hide narrow ones
+        dash,
+        spanGaps: true,
+        points: { show: !fill && (few || points === true), size: points ? 6 : 4, fill: stroke, stroke },
+      }));
+      return {
+        ...this.size(),
+        legend: { show: false },
+        padding: [8, 8, 0, 0],
+        cursor: {
+          sync: { key: "curves", scales: ["x", null], setSeries: false },
+          drag: { x: true, y: false },
+          points: { size: 7 },
+          y: false,
+        },
+        scales: { x: { time: false }, y: { range: (u, low, high) => extent(low, high, spec.most) } },
+        axes: [
+          { ...axis, size: 26, space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000], values: (u, all) => all.map(short) },
+          { ...axis, size: 54, space: 30, values: (u, all) => all.map(this.text) },
+        ],
+        series: [{}, ...series],
+        hooks: {
+          setCursor: [(u) => page.point(u.cursor.idx ?? null)],
+          setScale: [(u, name) => name === "x" && page.zoomed(u)],
+        },
+      };
+    }
+
+    size() {
+      return { width: Math.max(this.plot.clientWidth, 160), height: 170 };
+    }
+
+    resize() {
+      const { width, height } = this.size();
+      if (this.u && this.u.width !== width) this.u.setSize({ width, height });
+    }
+
+    // The values at the cursor's step, or the newest ones.
+    tell() {
+      const at = this.page.index ?? Infinity;
+      this.values?.forEach((values, i) => {
+        let found = null;
+        const exact = this.lineList[i].stroke.points ? 0 : at === Infinity ? 0 : Math.min(at, values.length - 1);
+        for (let j = Math.min(at, values.length - 1); j >= exact && !isNumber(found); j--) found = values[j];
+        setText(this.told.get(this.lineList[i]), isNumber(found) ? this.text(found) : "–");
+      });
+    }
+
+    summary() {
+      const said = this.lineList.map(({ run, label }, i) => {
+        const points = this.values[i].map((value, j) => [this.steps[j], value]).filter(([, value]) => isNumber(value));
+        const [[first, from], [last, to]] = [points[0], points[points.length - 1]];
+        const name = this.page.runs.length > 1 ? `${run.name}, ${label}` : label;
+        return points.length > 1
+          ? `${name}: ${this.text(from)} at step ${first}, ${this.text(to)} at step ${last}`
+          : `${name}: ${this.text(to)} at step ${last}`;
+      });
+      return `${this.spec.title} over steps. ${said.join(". ")}.`;
+    }
+
+    destroy() {
+      this.u?.destroy();
+      this.u = null;
+    }
+  }
+
+  // Each on top of those after it; so the highest is drawn first, and the others in front of it.
+  const stacked = (parts) => {
+    const sums = parts[0].map(() => 0);
+    const up = parts.toReversed().map((values) => values.map((value, i) => (isNumber(value) || sums[i] ? (sums[i] += value ?? 0) : null)));
+    return up.reverse();
+  };
+
+  const extent = (low, high, most) => {
+    if (!isNumber(low) || !isNumber(high)) return [0, 1];
+    const bottom = Math.min(0, low * 1.08);
+    const top = Math.max(high * 1.08, 0);
+    if (top <= bottom) return [bottom, bottom + (most ?? 1)];
+    return [bottom, isNumber(most) && high <= most ? Math.min(top, most * 1.02) : top];
+  };
+
+  // --- the view -----------------------------------------------------------------------------------
+
+  class Curves {
+    constructor(root, params, app) {
+      [this.app, this.compared, this.others] = [app, new Map(), []];
+      [this.window, this.zoom, this.index, this.steps] = [1, null, null, []];
+      this.charts = CHARTS.map((spec) => new Chart(spec, this));
+      this.build(root);
+      this.seen = new ResizeObserver(() => this.charts.forEach((chart) => chart.resize()));
+      this.seen.observe(this.grid);
+      this.off = app.store.on((changed) => {
+        if (changed.has("steps") || changed.has("about")) this.draw();
+        else if (changed.has("theme")) this.redraw();
+      });
+      this.draw();
+      this.load(params.query.getAll("with"));
+    }
+
+    close() {
+      this.closed = true;
+      this.off();
+      this.seen.disconnect();
+      for (const chart of this.charts) chart.destroy();
+    }
+
+    build(root) {
+      this.step = h("input", { type: "range", id: "cv-step", min: 0, max: 0, value: 0, oninput: () => this.move() });
+      this.at = h("output", { for: "cv-step", class: "cv-at" });
+      const smooth = h("select", { id: "cv-smooth", onchange: () => ((this.window = Number(smooth.value)), this.draw()) });
+      for (const [value, text] of SMOOTH) smooth.append(h("option", { value }, text));
+      this.all = h("button", { type: "button", hidden: true, onclick: () => this.unzoom() }, "All steps");
+      this.bar = h(
+        "div",
+        { class: "cv-bar" },
+        h("label", { for: "cv-step" }, "Step"),
+        this.step,
+        this.at,
+        h("label", { for: "cv-smooth" }, "Means"),
+        smooth,
+        this.all,
+      );
+      this.choices = h("ul", { class: "cv-runs" });
+      this.full = h("p", { class: "muted", role: "status" });
+      this.picker = h("details", { class: "cv-picker", hidden: true }, h("summary", {}, "Compare with other runs"), this.choices, this.full);
+      this.legend = h("ul", { class: "cv-legend cv-shown", "aria-label": "Runs shown" });
+      this.none = h("p", { class: "muted" });
+      this.grid = h("div", { class: "cv-grid" }, this.charts.map(({ node }) => node));
+      this.tableRun = h("select", { "aria-label": "Run", onchange: () => this.fill() });
+      this.tableBox = h("div", { class: "cv-table", role: "region", "aria-label": "Metrics by step", tabindex: "0" });
+      this.table = h("details", { class: "cv-numbers", ontoggle: () => this.fill() }, h("summary", {}, "The numbers as a table"), this.tableRun, this.tableBox);
+      root.append(this.picker, this.legend, this.bar, this.none, this.grid, this.table);
+    }
+
+    get own() {
+      const { about } = this.app.store;
+      return this.others.find((run) => run.current)?.name ?? String(about.title ?? "this run");
+    }
+
+    // --- other runs
+
+    async load(wanted) {
+      try {
+        this.others = (await this.app.api.get("api/runs")).runs;
+      } catch {
+        return; // its own curves are there anyway
+      }
+      if (this.closed) return;
+      const names = this.others.map(({ name }) => name);
+      for (const name of wanted.filter((one) => names.includes(one)).slice(0, MAX_COMPARED)) await this.add(name);
+      if (this.compared.size) this.picker.open = true;
+      this.draw();
+    }
+
+    async add(name) {
+      const used = new Set([...this.compared.values()].map((run) => run.color));
+      const run = { name, rows: new Map(), color: COLORS.slice(1).find((one) => !used.has(one)) };
+      this.compared.set(name, run);
+      this.say("");
+      try {
+        const { rows } = await this.app.api.get(`api/curves?run=${encodeURIComponent(name)}`);
+        run.rows = bySteps(rows);
+        if (!run.rows.size) this.say(`${name} has no metrics yet.`);
+      } catch (error) {
+        this.compared.delete(name);
+        if (!this.closed) this.say(`${name} cannot be shown: ${error.message}`);
+      }
+    }
+
+    async choose(name, isOn) {
+      if (isOn) await this.add(name);
+      else this.compared.delete(name);
+      if (this.closed) return;
+      const query = new URLSearchParams([...this.compared.keys()].map((one) => ["with", one])).toString();
+      history.replaceState(null, "", `#/curves${query ? `?${query}` : ""}`);
+      this.draw();
+    }
+
+    say(text) {
+      setText(this.full, text);
+    }
+
+    showRuns() {
+      const others = this.others.filter((run) => !run.current);
+      this.picker.hidden = !others.length;
+      const isFull = this.compared.size >= MAX_COMPARED;
+      const make = ({ name, steps, modified_unix_s: modified }) => {
+        const box = h("input", { type: "checkbox", onchange: () => this.choose(name, box.checked) });
+        const when = isNumber(modified) ? new Date(1000 * modified).toLocaleDateString("en-GB") : "";
+        const about = h("span", { class: "muted" }, [format.plural(steps, "step"), when].filter(Boolean).join(", "));
+        const node = h("li", {}, h("label", {}, box, h("span", { class: "cv-name" }, name), about));
+        node.box = box;
+        return node;
+      };
+      keyed(this.choices, others, ({ name }) => name, make, ({ box }, { name }) => {
+        box.checked = this.compared.has(name);
+        box.disabled = isFull && !box.checked;
+      });
+      const shown = this.runs.length > 1 ? this.runs : [];
+      const swatch = ({ name }) => h("li", {}, h("span", { class: "key", "aria-hidden": "true" }), h("span", { class: "cv-name" }, name));
+      keyed(this.legend, shown, ({ name }) => name, swatch, (node, run) => {
+        node.firstChild.style.background = color(`--${run.color}`);
+      });
+      this.legend.hidden = !shown.length;
+    }
+
+    // --- drawing
+
+    draw() {
+      const { store } = this.app;
+      const own = { name: this.own, rows: bySteps(store.steps), color: COLORS[0] };
+      this.runs = [own, ...this.compared.values()].filter((run, i) => !i || run.rows.size);
+      const keys = keysOf(this.runs);
+      this.shownElsewhere = new Set(CHARTS.flatMap((spec) => [...(spec.series ?? []), ...(spec.stack ?? [])].map(([key]) => key)));
+      for (const key of keys) if (AT_K.test(key)) this.shownElsewhere.add(key);
+      const steps = [...new Set(this.runs.flatMap((run) => [...run.rows.keys()]))].sort((a, b) => a - b);
+      this.steps = steps;
+      if (this.index !== null && this.index >= steps.length) this.index = null;
+      this.showRuns();
+      for (const one of [this.bar, this.grid, this.table]) one.hidden = !keys.size;
+      this.none.hidden = keys.size > 0;
+      setText(this.none, store.ready ? "No step has been measured yet." : "Waiting for the first numbers.");
+      this.drawing = true; // cursors move meanwhile, and mean nothing by it
+      for (const chart of this.charts) chart.draw(this.runs, keys, steps);
+      this.drawing = false;
+      this.step.max = Math.max(steps.length - 1, 0);
+      this.point(this.index);
+      this.fill();
+    }
+
+    redraw() {
+      for (const chart of this.charts) chart.shape = "";
+      this.draw();
+    }
+
+    // The cursor is at this step, or nowhere.
+    point(index) {
+      if (this.drawing) return;
+      this.index = index;
+      const at = index ?? this.steps.length - 1;
+      const step = this.steps[at];
+      if (this.step.valueAsNumber !== at) this.step.value = at;
+      const text = step === undefined ? "" : index === null ? `${step}, the last` : String(step);
+      setText(this.at, text);
+      setAttr(this.step, "aria-valuetext", `step ${text}`);
+      for (const chart of this.charts) chart.tell();
+    }
+
+    move() {
+      const index = this.step.valueAsNumber;
+      this.drawing = true;
+      for (const { u } of this.charts) u?.setCursor({ left: u.valToPos(this.steps[index], "x"), top: 0 });
+      this.drawing = false;
+      this.point(index);
+    }
+
+    zoomed(u) {
+      if (this.drawing) return;
+      const { min, max } = u.scales.x;
+      const isAll = min <= this.steps[0] && max >= this.steps[this.steps.length - 1];
+      this.zoom = isAll ? null : { min, max };
+      this.all.hidden = isAll;
+    }
+
+    unzoom() {
+      this.zoom = null;
+      this.all.hidden = true;
+      this.redraw();
+      this.step.focus();
+    }
+
+    fill() {
+      if (!this.table.open || !this.runs) return;
+      keyed(this.tableRun, this.runs, ({ name }) => name, ({ name }) => h("option", { value: name }, name), () => {});
+      this.tableRun.hidden = this.runs.length < 2;
+      const run = this.runs.find(({ name }) => name === this.tableRun.value) ?? this.runs[0];
+      const columns = new Map();
+      for (const chart of this.charts)
+        for (const line of chart.node.hidden ? [] : (chart.lineList ?? []))
+          if (line.run === run || chart.spec.stack)
+            columns.set(line.key, { title: chart.spec.any ? line.label : `${chart.spec.title}: ${line.label}`, text: chart.text });
+      const rows = [...run.rows.values()].reverse().slice(0, MAX_TABLE);
+      const cells = (row) =>
+        h(
+          "tr",
+          {},
+          h("th", { scope: "row", class: "num" }, String(row.step)),
+          [...columns].map(([key, { text }]) => h("td", { class: "num" }, isNumber(row[key]) ? text(row[key]) : "–")),
+        );
+      const left = run.rows.size - rows.length;
+      this.tableBox.replaceChildren(
+        h(
+          "table",
+          {},
+          h("caption", {}, `${run.name}, the newest step first${left ? `; ${format.whole(left)} older steps are left out` : ""}`),
+          h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "num" }, "Step"), [...columns.values()].map(({ title }) => h("th", { scope: "col", class: "num" }, title)))),
+          h("tbody", {}, rows.map(cells)),
+        ),
+      );
+    }
+  }
+
+  view("curves", {
+    title: "Curves",
+    mount(root, params, app) {
+      const curves = new Curves(root, params, app);
+      return () => curves.close();
+    },
+  });
+})();

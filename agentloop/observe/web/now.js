@@ -1,0 +1,261 @@
+// The first screen: how it goes, in a glance; who waits for whom; what has changed.
+(() => {
+  "use strict";
+  const { view, h, setText, setAttr, keyed, table, panel, sparkline, format } = window.agentloop;
+  const { isNumber, short, whole, percent, span, bytes } = format;
+
+  const SHOWN_WAITS = 8;
+
+  // Big numbers: the line below is the last ten minutes of `history`. `value` null: not shown.
+  const TILES = [
+    { name: "tokens_per_s", label: "tokens/s", value: ({ now }) => now.tokens_per_s, text: short },
+    { name: "calls_per_s", label: "tool calls/s", value: ({ now }) => now.calls_per_s, text: short },
+    {
+      name: "in_flight",
+      label: "rollouts in flight",
+      href: "#/rollouts",
+      value: ({ now }) => now.in_flight,
+      text: whole,
+      note: ({ now }) => isNumber(now.rollouts_done) && `${whole(now.rollouts_done)} done`,
+    },
+    { name: "num_waiting", label: "wait for room", value: ({ now }) => now.num_waiting, text: whole, note: () => "turns" },
+    {
+      name: "groups_open",
+      label: "groups open",
+      href: "#/groups",
+      value: ({ now, about, groups }) => (about.kind === "serve" && !groups.size ? null : now.groups_open),
+      text: whole,
+      note: ({ now }) => isNumber(now.slots_used) && isNumber(now.slots) && `${now.slots_used} of ${now.slots} slots`,
+    },
+    {
+      name: "queue_groups",
+      label: "learner's queue",
+      value: ({ now }) => now.queue_groups,
+      text: whole,
+      note: ({ now }) => `groups${isNumber(now.queue_bytes) ? `, ${bytes(now.queue_bytes)}` : ""}`,
+    },
+    {
+      name: "staleness",
+      label: "staleness",
+      value: ({ now }) => now.staleness,
+      text: short,
+      note: ({ now }) => isNumber(now.max_staleness) && `versions, at most ${now.max_staleness}`,
+    },
+    {
+      name: "healthy",
+      label: "servers healthy",
+      href: "#/servers",
+      value: ({ servers }) => (servers.length ? servers.filter((one) => one.healthy).length : null),
+      text: whole,
+      note: ({ servers }) => `of ${whole(servers.length)}`,
+      kind: ({ servers }) => servers.some((one) => !one.healthy) && "bad",
+    },
+    {
+      name: "kv",
+      label: "KV cache in use",
+      href: "#/servers",
+      value: (store) => store.kvShare(),
+      text: percent,
+      note: () => "held or reserved",
+    },
+    {
+      name: "sandbox_busy",
+      label: "sandbox slots busy",
+      href: "#/sandbox",
+      value: ({ sandbox }) => sandbox?.busy,
+      text: whole,
+      note: ({ sandbox }) => `of ${whole(sandbox.slots)}${sandbox.waiting ? `, ${whole(sandbox.waiting)} wait` : ""}`,
+    },
+    {
+      name: "refusals",
+      label: "refusals",
+      value: ({ now }) => now.refusals,
+      text: whole,
+      kind: ({ now }) => now.refusals > 0 && "warn",
+    },
+    {
+      name: "loop_lag_ms",
+      label: "event loop lag",
+      value: ({ now }) => now.loop_lag_ms,
+      text: format.ms,
+      note: ({ now }) => now.loop_lag_ms > 50 && "slow",
+      kind: ({ now }) => now.loop_lag_ms > 50 && "warn",
+    },
+  ];
+
+  const makeTile = ({ label, href, name }) => {
+    const number = h("span", { class: "number" });
+    const note = h("span", { class: "note" });
+    const spark = sparkline();
+    const text = href ? h("a", { href }, label) : label;
+    const node = h("li", { class: "tile", "data-name": name }, h("span", { class: "label" }, text), number, note, spark.node);
+    node.parts = { number, note, spark };
+    return node;
+  };
+
+  const range = (points, text) => {
+    const values = points.map(([, value]) => value);
+    const minutes = span(points[points.length - 1][0] - points[0][0]);
+    return `${text(Math.min(...values))} to ${text(Math.max(...values))} in the last ${minutes}`;
+  };
+
+  const mountTiles = (store) => {
+    const list = h("ul", { class: "tiles", "aria-label": "Numbers now" });
+    const update = (changed) => {
+      const shown = TILES.filter((tile) => isNumber(tile.value(store)));
+      keyed(list, shown, (tile) => tile.name, makeTile, (node, tile) => {
+        setText(node.parts.number, tile.text(tile.value(store)));
+        setText(node.parts.note, tile.note?.(store) || "");
+        setAttr(node, "data-kind", tile.kind?.(store));
+        if (changed.has("history") || !node.drawn) {
+          node.drawn = true;
+          const points = store.history.get(tile.name) ?? [];
+          node.parts.spark.draw(points);
+          setAttr(node, "title", points.length > 1 && range(points, tile.text));
+        }
+      });
+      list.hidden = !shown.length;
+    };
+    return { node: list, update };
+  };
+
+  // Stage, step, how long it will take, and who waits for whom, in a sentence.
+  const mountProgress = (store) => {
+    const stage = h("span", { class: "stage" });
+    const bar = h("progress", { "aria-label": "Steps of this stage" });
+    const facts = h("span", { class: "facts" });
+    const sentence = h("p", { class: "sentence" });
+    const still = h("p", { class: "bad still" });
+    const node = h("section", { class: "progress", "aria-label": "Progress" }, h("div", {}, stage, facts), bar, sentence, still);
+    const update = () => {
+      const { now } = store;
+      const hasSteps = isNumber(now.step) && isNumber(now.num_steps) && now.num_steps > 0;
+      setText(stage, now.stage ?? "");
+      setText(
+        facts,
+        [
+          hasSteps && `step ${whole(now.step)} of ${whole(now.num_steps)}`,
+          now.policy_version && `policy version ${now.policy_version}`,
+          isNumber(now.left_s) && `about ${span(now.left_s)} left`,
+          now.paused && "paused",
+          now.draining && "draining",
+        ]
+          .filter(Boolean)
+          .join(" · "),
+      );
+      bar.hidden = !hasSteps;
+      if (hasSteps) Object.assign(bar, { max: now.num_steps, value: now.step });
+      const waits = now.waits ?? "";
+      setText(sentence, waits && waits[0].toUpperCase() + waits.slice(1));
+      sentence.hidden = !waits;
+      still.hidden = !(now.still_s >= 10);
+      if (!still.hidden) setText(still, `Nothing has moved for ${span(now.still_s)}.`);
+      node.hidden = !now.stage && !facts.textContent && !waits && still.hidden;
+    };
+    return { node, update };
+  };
+
+  const mountWaits = (store) => {
+    const { table: node, body } = table(
+      "Who waits for what, the longest first",
+      [{ text: "Who" }, { text: "Waits for" }, { text: "For", class: "num" }],
+      "waits",
+    );
+    const none = h("p", { class: "muted" }, "Nobody waits.");
+    let all = false;
+    const more = h("button", { type: "button", class: "quiet", onclick: () => ((all = !all), update()) });
+    const make = () => {
+      const [who, what, waited] = [h("td", { role: "cell" }), h("td", { role: "cell" }), h("td", { role: "cell", class: "num" })];
+      const row = h("tr", { role: "row" }, who, what, waited);
+      row.parts = { who, what, waited };
+      return row;
+    };
+    const update = () => {
+      const shown = all ? store.waits : store.waits.slice(0, SHOWN_WAITS);
+      keyed(body, shown, ({ who, what }) => `${who}\n${what}`, make, ({ parts }, { who, what, waited_s: waited }) => {
+        if (parts.who.textContent !== who) {
+          const isRollout = store.rollouts.has(who);
+          const name = isRollout ? h("a", { href: `#/rollout/${encodeURIComponent(who)}`, class: "mono id", title: who }, who) : who;
+          parts.who.replaceChildren(name);
+        }
+        setText(parts.what, what);
+        setText(parts.waited, span(waited));
+      });
+      node.hidden = !store.waits.length;
+      none.hidden = store.waits.length > 0;
+      more.hidden = store.waits.length <= SHOWN_WAITS;
+      setText(more, all ? "Fewer" : `All ${store.waits.length}`);
+    };
+    return { node: panel("Who waits for whom", node, none, more), update };
+  };
+
+  // Of a run from disk, the last row of what it measured has to do.
+  const VALUES = [
+    ["reward", "reward", short],
+    ["held_out/reward", "held-out reward", short],
+    ["tool_errors_in_correct", "tool errors in correct", percent],
+    ["length_mean", "tokens of a rollout", short],
+    ["learner/entropy", "entropy, nats per token", short],
+    ["step_s", "time of a step", span],
+  ];
+  const valuesOf = (store) => {
+    if (store.now.values) return Object.entries(store.now.values);
+    const last = (key) => store.steps.findLast((row) => isNumber(row[key]))?.[key];
+    return VALUES.filter(([key]) => isNumber(last(key))).map(([key, label, text]) => [label, text(last(key))]);
+  };
+
+  const mountValues = (store) => {
+    const list = h("dl", { class: "values" });
+    const node = panel("The last step", list);
+    const make = ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}));
+    const update = () => {
+      const values = valuesOf(store);
+      keyed(list, values, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, String(value)));
+      node.hidden = !values.length;
+    };
+    return { node, update };
+  };
+
+  const mountLog = (store) => {
+    const list = h("ol", { class: "log" });
+    const none = h("p", { class: "muted" }, "Nothing yet.");
+    const make = ({ t, text, kind, href }) =>
+      h(
+        "li",
+        { "data-kind": kind },
+        h("time", {}, t === null ? (store.about.live === false ? "" : "before") : format.clock(t)),
+        href ? h("a", { href }, text) : h("span", {}, text),
+      );
+    const update = () => {
+      keyed(list, store.log, ({ id }) => id, make, () => {});
+      none.hidden = store.log.length > 0;
+    };
+    const scroll = h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "What has changed, the newest first" }, list);
+    return { node: panel("What has changed", none, scroll), update };
+  };
+
+  view("now", {
+    title: "Now",
+    mount(root, params, app) {
+      const { store } = app;
+      const [progress, tiles, waits] = [mountProgress(store), mountTiles(store), mountWaits(store)];
+      const [values, log] = [mountValues(store), mountLog(store)];
+      const empty = h("p", { class: "muted" }, "Waiting for the first numbers.");
+      const columns = h("div", { class: "columns" }, h("div", {}, waits.node, values.node), h("div", {}, log.node));
+      root.append(progress.node, tiles.node, empty, columns);
+      const update = (changed) => {
+        const has = (...keys) => keys.some((key) => changed.has(key));
+        empty.hidden = columns.hidden = store.ready;
+        columns.hidden = !store.ready;
+        if (has("now")) progress.update();
+        if (has("now", "steps")) values.update();
+        if (has("now", "servers", "sandbox", "history")) tiles.update(changed);
+        if (has("waits")) waits.update();
+        waits.node.hidden = !store.waits.length && store.about.live === false;
+        if (has("log")) log.update();
+      };
+      update(new Set(["now", "servers", "sandbox", "history", "waits", "log"]));
+      return store.on(update);
+    },
+  });
+})();

@@ -1,0 +1,796 @@
+// Rollouts: a row per trajectory, its lanes on one canvas; and groups, as a table.
+//
+// Rows that are not in view do not exist: neither as elements nor on the canvas. Whatever changes
+// (the store, the scroll, the zoom, the clock) asks for one animation frame, which draws what differs
+// and reads nothing of the layout: sizes are measured when they change.
+//
+//     store ──ids──> Order ──> items (entries, headers) ──those in view──> slots, canvas
+(() => {
+  "use strict";
+  const { h, setText, setAttr, format, parts, Order } = window.agentloop;
+
+  const OVERSCAN = 6; // rows drawn beyond either edge, so that scrolling shows no gap
+  const TICK_MS = 250; // how often a clock that is followed moves on
+  const REST_MS = 300; // after a scroll: then the elements are put in order
+  const SPANS_S = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400, 172800];
+  const AHEAD = 0.03; // share of the window that is kept free to the right of now
+  const SHORTEST_S = 30; // what is shown at first, where now is followed
+  const MARK_PX = 11; // width of the sign at a lane's end
+  const DRAG_PX = 4; // a pointer that moved less has clicked
+
+  const ORDERS = [["newest", "Newest first"], ["longest", "Longest-running first"], ["tokens", "Most tokens first"]];
+  const STATES = [["all", "All"], ["live", "Live"], ["done", "Done"], ["failed", "Failed"]];
+  const REWARDS = [["all", "Any"], ["right", "Right"], ["wrong", "Wrong"], ["none", "Not scored"]];
+  const COLUMNS = [
+    ["id", "Rollout"], ["turn", "Turn"], ["tokens", "Tokens"], ["calls", "Calls"], ["reward", "Reward"],
+    ["time", "Time"], ["lanes", "Lanes"],
+  ];
+
+  // What a reader has chosen outlives the view, so that the way back from a rollout leads to it.
+  const chosen = { query: "", state: "all", reward: "all", order: "newest", grouped: false, aligned: null, span: 120, top: 0 };
+
+  window.agentloop.view("rollouts", {
+    title: "Rollouts",
+    mount(root, params, app) {
+      const view = new Rollouts(root, app);
+      return () => view.close();
+    },
+  });
+
+  class Rollouts {
+    constructor(root, app) {
+      this.app = app;
+      this.now = app.time;
+      this.order = new Order(app.store.rollouts);
+      this.items = []; // entries of the order and, where grouped, headers: what stands below each other
+      this.slots = []; // elements of rows: that of a place is the one at its remainder
+      this.top = 0; // how far it is scrolled
+      this.active = null; // id of the rollout (or "group:ID") that the keyboard is at
+      this.follow = true;
+      this.from = 0; // left edge in ms, where now is not followed
+      this.t = 0; // the moment that is drawn
+      this.changed = null; // ids of rollouts to look at; null: all of them
+      this.stale = true; // something was chosen
+      this.version = 0; // of what the rows say
+      this.asked = 0;
+      this.colours = parts.colours();
+      this.build(root);
+      this.off = app.store.on((changed, ids) => {
+        if (changed.has("theme")) {
+          this.colours = parts.colours();
+          this.drawn = "";
+        }
+        if (ids === null) this.changed = null;
+        else for (const id of ids) this.changed?.add(id);
+        if (["rollouts", "about", "theme"].some((key) => changed.has(key))) this.ask();
+      });
+      this.sizes = new ResizeObserver(() => this.measure());
+      this.sizes.observe(this.scroll);
+      this.settled = () => this.settle();
+      window.addEventListener("resize", this.settled);
+      this.timer = setInterval(() => {
+        if (this.live && !document.hidden) this.ask();
+      }, TICK_MS);
+      this.settle();
+      this.refresh();
+      this.scroll.scrollTop = this.top = chosen.top;
+    }
+
+    /** Once it is known what is shown: a run that is over is compared rather than followed. */
+    begin() {
+      this.begun = true;
+      chosen.aligned ??= !this.live;
+      this.aligning.firstChild.checked = chosen.aligned;
+      this.fitting = !this.live;
+      this.fitAll();
+      if (this.follow) chosen.span = Math.max(chosen.span, SHORTEST_S);
+    }
+
+    get live() {
+      return this.app.store.about.live ?? false;
+    }
+
+    close() {
+      chosen.top = this.top;
+      clearTimeout(this.resting);
+      this.off();
+      this.sizes.disconnect();
+      window.removeEventListener("resize", this.settled);
+      clearInterval(this.timer);
+      cancelAnimationFrame(this.asked);
+    }
+
+    // -- elements
+
+    build(root) {
+      const filter = (name) => (value) => {
+        chosen[name] = value;
+        this.stale = true;
+        this.ask();
+      };
+      this.found = h("p", { class: "ro-found" });
+      this.spanText = h("output", { class: "ro-span" });
+      this.following = h(
+        "button", { type: "button", class: "v-button", "aria-pressed": "true", onclick: () => this.setFollow(!this.follow) },
+        "Follow now",
+      );
+      this.aligning = parts.check("Align starts", chosen.aligned ?? false, (on) => {
+        chosen.aligned = on;
+        this.follow = !on && this.live;
+        this.fitAll();
+        this.ask();
+      });
+      const bar = h(
+        "div", { class: "v-bar" },
+        parts.search("id or group", chosen.query, filter("query")),
+        parts.choice("State", STATES, chosen.state, filter("state")),
+        parts.choice("Reward", REWARDS, chosen.reward, filter("reward")),
+        parts.choice("Order", ORDERS, chosen.order, filter("order")),
+        parts.check("By group", chosen.grouped, filter("grouped")),
+        this.aligning,
+        h(
+          "div", { class: "v-cluster", role: "group", "aria-label": "Time" },
+          parts.button("−", "Longer span of time", () => this.zoom(1)),
+          this.spanText,
+          parts.button("+", "Shorter span of time", () => this.zoom(-1)),
+          parts.button("Fit", "Fit the rows in view", () => this.fitAll()),
+          parts.button("‹", "Earlier", () => this.pan(-0.5)),
+          parts.button("›", "Later", () => this.pan(0.5)),
+          this.following,
+        ),
+      );
+      this.axis = h("canvas", { class: "ro-axis", "aria-hidden": "true" });
+      const headers = COLUMNS.map(([name, text]) =>
+        h("div", { class: `ro-cell ro-${name}`, role: "columnheader" }, h("span", null, text), name === "lanes" ? this.axis : null),
+      );
+      this.head = h("div", { class: "ro-head", role: "rowgroup" }, h("div", { class: "ro-row", role: "row", "aria-rowindex": 1 }, headers));
+      this.canvas = h("canvas", { class: "ro-canvas", "aria-hidden": "true" });
+      this.body = h("div", { class: "ro-body", role: "rowgroup" });
+      this.space = h("div", { class: "ro-space" }, this.canvas, this.body);
+      this.scroll = h(
+        "div",
+        {
+          class: "ro-scroll", role: "grid", tabindex: "0", "aria-label": "Rollouts", "aria-readonly": "true",
+          "aria-colcount": COLUMNS.length, "aria-describedby": "ro-keys",
+          onkeydown: (event) => this.key(event), onscroll: () => this.scrolled(),
+        },
+        this.head, this.space,
+      );
+      this.scroll.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+      this.pointers();
+      this.empty = h("p", { class: "v-empty", hidden: true });
+      this.readout = h("p", { class: "ro-readout" });
+      root.append(
+        h(
+          "section", { class: "v ro" }, bar,
+          h("div", { class: "ro-under" }, parts.legend(), this.found),
+          h("p", { class: "v-hidden", id: "ro-keys" },
+            "Up and down arrows choose a rollout, Enter opens it. Left and right arrows move in time, plus and minus zoom, F follows now."),
+          h("div", { class: "ro-panel" }, this.scroll, this.empty, this.readout),
+        ),
+      );
+      this.root = root;
+    }
+
+    /** The list takes what is left of the window, so that the page itself need not scroll. */
+    settle() {
+      const top = this.scroll.getBoundingClientRect().top + window.scrollY;
+      const left = window.innerHeight - top - 64;
+      this.scroll.style.height = `${Math.max(left, 320)}px`;
+      this.measure();
+    }
+
+    measure() {
+      const style = getComputedStyle(this.scroll);
+      const px = (name) => parseFloat(style.getPropertyValue(name)) || 0;
+      const box = this.head.querySelector(".ro-lanes");
+      this.rowHeight = px("--ro-row");
+      this.stripTop = px("--ro-strip-top");
+      this.stripHeight = px("--ro-strip");
+      this.left = box.offsetLeft;
+      this.width = Math.max(box.offsetWidth, 40);
+      this.axisHeight = box.clientHeight;
+      this.height = this.scroll.clientHeight - this.head.offsetHeight;
+      this.capacity = Math.ceil(this.height / this.rowHeight) + 1 + 2 * OVERSCAN;
+      this.resized = true;
+      this.ask();
+    }
+
+    scrolled() {
+      this.top = this.scroll.scrollTop;
+      clearTimeout(this.resting);
+      this.resting = setTimeout(() => this.sortElements(), REST_MS);
+      this.ask();
+    }
+
+    ask() {
+      this.asked ||= requestAnimationFrame(() => {
+        this.asked = 0;
+        if (this.stale || this.changed === null || this.changed.size) this.refresh();
+        if (!this.begun && this.app.store.ready && this.items.length) this.begin();
+        this.draw();
+      });
+    }
+
+    // -- which rows, in which order
+
+    refresh() {
+      const { order } = this;
+      let moved = this.stale;
+      if (this.stale) {
+        order.filterBy(matches);
+        if (order.name !== chosen.order) order.sortBy(chosen.order);
+      }
+      moved = order.take(this.changed) || moved;
+      [this.stale, this.changed] = [false, new Set()];
+      this.version++;
+      this.t = this.now();
+      if (moved) this.relist();
+      if (moved && this.fitting) this.fitAll(); // a run that is over comes in slices
+      const all = order.all.length;
+      const shown = order.list.length === all ? "" : `${format.whole(order.list.length)} shown of `;
+      setText(this.found, `${shown}${format.whole(all)} rollouts, ${format.whole(order.numLive)} live`);
+    }
+
+    relist() {
+      const { order } = this;
+      // A reader who has scrolled down keeps the rows before their eyes, whatever comes in above. By
+      // tokens it is a ranking, in which places are what is looked at.
+      const at = Math.floor(this.top / this.rowHeight);
+      const anchor = at > 0 && chosen.order !== "tokens" ? this.items[at] : null;
+      this.items = chosen.grouped ? byGroup(order.list) : order.list;
+      setAttr(this.scroll, "aria-rowcount", this.items.length + 1);
+      const height = this.items.length * this.rowHeight;
+      this.space.style.height = `${height}px`;
+      const place = anchor ? this.placeOf(anchor.id) : -1;
+      const top = place < 0 ? this.top : this.top + (place - at) * this.rowHeight;
+      const clamped = Math.max(0, Math.min(top, height - this.height));
+      if (place >= 0 && clamped !== this.top) this.scroll.scrollTop = clamped;
+      this.top = clamped;
+      this.empty.hidden = this.items.length > 0;
+      setText(this.empty, order.all.length ? "No rollout matches." : "No rollout yet.");
+    }
+
+    placeOf(id) {
+      return id === null ? -1 : this.items.findIndex((item) => item.id === id);
+    }
+
+    // -- one frame
+
+    draw() {
+      if (!this.rowHeight) return;
+      const now = this.now();
+      if (now - this.t >= TICK_MS || now < this.t) this.t = now;
+      const span = chosen.span * 1000;
+      if (this.follow && this.live && !chosen.aligned) this.from = this.t - span * (1 - AHEAD);
+      this.scale = this.width / span;
+      const first = Math.max(0, Math.floor(this.top / this.rowHeight) - OVERSCAN);
+      const last = Math.min(this.items.length, first + this.capacity);
+      this.place(first, last);
+      const axis = [this.t, this.from, span, this.width, chosen.aligned, this.live].join();
+      const drawn = [axis, first, last, this.version, this.capacity].join();
+      if (drawn !== this.drawn) this.paint(first, last);
+      if (axis !== this.axisDrawn || !this.drawn) this.paintAxis();
+      [this.drawn, this.axisDrawn] = [drawn, axis];
+      setText(this.spanText, format.span(chosen.span));
+      setAttr(this.following, "aria-pressed", String(this.follow));
+      setAttr(this.following, "hidden", chosen.aligned || !this.live);
+      this.tell();
+    }
+
+    /** Elements for the places from `first` to `last`: each has one that serves others, too. */
+    place(first, last) {
+      const { slots, capacity } = this;
+      if (slots.length !== capacity || this.resized) {
+        this.resized = false;
+        this.drawn = "";
+        while (slots.length > capacity) slots.pop().node.remove();
+        while (slots.length < capacity) {
+          const slot = makeSlot();
+          slots.push(slot);
+          this.body.append(slot.node);
+        }
+        for (const slot of slots) slot.place = -1;
+        this.space.style.height = `${this.items.length * this.rowHeight}px`;
+      }
+      let active = null;
+      for (let place = first; place < first + capacity; place++) {
+        const slot = slots[place % capacity];
+        if (place >= last) {
+          if (slot.place >= 0 || !slot.node.hidden) clear(slot);
+          continue;
+        }
+        this.fill(slot, place);
+        if (slot.item.id === this.active) active = slot.node.id;
+      }
+      setAttr(this.scroll, "aria-activedescendant", active);
+    }
+
+    fill(slot, place) {
+      const item = this.items[place];
+      if (slot.place !== place) {
+        if (slot.node.hidden) slot.node.hidden = false;
+        slot.place = place;
+        slot.node.style.transform = `translateY(${place * this.rowHeight}px)`;
+        slot.node.setAttribute("aria-rowindex", place + 2);
+      }
+      const active = item.id === this.active;
+      if (slot.active !== active) {
+        slot.active = active;
+        slot.node.classList.toggle("active", active);
+        slot.node.setAttribute("aria-selected", String(active));
+      }
+      const is = item.header ? this.version : item.row;
+      if (slot.item !== item || slot.is !== is) {
+        [slot.item, slot.is, slot.t] = [item, is, null];
+        if (item.header) fillHeader(slot, item, this.app.store.groups.get(item.group));
+        else fillRow(slot, item.row);
+      }
+      if (!item.header && slot.t !== this.t) {
+        slot.t = this.t;
+        slot.say("time", format.span(((item.row.end ?? this.t) - item.row.start) / 1000));
+      }
+    }
+
+    /** Elements in the order of their places, for those who read them one after the other. */
+    sortElements() {
+      const used = this.slots.filter((slot) => slot.place >= 0).sort((a, b) => a.place - b.place);
+      used.forEach(({ node }, i) => {
+        if (this.body.children[i] !== node) this.body.insertBefore(node, this.body.children[i]);
+      });
+    }
+
+    /** The canvas lies at the rows that it shows, and so scrolls with them until it is drawn anew. */
+    paint(first, last) {
+      const { rowHeight, stripTop, stripHeight } = this;
+      const context = parts.fit(this.canvas, this.width, this.capacity * rowHeight);
+      this.canvas.style.transform = `translate(${this.left}px, ${first * rowHeight}px)`;
+      const colours = this.colours;
+      const height = (last - first) * rowHeight;
+      // Where lanes lie below the text of their row, no line goes through the text.
+      const bands = stripTop < stripHeight ? [[0, height]] : Array.from({ length: last - first }, (_, i) => [i * rowHeight + stripTop - 2, stripHeight + 4]);
+      const line = (x) => {
+        for (const [top, length] of bands) context.fillRect(Math.round(x), top, 1, length);
+      };
+      context.fillStyle = colours.line;
+      for (const tick of this.ticks()) line(tick.x);
+      for (let place = first; place < last; place++) {
+        const item = this.items[place];
+        if (!item.header) this.paintRow(context, item.row, (place - first) * rowHeight + stripTop, stripHeight, colours);
+      }
+      if (!chosen.aligned) {
+        const x = (this.t - this.from) * this.scale;
+        context.fillStyle = colours.accent;
+        if (this.live && x <= this.width) line(x);
+      }
+    }
+
+    paintRow(context, row, top, height, colours) {
+      const base = chosen.aligned ? row.start : 0;
+      const x = (ms) => (ms - base - this.from) * this.scale;
+      const end = x(row.end ?? this.t);
+      const begin = x(row.start);
+      const middle = top + height / 2;
+      if (end < 0 || begin > this.width) {
+        context.fillStyle = colours.muted;
+        context.font = "11px system-ui, sans-serif";
+        context.textBaseline = "middle";
+        context.textAlign = end < 0 ? "left" : "right";
+        context.fillText(end < 0 ? "‹ earlier" : "later ›", end < 0 ? 4 : this.width - 4, middle);
+        return;
+      }
+      if (row.more) {
+        context.fillStyle = colours.muted; // lanes that the server has left out
+        for (let at = Math.max(begin, 0); at < Math.min(x(row.lanes?.[0]?.[1] ?? row.start), this.width); at += 6) {
+          context.fillRect(at, middle - 0.5, 3, 1);
+        }
+      }
+      const lanes = row.lanes ?? [];
+      for (let i = 0; i < lanes.length; i++) {
+        const lane = lanes[i][0];
+        const left = Math.max(x(lanes[i][1]), 0);
+        const right = Math.min(i + 1 < lanes.length ? x(lanes[i + 1][1]) : end, this.width);
+        if (right < 0 || left > this.width) continue;
+        const [shift, share] = parts.SHAPES[lane] ?? parts.SHAPES.decode;
+        context.fillStyle = colours[`lane-${lane}`] ?? colours.muted;
+        context.fillRect(left, top + shift * height, Math.max(right - left, 0.75), share * height);
+      }
+      if (row.end !== null && row.end !== undefined && end <= this.width) {
+        paintEnd(context, row, Math.min(end + 4, this.width - MARK_PX), middle, colours);
+      }
+    }
+
+    paintAxis() {
+      const height = this.axisHeight;
+      const context = parts.fit(this.axis, this.width, height);
+      const colours = this.colours;
+      context.font = "11px system-ui, sans-serif";
+      context.textBaseline = "alphabetic";
+      for (const tick of this.ticks()) {
+        context.fillStyle = colours.line;
+        context.fillRect(Math.round(tick.x), height - 5, 1, 5);
+        context.fillStyle = colours.muted;
+        const width = context.measureText(tick.text).width;
+        if (tick.x + 3 + width < this.width) context.fillText(tick.text, tick.x + 3, height - 6);
+      }
+    }
+
+    /** Round moments within the window, some 90 pixels apart. */
+    ticks() {
+      const span = chosen.span * 1000;
+      const step = (SPANS_S.find((s) => (s / chosen.span) * this.width >= 90) ?? 172800) * 1000;
+      const t0 = chosen.aligned ? 0 : (this.app.store.about.t0 ?? 0) * 1000;
+      const zone = chosen.aligned ? 0 : new Date().getTimezoneOffset() * 60000; // steps of hours: local ones
+      const found = [];
+      for (let at = Math.ceil((t0 - zone + this.from) / step) * step + zone; at <= t0 + this.from + span; at += step) {
+        const text = chosen.aligned ? format.span(at / 1000) : timeOfDay(at, step);
+        found.push({ x: (at - t0 - this.from) * this.scale, text: at === 0 && chosen.aligned ? "0" : text });
+      }
+      return found;
+    }
+
+    // -- time
+
+    setFollow(on) {
+      this.follow = on && this.live;
+      this.ask();
+    }
+
+    /** One step longer or shorter, around `share` of the window (now, where it is followed). */
+    zoom(by, share = this.follow ? 1 - AHEAD : 0.5) {
+      this.fitting = false;
+      const at = SPANS_S.findIndex((s) => s >= chosen.span);
+      const next = SPANS_S[Math.min(Math.max(at + by, 0), SPANS_S.length - 1)];
+      if (chosen.aligned) share = 0;
+      this.from += (chosen.span - next) * 1000 * share;
+      chosen.span = next;
+      this.ask();
+    }
+
+    pan(share) {
+      this.follow = this.fitting = false;
+      this.from += share * chosen.span * 1000;
+      if (chosen.aligned) this.from = Math.max(this.from, 0);
+      this.ask();
+    }
+
+    /** The shortest span that holds the rows in view whole. */
+    fitAll() {
+      const at = Math.floor(this.top / this.rowHeight) || 0;
+      const shown = this.items.slice(at, at + Math.ceil(this.height / this.rowHeight || 40));
+      const within = shown.filter((item) => !item.header).map((item) => item.row);
+      if (!within.length) return;
+      const now = this.now();
+      const ends = within.map((row) => row.end ?? now);
+      const [low, high] = chosen.aligned
+        ? [0, Math.max(...within.map((row, i) => ends[i] - row.start))]
+        : [Math.min(...within.map((row) => row.start)), this.follow ? now : Math.max(...ends)];
+      const wanted = ((high - low) / 1000) * (1 + 2 * AHEAD);
+      chosen.span = SPANS_S.find((s) => s >= wanted) ?? SPANS_S.at(-1);
+      this.from = chosen.aligned ? 0 : low - (chosen.span * 1000 - (high - low)) / 2;
+      this.ask();
+    }
+
+    // -- hands
+
+    key(event) {
+      if (event.altKey || event.ctrlKey || event.metaKey) return;
+      const page = Math.max(1, Math.floor(this.height / this.rowHeight) - 1);
+      const here = this.placeOf(this.active);
+      const steps = { ArrowDown: here + 1, ArrowUp: here - 1, PageDown: here + page, PageUp: here - page, Home: 0, End: this.items.length - 1 };
+      const acts = {
+        ArrowLeft: () => this.pan(-0.1), ArrowRight: () => this.pan(0.1), "+": () => this.zoom(-1), "=": () => this.zoom(-1),
+        "-": () => this.zoom(1), f: () => this.setFollow(!this.follow), Enter: () => this.open(this.items[here]),
+      };
+      if (event.key in steps && this.items.length) {
+        const to = Math.min(Math.max(steps[event.key], 0), this.items.length - 1);
+        this.active = this.items[to].id;
+        this.reveal(to);
+      } else if (event.key in acts) acts[event.key]();
+      else return;
+      event.preventDefault();
+      this.ask();
+    }
+
+    reveal(place) {
+      const top = place * this.rowHeight;
+      const to = Math.max(Math.min(this.top, top), top + this.rowHeight - this.height);
+      if (to !== this.top) this.scroll.scrollTop = this.top = to;
+    }
+
+    open(item) {
+      if (!item) return;
+      const [kind, id] = item.header ? ["group", item.group] : ["rollout", item.id];
+      if (id && (kind === "rollout" || this.app.store.groups.has(id))) this.app.go(parts.hash(kind, id));
+    }
+
+    wheel(event) {
+      if (event.ctrlKey) {
+        const box = this.canvas.getBoundingClientRect();
+        this.zoom(Math.sign(event.deltaY), Math.min(Math.max((event.clientX - box.left) / this.width, 0), 1));
+      } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
+        this.pan((event.deltaX || event.deltaY) / this.width);
+      } else return;
+      event.preventDefault();
+    }
+
+    pointers() {
+      let drag = null;
+      const itemAt = (event) => this.slots.find((slot) => slot.node.contains(event.target))?.item;
+      this.space.addEventListener("pointerdown", (event) => {
+        if (event.button === 0) drag = { x: event.clientX, y: event.clientY, from: this.from, item: itemAt(event), moved: false };
+      });
+      this.space.addEventListener("pointermove", (event) => {
+        this.hover = { item: itemAt(event), x: event.clientX - this.scroll.getBoundingClientRect().left - this.left };
+        if (drag && (drag.moved || Math.abs(event.clientX - drag.x) > DRAG_PX)) {
+          if (!drag.moved) this.space.setPointerCapture(event.pointerId);
+          drag.moved = true;
+          this.follow = this.fitting = false;
+          this.from = drag.from - (event.clientX - drag.x) / this.scale;
+          if (chosen.aligned) this.from = Math.max(this.from, 0);
+        }
+        this.ask();
+      });
+      const done = () => {
+        this.dragged = drag?.moved ?? false;
+        drag = null;
+      };
+      this.space.addEventListener("pointerup", done);
+      this.space.addEventListener("pointercancel", done);
+      this.space.addEventListener("pointerleave", () => {
+        this.hover = null;
+        this.ask();
+      });
+      this.space.addEventListener("click", (event) => {
+        if (event.target.closest("a") || this.dragged) {
+          if (this.dragged) event.preventDefault();
+          return;
+        }
+        this.open(itemAt(event));
+      });
+    }
+
+    /** What stands at the pointer, or where the keyboard is, in one line. */
+    tell() {
+      const pointed = this.hover?.item ?? this.slots.find((slot) => slot.item && slot.item.id === this.active)?.item;
+      if (!pointed || pointed.header) {
+        setText(this.readout, pointed ? `group ${pointed.group || "–"}` : "Point at a lane, or use the arrow keys.");
+        return;
+      }
+      const item = pointed.row;
+      const said = [item.id, item.stop ? parts.words(item.stop) : item.state];
+      if (item.server) said.push(item.server);
+      const base = chosen.aligned ? item.start : 0;
+      const at = this.hover ? this.from + this.hover.x / this.scale + base : null;
+      const lane = at !== null && parts.spans(item, this.t).find(([, from, to]) => from <= at && at < to);
+      if (lane && this.hover.x >= 0) {
+        const [name, from, to] = lane;
+        said.push(`${name} ${format.span((to - from) / 1000)}, from ${format.span((from - item.start) / 1000)} after its start`);
+      } else said.push(parts.lanesText(item, this.t));
+      setText(this.readout, said.join(" · "));
+    }
+  }
+
+  // -- rows
+
+  function matches(row) {
+    if (chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
+    if (chosen.reward !== "all" && parts.rewardOf(row) !== chosen.reward) return false;
+    if (!chosen.query) return true;
+    return row.id.toLowerCase().includes(chosen.query) || (row.group ?? "").toLowerCase().includes(chosen.query);
+  }
+
+  /** Headers and rows; groups stand in the order of their first row. */
+  function byGroup(entries) {
+    const groups = new Map();
+    for (const entry of entries) {
+      const group = entry.row.group ?? "";
+      const members = groups.get(group);
+      if (members) members.push(entry);
+      else groups.set(group, [entry]);
+    }
+    const items = [];
+    for (const [group, members] of groups) items.push({ id: `group:${group}`, header: true, group, members }, ...members);
+    return items;
+  }
+
+  let made = 0;
+
+  function makeSlot() {
+    const cells = {};
+    const node = h("div", { class: "ro-row", role: "row", id: `ro-row-${made++}` });
+    for (const [name] of COLUMNS) {
+      cells[name] = h("div", { class: `ro-cell ro-${name}`, role: "gridcell" });
+      node.append(cells[name]);
+    }
+    const link = h("a", { tabindex: "-1" });
+    const mark = h("span", { class: "ro-mark", "aria-hidden": "true" });
+    const lanes = h("span", { class: "v-hidden" });
+    const texts = { id: new Text(), lanes: new Text() };
+    for (const name of ["turn", "tokens", "calls", "reward", "time"]) cells[name].append((texts[name] = new Text()));
+    link.append(texts.id);
+    lanes.append(texts.lanes);
+    cells.id.append(mark, link);
+    cells.lanes.append(lanes);
+    const say = (name, text) => {
+      if (texts[name].data !== text) texts[name].data = text;
+    };
+    return { node, cells, link, mark, say, item: null, is: null, place: -1 };
+  }
+
+  function clear(slot) {
+    slot.node.hidden = true;
+    slot.place = -1;
+    slot.item = slot.is = null;
+  }
+
+  function fillRow(slot, row) {
+    const { cells, say } = slot;
+    const state = parts.stateOf(row);
+    const reward = parts.rewardOf(row);
+    const failed = row.failed_calls ? `${row.failed_calls} of ${row.calls} calls failed` : "";
+    setClass(slot.node, slot.active ? "ro-row active" : "ro-row");
+    setClass(slot.mark, `ro-mark ${state}`);
+    setClass(cells.reward, `ro-cell ro-reward v-reward ${reward}`);
+    setClass(cells.calls, failed ? "ro-cell ro-calls v-bad" : "ro-cell ro-calls");
+    setAttr(slot.link, "href", parts.hash("rollout", row.id));
+    setAttr(slot.link, "title", row.id);
+    setAttr(cells.calls, "title", failed || null);
+    say("id", row.id);
+    say("turn", format.whole(row.turn));
+    say("tokens", format.whole(row.tokens));
+    say("calls", row.failed_calls ? `${row.calls} (${row.failed_calls} ✗)` : format.whole(row.calls));
+    say("reward", reward === "none" && state !== "done" ? state : parts.rewardText(row));
+    say("lanes", parts.lanesText(row, row.end ?? row.lanes?.at(-1)?.[1] ?? row.start));
+  }
+
+  /** `known`: what the server says of the group, of which members may be hidden here. */
+  function fillHeader(slot, { group, members }, known) {
+    const { cells, say } = slot;
+    let [tokens, calls, live, scored, sum] = [0, 0, 0, 0, 0];
+    for (const { row } of members) {
+      tokens += row.tokens;
+      calls += row.calls;
+      live += row.state === "live";
+      if (parts.rewardOf(row) === "none") continue;
+      scored++;
+      sum += row.reward;
+    }
+    setClass(slot.node, slot.active ? "ro-row header active" : "ro-row header");
+    setClass(slot.mark, "ro-mark");
+    setClass(cells.reward, "ro-cell ro-reward");
+    setClass(cells.calls, "ro-cell ro-calls");
+    setAttr(slot.link, "href", known ? parts.hash("group", group) : null);
+    setAttr(slot.link, "title", group || null);
+    setAttr(cells.calls, "title", null);
+    say("id", group || "no group");
+    say("turn", "");
+    say("tokens", format.whole(tokens));
+    say("calls", format.whole(calls));
+    const mean = known ? known.mean_reward : sum / scored;
+    say("reward", format.isNumber(mean) ? `mean ${mean.toFixed(2)}` : "");
+    say("time", "");
+    say("lanes", `${members.length} rollouts, ${live} live`);
+  }
+
+  function setClass(node, name) {
+    if (node.className !== name) node.className = name;
+  }
+
+  function paintEnd(context, row, x, middle, colours) {
+    const kind = parts.stateOf(row) === "failed" ? "failed" : parts.rewardOf(row);
+    const mark = { right: ["✓", colours.good], wrong: ["✗", colours.bad], failed: ["!", colours.warn], none: ["", colours.muted] }[kind];
+    context.fillStyle = colours.panel; // at the edge it would lie on its lane
+    context.fillRect(x - 1, middle - 6, MARK_PX, 12);
+    context.fillStyle = mark[1];
+    context.font = "bold 11px system-ui, sans-serif";
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    context.fillText(mark[0], x, middle);
+  }
+
+  function timeOfDay(ms, step) {
+    const time = new Date(ms);
+    const [h, m, s] = [time.getHours(), time.getMinutes(), time.getSeconds()].map((n) => String(n).padStart(2, "0"));
+    return step < 60000 ? `${h}:${m}:${s}` : `${h}:${m}`;
+  }
+
+  // -- groups
+
+  const GROUP_STATES = [["all", "All"], ["live", "In flight"], ["teach", "Teach"], ["idle", "Teach nothing"]];
+
+  window.agentloop.view("groups", {
+    title: "Groups",
+    mount(root, params, app) {
+      const now = app.time;
+      const rows = new Map(); // id to its element and the row that it shows
+      let query = "";
+      let state = "all";
+      const found = h("p", { class: "ro-found" });
+      const search = parts.search("id or task", "", (value) => {
+        query = value;
+        draw();
+      });
+      const body = h("tbody");
+      const names = ["Group", "Task", "State", "Mean reward", "Kept", "Teaches", "Time"];
+      const classes = ["", "gr-wide", "", "", "", "", "gr-wide num"];
+      const head = h("tr", null, names.map((name, i) => h("th", { scope: "col", class: classes[i] || null }, name)));
+      const empty = h("p", { class: "v-empty" });
+      root.append(
+        h(
+          "section", { class: "v gr" },
+          h(
+            "div", { class: "v-bar" }, search,
+            parts.choice("State", GROUP_STATES, state, (value) => {
+              state = value;
+              draw();
+            }),
+            found,
+          ),
+          h(
+            "div", { class: "v-table", role: "region", "aria-label": "Groups", tabindex: "0" },
+            h("table", null, h("thead", null, head), body), empty,
+          ),
+        ),
+      );
+
+      function fits(group) {
+        if (state === "live" && group.state !== "live") return false;
+        if (state === "teach" && !group.teaches) return false;
+        if (state === "idle" && group.teaches !== false) return false;
+        return !query || group.id.toLowerCase().includes(query) || String(group.task ?? "").toLowerCase().includes(query);
+      }
+
+      function draw() {
+        const everything = [...app.store.groups.values()];
+        const shown = everything.filter(fits).sort((a, b) => b.start - a.start || (a.id < b.id ? -1 : 1));
+        const kept = new Set(shown.map((group) => group.id));
+        for (const [id, { node }] of rows) {
+          if (kept.has(id)) continue;
+          node.remove();
+          rows.delete(id);
+        }
+        shown.forEach((group, place) => {
+          let row = rows.get(group.id);
+          if (!row) rows.set(group.id, (row = { node: h("tr"), group: null }));
+          if (row.group !== group) row.node.replaceChildren(...cells(group));
+          row.group = group;
+          if (body.children[place] !== row.node) body.insertBefore(row.node, body.children[place] ?? null);
+        });
+        const some = shown.length === everything.length ? "" : `${format.whole(shown.length)} shown of `;
+        setText(found, `${some}${format.whole(everything.length)} groups`);
+        empty.hidden = shown.length > 0;
+        setText(empty, everything.length ? "No group matches." : "No group yet.");
+      }
+
+      function cells(group) {
+        const live = group.state === "live";
+        const teaches = group.teaches === null || group.teaches === undefined ? "–" : group.teaches ? "yes" : "no";
+        const took = ((group.end ?? now()) - group.start) / 1000;
+        return [
+          h("th", { scope: "row" }, parts.link("group", group.id)),
+          h("td", { class: "gr-wide gr-task" }, String(group.task ?? "–")),
+          h("td", null, live ? `${group.num_done} of ${group.size} done` : "done"),
+          h("td", null, meter(group.mean_reward)),
+          h("td", null, Number.isFinite(group.kept) ? `${group.kept} of ${group.size}` : "–"),
+          h("td", { class: teaches === "no" ? "v-muted" : null }, teaches),
+          h("td", { class: "gr-wide num" }, live ? "–" : format.span(took)),
+        ];
+      }
+
+      const off = app.store.on((changed) => {
+        if (changed.has("groups")) draw();
+      });
+      draw();
+      return off;
+    },
+  });
+
+  /** A mean reward from 0 to 1 as a bar beside its number. */
+  function meter(value) {
+    if (!Number.isFinite(value)) return "–";
+    const bar = h("span", { class: "gr-meter", "aria-hidden": "true" }, h("span"));
+    bar.firstChild.style.width = `${Math.min(Math.max(value, 0), 1) * 100}%`;
+    return h("span", { class: "gr-mean" }, bar, value.toFixed(2));
+  }
+})();

@@ -1,0 +1,911 @@
+// One rollout as it streams: its turns, calls and results, and its tokens shaded by a measure.
+//
+// deltas ──> the record ──> per turn: segments (thought, answer, call) ──> pieces of text
+//                                          a piece near the window, where a shade is chosen: a span per token
+//
+// What is on the page is compared with the record once an animation frame; what still fits stays.
+// So a stream appends, and a tag that turns out to be one moves only its own segment. Text and spans
+// take the same room, and so however long a rollout is, only what is looked at has spans.
+(() => {
+  "use strict";
+  const { h, setText, setAttr, format, parts } = window.agentloop;
+
+  const BLOCK = 150; // tokens after which a line's end begins a block, so that what grows is laid out alone
+  const PIECE = 300; // tokens of a text node at most, where no line ends
+  const NEAR = "600px 0px"; // of the window: there tokens have spans
+  const LONG_CODE = 20_000; // characters from which on it is not coloured
+  const MARK_MS = 1000; // how often the forking tokens are chosen anew while it streams
+  const FORKING = 0.2; // share of the tokens, by entropy (rStar2-Agent, arXiv 2508.20722)
+  const REFLECTION = 64; // tokens after a tool's result among which a forking one is a reflection
+  const NEAR_PX = 96; // so near to the end counts as being there
+  const TAG = /<\/?(?:reason|think|answer|tool_call)>|<\|[a-z_]{1,20}\|>/g;
+  const STEPS = [0.01, 0.05, 0.15, 0.3, 0.6, 1, 1.5, 2.2, 3.2]; // nats at which the next shade begins
+
+  const SHADES = [
+    ["none", "None"], ["logprob", "Log-probability"], ["entropy", "Entropy"], ["mask", "Mask"], ["version", "Policy version"],
+  ];
+  let shade = "none"; // outlives the view
+
+  window.agentloop.view("rollout", {
+    title: "Rollout",
+    mount(root, params, app) {
+      const view = new Trajectory(root, params.id ?? "", app);
+      return () => view.close();
+    },
+  });
+
+  class Trajectory {
+    constructor(root, id, app) {
+      this.id = id;
+      this.app = app;
+      this.record = null;
+      this.turns = []; // what is on the page of each turn
+      this.cursor = null; // [turn, token] that the keyboard is at
+      this.threshold = Infinity;
+      this.marked = 0;
+      this.asked = 0;
+      this.closed = false;
+      this.followed = false;
+      this.root = root;
+      this.build();
+      this.page = document.scrollingElement;
+      this.near = new IntersectionObserver((entries) => {
+        for (const { target, isIntersecting } of entries) target.piece?.show(isIntersecting);
+      }, { rootMargin: NEAR });
+      this.scrolled = () => this.noticeScroll();
+      window.addEventListener("scroll", this.scrolled, { passive: true });
+      this.off = app.store.on((changed, ids) => {
+        const isMine = changed.has("rollouts") && (ids === null || ids.has(id));
+        if (this.record?.state === "live" || isMine || changed.has("groups")) this.ask();
+      });
+      this.load();
+    }
+
+    close() {
+      this.closed = true;
+      this.off();
+      this.near.disconnect();
+      this.stream?.();
+      window.removeEventListener("scroll", this.scrolled);
+      cancelAnimationFrame(this.asked);
+    }
+
+    // -- from the server
+
+    async load() {
+      const path = `api/rollouts/${encodeURIComponent(this.id)}`;
+      try {
+        const record = await this.app.api.get(path);
+        if (this.closed) return;
+        this.take(record);
+        if (record.state === "live" && this.app.store.about.live !== false) this.watch(`${path}/stream`);
+      } catch (error) {
+        if (!this.closed) this.fail(error);
+      }
+    }
+
+    watch(path) {
+      this.followed = true;
+      this.setFollow(true);
+      this.stream = this.app.api.watch(path, {
+        trajectory: (record) => this.take(record),
+        delta: (delta) => this.apply(delta),
+        end: (record) => record && this.take(record),
+        error: (error) => this.fail(error),
+      });
+    }
+
+    take(record) {
+      if (this.closed) return;
+      this.record = record;
+      this.remark = true;
+      this.ask();
+    }
+
+    /** Turns from `turn` on are replaced; of the first of them `token` tokens stay. */
+    apply({ turn, token, turns }) {
+      if (this.closed || !this.record) return;
+      const old = this.record.turns[turn];
+      const [first, ...rest] = turns;
+      if (first && old) {
+        for (const name of ["pieces", "ids", "logprobs", "entropies"]) {
+          if (!first[name] || !old[name]) continue;
+          old[name].length = Math.min(old[name].length, token);
+          for (const value of first[name]) old[name].push(value);
+          first[name] = old[name];
+        }
+      }
+      this.record.turns.splice(turn, Infinity, ...(first ? [first, ...rest] : []));
+      this.ask();
+    }
+
+    fail(error) {
+      this.note.hidden = false;
+      setText(this.note, `This rollout cannot be shown: ${error.message}`);
+      this.paper.hidden = true;
+    }
+
+    // -- elements
+
+    build() {
+      this.facts = h("dl", { class: "v-facts" });
+      this.cancel = h("button", { type: "button", class: "v-button danger", hidden: true, onclick: () => this.stop() }, "Cancel it");
+      this.copied = h("span", { role: "status", class: "v-muted" });
+      this.note = h("p", { class: "v-empty", role: "alert", hidden: true });
+      this.timeline = h("div", { class: "tr-timeline" });
+      this.prompt = h("div", { class: "tr-text tr-fixed" });
+      this.promptNote = h("span", { class: "tr-note" });
+      this.promptFold = h("details", { class: "tr-prompt", open: true }, h("summary", null, "Prompt ", this.promptNote), this.prompt);
+      this.list = h("div", { class: "tr-turns" });
+      this.legend = h("div", { class: "tr-legend" });
+      this.following = h(
+        "button", { type: "button", class: "v-button", "aria-pressed": "false", hidden: true, onclick: () => this.setFollow(!this.follow) },
+        "Follow the end",
+      );
+      const jump = (to) => () => this.jump(to);
+      this.jumps = h(
+        "div", { class: "v-cluster", role: "group", "aria-label": "Forking tokens" },
+        parts.button("‹", "Previous forking token", jump(-1)), h("span", { class: "tr-forks" }, "forking"),
+        parts.button("›", "Next forking token", jump(1)),
+      );
+      const choose = parts.choice("Shade", SHADES, shade, (value) => {
+        shade = value;
+        this.ask();
+      });
+      this.bar = h("div", { class: "v-bar tr-bar" }, choose, this.jumps, this.legend, this.following);
+      this.readout = h("p", { class: "tr-readout", hidden: true });
+      this.spoken = h("p", { class: "v-hidden", "aria-live": "polite" });
+      this.paper = h("div", { class: "tr-paper" }, this.promptFold, this.list);
+      this.paper.addEventListener("pointerover", (event) => this.point(event.target));
+      this.paper.addEventListener("click", (event) => this.point(event.target, true));
+      this.paper.addEventListener("keydown", (event) => this.key(event));
+      this.paper.addEventListener("focusin", (event) => {
+        if (event.target.tagName === "SUMMARY") return;
+        const at = event.target.closest?.(".tr-tokens");
+        if (at && this.cursor?.[0] !== at.turn) this.move([at.turn, 0]);
+      });
+      const head = h(
+        "header", { class: "tr-head" },
+        h("div", { class: "tr-line" }, h("p", { class: "tr-id" }, this.id), h("div", { class: "v-cluster" }, this.cancel, h(
+          "button", { type: "button", class: "v-button", onclick: () => this.copy() }, "Copy as JSON"), this.copied)),
+        this.facts, this.timeline,
+      );
+      this.section = h("section", { class: "v tr" }, this.note, head, this.bar, this.paper, this.readout, this.spoken);
+      this.root.append(this.section);
+    }
+
+    ask() {
+      if (this.closed) return;
+      this.asked ||= requestAnimationFrame(() => {
+        this.asked = 0;
+        if (this.record) this.draw();
+      });
+    }
+
+    // -- one frame
+
+    draw() {
+      const { record } = this;
+      this.versions = [...new Set(record.turns.flatMap((turn) => turn.versions.map((span) => span.version)))];
+      if (record.state !== "live" || this.remark || performance.now() - this.marked > MARK_MS) this.mark();
+      this.section.dataset.shade = shade;
+      this.drawHead();
+      this.drawBar();
+      this.drawPrompt();
+      record.turns.forEach((turn, index) => (this.turns[index] ??= new TurnView(this, index)).draw(turn, record));
+      while (this.turns.length > record.turns.length) this.turns.pop().remove();
+      if (this.follow) this.toEnd();
+    }
+
+    drawHead() {
+      const { record } = this;
+      const row = this.app.store.rollouts.get(this.id);
+      const state = parts.stateOf(record);
+      const sampled = record.turns.reduce((sum, turn) => sum + turn.ids.length, 0);
+      const observed = record.turns.reduce((sum, turn) => sum + (turn.observation_tokens ?? 0), 0);
+      const calls = record.turns.reduce((sum, turn) => sum + turn.calls.length, 0);
+      const failed = record.turns.reduce((sum, turn) => sum + turn.results.filter((result) => hasFailed(result.status)).length, 0);
+      const elapsed = state === "live" ? this.app.time() / 1000 - this.began(row) : record.elapsed_s;
+      const servers = [...new Set(record.turns.flatMap((turn) => turn.servers))];
+      const stop = state === "live" ? `live, turn ${record.turns.length}` : parts.words(record.stop_reason ?? record.state);
+      const reward = [parts.rewardMark(record)];
+      if (record.reason) reward.push(` ${record.reason}`);
+      const isScored = parts.rewardOf(record) !== "none" || record.reason;
+      const isKnown = this.app.store.groups.has(record.group);
+      let facts = [
+        ["State", h("span", { class: `v-chip ${state}` }, stop)],
+        ["Reward", isScored && h("span", null, reward)],
+        ["Advantage", record.dropped ? `– (dropped: ${parts.words(record.dropped)})` : format.isNumber(record.advantage) && parts.signed(record.advantage)],
+        ["Answer", record.answer],
+        ["Tokens", `${format.whole(sampled)} sampled, ${format.whole(observed)} observed, ${format.whole(record.prompt_tokens)} of prompt`],
+        ["Calls", failed ? h("span", { class: "v-bad" }, `${calls}, ${failed} failed`) : format.whole(calls)],
+        ["Time", format.span(elapsed)],
+        ["Group", record.group && (isKnown ? parts.link("group", record.group) : record.group)],
+        ["Task", record.task],
+        [servers.length > 1 ? "Servers" : "Server", servers.join(", ") || row?.server || "–"],
+      ];
+      if (record.created_unix_s) facts.push(["Started", new Date(record.created_unix_s * 1000).toLocaleString()]);
+      if (record.error) facts.push(["Error", h("span", { class: "v-bad" }, record.error)]);
+      facts = facts.filter(([, what]) => what || what === 0); // what is not known, or does not apply, is not named
+      const key = facts.map(([, what]) => what.textContent ?? what).join("|");
+      if (key !== this.factsKey) {
+        this.factsKey = key;
+        this.facts.replaceChildren(...facts.map(([term, what]) => parts.fact(term, what)));
+      }
+      const can = this.app.store.about.controls?.includes("cancel") && state === "live" && typeof this.app.control === "function";
+      this.cancel.hidden = !can;
+      this.drawTimeline(row, elapsed);
+    }
+
+    /** What a turn is told to be at until its first token: as its row is. */
+    get lane() {
+      return this.app.store.about.live === false ? "wait" : "prefill";
+    }
+
+    /** When it began, in seconds since the run did. A row's first lane is its first turn's, a moment later. */
+    began(row) {
+      if (row?.lanes?.length && !row.more) return row.lanes[0][1] / 1000 - (this.record.turns[0]?.started_s ?? 0);
+      return this.record.created_unix_s - (this.app.store.about.t0 ?? this.record.created_unix_s);
+    }
+
+    drawTimeline(row, elapsed) {
+      const { record } = this;
+      const told = row?.end ? row.end / 1000 - this.began(row) : 0; // with what came after its last token
+      const total = Math.max(elapsed || 0, told, ...record.turns.map((turn) => lastOf(turn)));
+      const since = row ? this.began(row) : 0;
+      const pieces = row?.lanes?.length && !row.more
+        ? parts.spans(row, (since + total) * 1000).map(([lane, from, to]) => [lane, from / 1000 - since, to / 1000 - since])
+        : record.turns.flatMap((turn) => lanesOf(turn, total, this.lane));
+      if (pieces[0]?.[0] === "wait") pieces[0][1] = 0;
+      const key = JSON.stringify([this.lane, pieces.length, Math.round(total * (record.state === "live" ? 4 : 100)), record.turns.length]);
+      if (key === this.timelineKey || this.timeline.contains(document.activeElement)) return;
+      this.timelineKey = key;
+      const calls = record.turns.flatMap((turn) => turn.results);
+      const label = `Timeline of ${format.span(total)}: ${record.turns.length} turns, ${calls.length} finished calls`;
+      const turns = h("div", { class: "tr-ticks" });
+      record.turns.forEach((turn, index) => {
+        const tick = h("a", { href: parts.hash("rollout", this.id), class: "tr-tick", "aria-label": `Turn ${index + 1}`, onclick: (event) => {
+          event.preventDefault();
+          this.turns[index]?.reveal();
+        } }, String(index + 1));
+        tick.style.left = `${total ? (turn.started_s / total) * 100 : 0}%`;
+        const next = record.turns[index + 1]?.started_s ?? total;
+        tick.style.width = `${total ? Math.max((next - turn.started_s) / total, 0) * 100 : 100}%`;
+        turns.append(tick);
+      });
+      this.timeline.replaceChildren(turns, parts.strip(pieces, total, label), parts.legend());
+    }
+
+    drawBar() {
+      const { record } = this;
+      const known = record.turns.some((turn) => turn.entropies);
+      const key = [shade, known, record.state === "live", record.turns.length && shade === "version" ? this.versions.join() : ""].join("|");
+      if (key === this.barKey) return;
+      this.barKey = key;
+      this.following.hidden = record.state !== "live";
+      this.jumps.hidden = shade === "none";
+      this.legend.replaceChildren(...legendOf(shade, known, this.versions));
+    }
+
+    drawPrompt() {
+      if (this.prompted === this.record.prompt) return;
+      this.prompted = this.record.prompt;
+      setText(this.promptNote, `${format.whole(this.record.prompt_tokens)} tokens, not trained on`);
+      parts.fillLong(this.prompt, this.record.prompt ?? "", parts.LONG_PROMPT);
+    }
+
+    /** The entropy from which on a token is a forking one: the top share of this rollout's. */
+    mark() {
+      this.remark = false;
+      this.marked = performance.now();
+      let size = 0;
+      for (const turn of this.record.turns) size += turn.ids.length;
+      if (size === this.measured) return;
+      this.measured = size;
+      const values = new Float64Array(size);
+      let at = 0;
+      for (const turn of this.record.turns) for (let k = 0; k < turn.ids.length; k++) values[at++] = uncertainty(turn, k);
+      values.sort();
+      // At least ten, or there is no share to speak of; never those of which the model was certain.
+      const place = Math.floor(size * (1 - FORKING));
+      this.threshold = size < 10 ? Infinity : Math.max(values[Math.min(place, size - 1)], STEPS[0]);
+    }
+
+    /** 0: neither; 1: forking; 2: a reflection, which is a forking token soon after a tool's result. */
+    markOf(index, k) {
+      const { turns } = this.record;
+      if (uncertainty(turns[index], k) < this.threshold) return 0;
+      return k < REFLECTION && index > 0 && turns[index - 1].results.length ? 2 : 1;
+    }
+
+    // -- the end
+
+    setFollow(on) {
+      this.follow = on;
+      this.following.setAttribute("aria-pressed", String(on));
+      if (on) this.toEnd();
+    }
+
+    toEnd() {
+      this.page.scrollTop = this.page.scrollHeight;
+      this.lastTop = this.page.scrollTop;
+    }
+
+    /** A reader who scrolls up wants to stay there; one who comes back to the end wants to follow. */
+    noticeScroll() {
+      if (!this.followed) return;
+      const top = this.page.scrollTop;
+      const near = this.page.scrollHeight - top - this.page.clientHeight < NEAR_PX;
+      if (this.follow && top < (this.lastTop ?? 0) - 2 && !near) this.setFollow(false);
+      else if (!this.follow && near && this.record?.state === "live") this.setFollow(true);
+      this.lastTop = top;
+    }
+
+    // -- tokens under the pointer and the keyboard
+
+    point(target, place = false) {
+      const at = target.token === undefined ? null : [target.closest(".tr-tokens").turn, target.token];
+      if (place && at) this.move(at, false);
+      else this.tell(at ?? this.cursor);
+    }
+
+    key(event) {
+      const tokens = event.target.closest(".tr-tokens");
+      if (!tokens || event.altKey || event.ctrlKey || event.metaKey || !this.cursor) return;
+      const [index, k] = this.cursor;
+      const last = this.record.turns[index].ids.length - 1;
+      const to = { ArrowRight: k + 1, ArrowLeft: k - 1, ArrowDown: k + 10, ArrowUp: k - 10, Home: 0, End: last }[event.key];
+      if (to !== undefined) this.move([index, Math.min(Math.max(to, 0), last)]);
+      else if (event.key === "n" || event.key === "p") this.jump(event.key === "n" ? 1 : -1);
+      else return;
+      event.preventDefault();
+    }
+
+    /** To the next forking token, in this turn or beyond. */
+    jump(by) {
+      const { turns } = this.record;
+      let [index, k] = this.cursor ?? (by > 0 ? [0, -1] : [turns.length - 1, turns.at(-1)?.ids.length ?? 0]);
+      for (;;) {
+        k += by;
+        while (turns[index] && (k < 0 || k >= turns[index].ids.length)) {
+          index += by;
+          k = by > 0 ? 0 : (turns[index]?.ids.length ?? 0) - 1;
+        }
+        if (!turns[index]) return;
+        if (this.markOf(index, k)) break;
+      }
+      this.move([index, k]);
+    }
+
+    move(at, reveal = true) {
+      this.spanOf(this.cursor)?.classList.remove("at");
+      this.cursor = at;
+      const span = this.spanOf(at);
+      span?.classList.add("at");
+      if (reveal && span) {
+        this.setFollow(false);
+        const box = span.getBoundingClientRect();
+        if (box.top < 120 || box.bottom > window.innerHeight - 80) span.scrollIntoView({ block: "center" });
+      }
+      this.tell(at);
+      setText(this.spoken, this.describe(at).join(", "));
+    }
+
+    spanOf(at) {
+      return at ? this.turns[at[0]]?.spanOf(at[1]) : null;
+    }
+
+    tell(at) {
+      const turn = at && this.record?.turns[at[0]];
+      this.readout.hidden = !turn || at[1] >= turn.ids.length;
+      if (this.readout.hidden) return;
+      const [piece, ...rest] = this.describe(at);
+      this.readout.replaceChildren(h("code", null, piece), ...rest.map((text) => h("span", null, text)));
+    }
+
+    describe([index, k]) {
+      const turn = this.record.turns[index];
+      const logprob = turn.logprobs[k];
+      const entropy = turn.entropies?.[k];
+      const version = turn.versions.find((span) => span.start <= k && k < span.end)?.version;
+      const said = [
+        visible(turn.pieces[k]), `id ${turn.ids[k]}`,
+        `log-probability ${Number.isFinite(logprob) ? `${parts.number(logprob)} (p ${parts.number(Math.exp(logprob), 2)})` : "unknown"}`,
+        Number.isFinite(entropy) ? `entropy ${parts.number(entropy)}` : `surprisal ${parts.number(-logprob)}`,
+        `version ${version ?? "unknown"}`, `turn ${index + 1}, token ${k + 1} of ${turn.ids.length}`,
+      ];
+      const mark = this.markOf(index, k);
+      if (mark) said.push(mark === 2 ? "reflection" : "forking");
+      return said;
+    }
+
+    // -- what can be done with it
+
+    async copy() {
+      const text = JSON.stringify(this.record, null, 1);
+      try {
+        await navigator.clipboard.writeText(text);
+        setText(this.copied, `Copied, ${format.whole(text.length)} characters.`);
+      } catch {
+        const link = h("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: `${this.id}.json` });
+        link.click();
+        setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+        setText(this.copied, "No clipboard here: saved as a file.");
+      }
+    }
+
+    async stop() {
+      try {
+        const answer = await this.app.control({ do: "cancel", rollout: this.id });
+        setText(this.copied, answer?.done ?? "Cancelled.");
+      } catch (error) {
+        setText(this.copied, error.message);
+      }
+    }
+  }
+
+  // -- a turn on the page
+
+  class TurnView {
+    constructor(owner, index) {
+      this.owner = owner;
+      this.index = index;
+      this.segments = []; // {kind, from, to, done, ...}: what is on the page
+      this.meta = h("span", { class: "tr-note" });
+      this.strip = h("div", { class: "tr-strip" });
+      this.tokens = h("div", { class: "tr-tokens" });
+      this.tokens.turn = index;
+      this.observed = h("div", { class: "tr-observed" });
+      this.heading = h("h2", { id: `tr-turn-${index}`, tabindex: "-1" }, `Turn ${index + 1} `, this.meta);
+      this.node = h(
+        "section", { class: "tr-turn", "aria-labelledby": `tr-turn-${index}` },
+        h("div", { class: "tr-line" }, this.heading, this.strip), this.tokens, this.observed,
+      );
+      owner.list.append(this.node);
+    }
+
+    remove() {
+      while (this.segments.length) this.close(this.segments.pop());
+      this.node.remove();
+    }
+
+    reveal() {
+      this.owner.setFollow(false);
+      this.heading.scrollIntoView({ block: "start" });
+      this.heading.focus({ preventScroll: true });
+    }
+
+    draw(turn, record) {
+      this.drawHead(turn);
+      const previous = this.index ? record.turns[this.index - 1].observation : record.prompt;
+      // A turn that is over and has been drawn as it is needs no second look.
+      const key = [shade, turn.ids.length, turn.calls.length, turn.results.length, turn.end, this.owner.threshold].join("|");
+      if (key !== this.key || this.turn !== turn) {
+        this.turn = turn;
+        this.key = key;
+        this.drawTokens(turn, segmentsOf(turn, previous ?? ""));
+      }
+      this.drawObservation(turn);
+    }
+
+    drawHead(turn) {
+      const isAwaited = !turn.ids.length && !turn.end;
+      const said = [isAwaited ? "no token yet" : format.plural(turn.ids.length, "token")];
+      if (turn.first_token_s) said.push(`first after ${format.span(turn.first_token_s - turn.started_s)}`);
+      const took = (turn.generated_s || 0) - (turn.first_token_s || 0);
+      if (took > 0 && turn.ids.length > 1) said.push(`${parts.number((turn.ids.length - 1) / took, 3)} tokens/s`);
+      if (turn.cached_tokens) said.push(`${format.whole(turn.cached_tokens)} cached`);
+      if (turn.end && turn.end !== "stop") said.push(`ended by ${turn.end}`);
+      if (turn.servers.length > 1) said.push(`moved: ${turn.servers.join(" → ")}`);
+      setText(this.meta, said.join(" · "));
+      const from = turn.started_s;
+      const total = lastOf(turn) - from;
+      const key = `${total.toFixed(3)}|${turn.results.length}|${this.owner.lane}`;
+      if (key === this.stripKey || !(total > 0)) return;
+      this.stripKey = key;
+      const pieces = lanesOf(turn, lastOf(turn), this.owner.lane).map(([lane, a, b]) => [lane, a - from, b - from]);
+      const label = pieces.map(([lane, a, b]) => `${lane} ${format.span(b - a)}`).join(", ");
+      this.strip.replaceChildren(parts.strip(pieces, total, `Turn ${this.index + 1}: ${label}`));
+      this.strip.title = label;
+    }
+
+    /** Brings the page to the segments of the record. */
+    drawTokens(turn, wanted) {
+      if (this.shade !== shade) {
+        this.shade = shade;
+        while (this.segments.length) this.close(this.segments.pop());
+        const walked = shade !== "none";
+        setAttr(this.tokens, "tabindex", walked && "0");
+        setAttr(this.tokens, "role", walked && "group");
+        setAttr(this.tokens, "aria-label", walked && `Tokens of turn ${this.index + 1}: arrow keys move, N and P go by forking token`);
+      }
+      let same = 0;
+      while (same < this.segments.length && same < wanted.length) {
+        const [old, now] = [this.segments[same], wanted[same]];
+        if (old.kind !== now.kind || old.from !== now.from || old.call !== now.call || old.drawn > now.to) break;
+        same++;
+      }
+      while (this.segments.length > same) this.close(this.segments.pop());
+      wanted.forEach((one, i) => {
+        const segment = (this.segments[i] ??= this.open(one));
+        segment.to = one.to;
+        if (segment.kind === "call") this.drawCall(turn, segment);
+        else this.fillText(turn, segment);
+      });
+      if (this.threshold !== this.owner.threshold) for (const piece of this.pieces()) piece.mark();
+      this.threshold = this.owner.threshold;
+    }
+
+    *pieces() {
+      for (const segment of this.segments) yield* segment.pieces;
+    }
+
+    open({ kind, from, to, call }) {
+      const segment = { kind, from, to, call, drawn: from, pieces: [] };
+      segment.body = h("div", { class: "tr-text" });
+      if (kind === "call") {
+        segment.node = h("div", { class: "tr-call" });
+        segment.head = h("div", { class: "tr-callhead" });
+        segment.code = h("pre", { class: "tr-code", tabindex: "0", role: "group" });
+        segment.out = h("div");
+        segment.node.append(segment.head, shade === "none" ? segment.code : segment.body, segment.out);
+      } else {
+        const label = { thought: "thought", answer: "answer", text: "" }[kind];
+        segment.node = h("div", { class: `tr-seg ${kind}` }, label ? h("span", { class: "tr-kind" }, label) : null, segment.body);
+      }
+      this.tokens.append(segment.node);
+      return segment;
+    }
+
+    close(segment) {
+      for (const piece of segment.pieces) piece.close();
+      segment.node.remove();
+    }
+
+    /** Tokens that are new, as text: in blocks of lines, and in each in pieces. */
+    fillText(turn, segment) {
+      const { pieces: texts } = turn;
+      const { pieces } = segment;
+      while (segment.drawn < segment.to) {
+        let piece = pieces.at(-1);
+        const from = segment.drawn;
+        const ends = piece && texts[from - 1].endsWith("\n");
+        if (!piece || (ends && from - segment.block >= BLOCK)) {
+          segment.block = from;
+          const block = h("div");
+          segment.body.append(block);
+          pieces.push((piece = new Piece(this, block, from)));
+        } else if (from - piece.from >= PIECE || (ends && from - piece.from >= BLOCK)) {
+          pieces.push((piece = new Piece(this, piece.block, from)));
+        }
+        let to = from + 1;
+        const most = Math.min(segment.to, piece.from + PIECE);
+        while (to < most && !(texts[to - 1].endsWith("\n") && to - segment.block >= BLOCK)) to++;
+        piece.grow(turn, to);
+        segment.drawn = to;
+      }
+    }
+
+    classOf(turn, k, marked) {
+      const mark = MARKS[marked];
+      const { cursor, versions } = this.owner;
+      const at = cursor?.[0] === this.index && cursor[1] === k ? " at" : "";
+      switch (shade) {
+        case "logprob":
+          return `l${level(-turn.logprobs[k])}${mark}${at}`;
+        case "entropy":
+          return `e${level(uncertainty(turn, k))}${mark}${at}`;
+        case "version": {
+          const version = turn.versions.find((span) => span.start <= k && k < span.end)?.version;
+          return `p${version === undefined ? "x" : versions.indexOf(version) % 6}${mark}${at}`;
+        }
+        default:
+          return `m1${mark}${at}`;
+      }
+    }
+
+    spanOf(k) {
+      for (const piece of this.pieces()) {
+        if (k < piece.from || k >= piece.to) continue;
+        piece.show(true);
+        return piece.spans[k - piece.from];
+      }
+      return null;
+    }
+
+    drawCall(turn, segment) {
+      if (shade !== "none") this.fillText(turn, segment);
+      const call = turn.calls[segment.call];
+      const result = call && turn.results.find((one) => one.call_id === call.id);
+      const raw = call ? null : turn.pieces.slice(segment.from, segment.to).join("");
+      const key = `${raw?.length}|${call?.id}|${result?.status}`;
+      if (key === segment.key) return;
+      segment.key = key;
+      segment.drawn = segment.to;
+      const status = result ? result.status : call ? (turn.ended_s ? "no result" : "running") : turn.end ? "not closed" : "being written";
+      const tone = result ? (result.status === "ok" ? "good" : hasFailed(result.status) ? "bad" : "muted") : "muted";
+      const name = call?.name || "call";
+      segment.head.replaceChildren(
+        h("b", null, name), h("span", { class: `v-chip ${tone}` }, parts.words(status)), result ? timing(result, turn) : "",
+      );
+      segment.code.setAttribute("aria-label", `Code of ${name}`);
+      segment.node.classList.toggle("failed", Boolean(result && hasFailed(result.status)));
+      segment.code.replaceChildren(...codeOf(call, raw));
+      const below = [];
+      const input = call?.arguments?.input;
+      if (typeof input === "string" && input) below.push(labelled("input", input));
+      if (call?.error && !result?.content.includes(call.error)) below.push(labelled("cannot be decoded", call.error));
+      if (result) below.push(labelled("output", result.content));
+      segment.out.replaceChildren(...below);
+    }
+
+    drawObservation(turn) {
+      const text = turn.observation ?? "";
+      if (text === this.observation || !text) return;
+      this.observation = text;
+      const body = h("div", { class: "tr-text tr-fixed" });
+      const fold = h(
+        "details", { class: "tr-observation" },
+        h("summary", null, "Observation ", h("span", { class: "tr-note" }, `${format.whole(turn.observation_tokens)} tokens as the model reads them, not trained on`)),
+        body,
+      );
+      fold.addEventListener("toggle", () => fold.open && !body.firstChild && parts.fillLong(body, text));
+      this.observed.replaceChildren(fold);
+    }
+  }
+
+  // -- a piece of text, which has spans while it is near the window
+
+  const MARKS = ["", " fork", " reflect"];
+
+  class Piece {
+    constructor(view, block, from) {
+      Object.assign(this, { view, block, from, to: from, spans: null, marks: [] });
+      this.node = h("span");
+      this.node.piece = this;
+      block.append(this.node);
+      if (shade !== "none") view.owner.near.observe(this.node);
+    }
+
+    close() {
+      this.view.owner.near.unobserve(this.node);
+    }
+
+    grow(turn, to) {
+      this.turn = turn;
+      if (this.spans) this.node.append(this.dressed(this.to, to));
+      else if (this.node.firstChild) this.node.firstChild.appendData(this.text(this.to, to));
+      else this.node.append(this.text(this.to, to));
+      this.to = to;
+    }
+
+    text(from, to) {
+      return this.turn.pieces.slice(from, to).join("");
+    }
+
+    show(near) {
+      if (near === (this.spans !== null)) return;
+      this.spans = near ? [] : null;
+      this.marks = [];
+      if (near) this.node.replaceChildren(this.dressed(this.from, this.to));
+      else this.node.textContent = this.text(this.from, this.to);
+    }
+
+    dressed(from, to) {
+      const { owner, index } = this.view;
+      const found = document.createDocumentFragment();
+      for (let k = from; k < to; k++) {
+        const span = document.createElement("span");
+        const mark = owner.markOf(index, k);
+        span.textContent = this.turn.pieces[k];
+        span.token = k;
+        span.className = this.view.classOf(this.turn, k, mark);
+        this.spans.push(span);
+        this.marks.push(mark);
+        found.append(span);
+      }
+      return found;
+    }
+
+    /** The threshold has moved: only spans whose mark changes are touched. */
+    mark() {
+      this.turn = this.view.turn;
+      this.spans?.forEach((span, i) => {
+        const mark = this.view.owner.markOf(this.view.index, span.token);
+        if (mark === this.marks[i]) return;
+        this.marks[i] = mark;
+        span.className = this.view.classOf(this.turn, span.token, mark);
+      });
+    }
+  }
+
+  // -- segments
+
+  /**
+   * Where thought, answer, text and calls begin and end, in tokens. A token belongs to what its first
+   * character stands in; tags belong to the segment that they open or close.
+   */
+  function segmentsOf(turn, before) {
+    const { pieces, calls } = turn;
+    const found = [];
+    const open = (kind, from, call) => {
+      const last = found.at(-1);
+      if (last && last.from === from) found.pop();
+      else if (last) last.to = from;
+      found.push({ kind, from, to: pieces.length, call });
+    };
+    let at = 0;
+    let kind = startsThinking(before, pieces) ? "thought" : "text";
+    open(kind, 0);
+    const inside = (from, to) => {
+      if (from >= to) return;
+      const text = pieces.slice(from, to).join("");
+      let k = from;
+      let offset = 0;
+      const tokenAt = (character) => {
+        while (k < to && offset + pieces[k].length <= character) offset += pieces[k++].length;
+        return k;
+      };
+      for (const match of text.matchAll(TAG)) {
+        const tag = match[0];
+        const opens = tag[1] !== "/";
+        if (tag.includes("tool_call")) {
+          if (opens) {
+            open("call", tokenAt(match.index), -1); // one that is being written, or never ended
+            return;
+          }
+          continue;
+        }
+        if (tag.startsWith("<|")) continue;
+        const next = /reason|think/.test(tag) ? (opens ? "thought" : "text") : opens ? "answer" : "text";
+        if (next === kind) continue;
+        kind = next;
+        open(kind, opens ? tokenAt(match.index) : Math.min(tokenAt(match.index + tag.length - 1) + 1, to));
+      }
+    };
+    calls.forEach((call, index) => {
+      const from = Math.max(call.start, at);
+      inside(at, from);
+      open("call", from, index);
+      at = Math.min(Math.max(call.end, from), pieces.length);
+      if (at < pieces.length) open(kind, at);
+    });
+    inside(at, pieces.length);
+    return found.filter(({ from, to, kind: what }) => to > from && (what === "call" || !blank(pieces, from, to)));
+  }
+
+  function blank(pieces, from, to) {
+    for (let k = from; k < to; k++) if (pieces[k].trim() && !/^<\|[a-z_]{1,20}\|>$/.test(pieces[k].trim())) return false;
+    return shade === "none";
+  }
+
+  function startsThinking(before, pieces) {
+    if (/<(?:reason|think)>\s*$/.test(before)) return true;
+    const tags = pieces.join("").match(/<\/?(?:reason|think)>/);
+    return tags?.[0][1] === "/";
+  }
+
+  // -- values
+
+  const uncertainty = (turn, k) => turn.entropies?.[k] ?? -(turn.logprobs[k] ?? 0);
+
+  function level(nats) {
+    if (!(nats >= STEPS[0])) return 0;
+    let at = 1;
+    while (at < STEPS.length && nats >= STEPS[at]) at++;
+    return at;
+  }
+
+  const INNOCENT = new Set(["ok", "caller", "cancelled", "infrastructure"]);
+  const hasFailed = (status) => !INNOCENT.has(status);
+
+  function lastOf(turn) {
+    const ends = turn.results.map((result) => result.ended_s);
+    return Math.max(turn.started_s, turn.first_token_s || 0, turn.generated_s || 0, turn.ended_s || 0, ...ends);
+  }
+
+  /** Lanes of a turn as its own times tell them: waiting is not told apart from prefill. */
+  function lanesOf(turn, until, before) {
+    const first = turn.first_token_s || (turn.generated_s ? turn.generated_s : until);
+    const generated = turn.generated_s || (turn.end ? first : until);
+    const lanes = [[before, turn.started_s, first], ["decode", first, generated]];
+    if (turn.calls.length && turn.generated_s) lanes.push(["tool", generated, turn.ended_s || until]);
+    return lanes.filter(([, from, to]) => to > from);
+  }
+
+  /** A call's code in colours; its arguments, where it has none; what was written, where it is no call. */
+  function codeOf(call, raw) {
+    if (!call) return coloured(partialCode(raw));
+    const code = call.arguments?.code;
+    if (typeof code === "string") return coloured(code);
+    const isFilled = call.arguments && Object.keys(call.arguments).length;
+    return [isFilled ? JSON.stringify(call.arguments, null, 2) : (call.raw ?? "").trim() || "(nothing)"];
+  }
+
+  /** Code out of a call that is still being written: JSON that may end anywhere. */
+  function partialCode(raw) {
+    const start = raw.match(/"code"\s*:\s*"/);
+    if (!start) return raw.replace(/^[^<]*<tool_call>\s*/, "");
+    const text = raw.slice(start.index + start[0].length);
+    const end = text.search(/(?<!\\)(?:\\\\)*"/);
+    const NAMES = { n: "\n", t: "\t", r: "\r", b: "\b", f: "\f" };
+    return (end < 0 ? text : text.slice(0, end + text.slice(end).indexOf('"'))).replace(
+      /\\(?:u([0-9a-fA-F]{4})|(.)|$)/g, (_, hex, one) => (hex ? String.fromCharCode(parseInt(hex, 16)) : (NAMES[one] ?? one ?? "")),
+    );
+  }
+
+  const PYTHON = new RegExp(
+    [
+      /(?<note>#[^\n]*)/,
+      /(?<text>[rbfu]{0,2}(?:"""[^]*?(?:"""|$)|'''[^]*?(?:'''|$)|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?))/,
+      /\b(?<word>and|as|assert|async|await|break|class|continue|def|del|elif|else|except|False|finally|for|from|global|if|import|in|is|lambda|None|nonlocal|not|or|pass|raise|return|True|try|while|with|yield)\b/,
+      /\b(?<number>\d[\w.]*)/,
+    ].map((one) => one.source).join("|"),
+    "g",
+  );
+
+  /** Python's words, texts, numbers and comments apart: pieces that give the code when joined. */
+  function coloured(code) {
+    if (code.length > LONG_CODE) return [code];
+    const found = [];
+    let at = 0;
+    for (const match of code.matchAll(PYTHON)) {
+      if (match.index > at) found.push(code.slice(at, match.index));
+      const kind = Object.keys(match.groups).find((name) => match.groups[name] !== undefined);
+      found.push(h("span", { class: `py-${kind}` }, match[0]));
+      at = match.index + match[0].length;
+    }
+    if (at < code.length) found.push(code.slice(at));
+    return found;
+  }
+
+  const visible = (piece) => (piece === "" ? "(part of a character)" : piece.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
+
+  // -- small elements
+
+  /** When a call waited and when it ran, within its turn. */
+  function timing(result, turn) {
+    const queued = Math.max(result.started_s - result.dispatched_s, 0);
+    const ran = Math.max(result.ended_s - result.started_s, 0);
+    const label = `queued ${format.span(queued)}, ran ${format.span(ran)}`;
+    const early = turn.generated_s - result.dispatched_s;
+    const [from, total] = [turn.started_s, lastOf(turn) - turn.started_s];
+    const pieces = [
+      ["wait", result.dispatched_s - from, result.started_s - from],
+      ["tool", result.started_s - from, result.ended_s - from],
+    ];
+    const image = parts.strip(pieces, total, label);
+    const note = early > 0.001 ? `${label}, began ${format.span(early)} before the turn's last token` : label;
+    return h("span", { class: "tr-timing", title: note }, image, h("span", { class: "tr-note" }, label));
+  }
+
+  function labelled(label, text) {
+    const body = h("pre", { class: "tr-output", tabindex: "0", role: "group", "aria-label": label });
+    parts.fillLong(body, text ?? "");
+    return h("div", { class: "tr-result" }, h("span", { class: "tr-kind" }, label), body);
+  }
+
+  function legendOf(measure, known, versions) {
+    const marks = [
+      h("span", { class: "tr-key" }, h("span", { class: "fork" }, "forking"), ` top 20% by ${known ? "entropy" : "surprisal"}`),
+      h("span", { class: "tr-key" }, h("span", { class: "reflect" }, "reflection"), " after a tool's result"),
+    ];
+    const ramp = (letter, low, high) => h(
+      "span", { class: "tr-key" }, `${low} `,
+      h("span", { class: "tr-ramp", "aria-hidden": "true" }, [...STEPS.keys(), STEPS.length].map((i) => h("i", { class: `${letter}${i}` }))),
+      ` ${high}`,
+    );
+    switch (measure) {
+      case "none":
+        return [];
+      case "logprob":
+        return [ramp("l", "certain", "p < 0.04"), ...marks];
+      case "entropy":
+        return [ramp("e", known ? "0" : "surprisal 0", "3.2 nats"), ...marks];
+      case "version":
+        return [...versions.map((version, i) => h("span", { class: "tr-key" }, h("span", { class: `p${i % 6}` }, `version ${version}`))), ...marks];
+      default:
+        return [h("span", { class: "tr-key" }, h("span", { class: "m1" }, "trained on"), " (mask 1)"), h("span", { class: "tr-key" }, "the rest: mask 0"), ...marks];
+    }
+  }
+})();

@@ -1,0 +1,144 @@
+"""`agentloop rollouts`: servers and sandbox of this machine, for a training run on another one.
+
+What is rolled out, and how it is rewarded, the trainer says; how, on this machine, is told here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from agentloop import console
+from agentloop.config import load_settings
+from agentloop.errors import SettingsError
+from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.roc import RocSettings
+from agentloop.inference.router import RouterSettings
+from agentloop.inference.supervise import ServerSettings
+from agentloop.observe.otel import OtelSettings, Traces
+from agentloop.runtime import Runtime, Settings
+from agentloop.training.fleet_link import FleetSettings, Link
+from agentloop.training.fleet_member import Member, heard
+from agentloop.training.handover import Served
+from agentloop.training.rollouts import Rollouts
+from sandbox import PoolSettings
+
+__all__ = ["RolloutsSettings", "main", "roll_out"]
+
+
+class RolloutsSettings(pydantic.BaseModel):
+    """What is this machine's own affair."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    model: str | None = pydantic.Field(
+        None, description="The model's folder on this machine; none: where the trainer has it."
+    )
+    servers: list[str] = pydantic.Field(
+        default_factory=list,
+        description='URLs of SGLang servers that run already; none: start "server.count" of them.',
+    )
+    log_dir: Path | None = pydantic.Field(
+        None, description="Where the servers' logs go; none: a temporary folder."
+    )
+    server: ServerSettings = pydantic.Field(default_factory=ServerSettings)
+    router: RouterSettings = pydantic.Field(default_factory=RouterSettings)
+    sandbox: PoolSettings = pydantic.Field(default_factory=PoolSettings)
+    fleet: FleetSettings = pydantic.Field(default_factory=FleetSettings)
+    otel: OtelSettings = pydantic.Field(default_factory=lambda: OtelSettings())
+
+
+async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> None:
+    """Until the run is over, wherever its trainer is.
+
+    Raises:
+        AgentLoopError: what it cannot go on from, by its name.
+    """
+    fleet = settings.fleet
+    if not fleet.redis or not fleet.run:
+        raise SettingsError("fleet.redis, fleet.run: which run, and where (--redis, --run)")
+    async with Link.open(fleet, fleet.run) as link:
+        word = await heard(link, within_s=fleet.give_up_s, say=progress.say)
+        recipe = word.recipe
+        roc = RocSettings.model_validate(recipe["roc"])
+        reward = RewardSettings.model_validate(recipe["reward"])
+        async with Scorer(reward) as scorer:
+            await scorer.ready()  # what it lacks it says now, not when the servers run
+        async with (
+            Runtime(_settings_of(settings, recipe), progress=progress) as runtime,
+            Scorer(reward, pool=runtime.pool) as scorer,
+            Traces.open(
+                settings.otel,
+                model=Path(settings.model or recipe["model"]).name,
+                run=fleet.run,
+                is_scored=True,
+                decode=lambda ids: runtime.chat.decode(ids),
+            ) as traces,
+        ):
+            served = Served(runtime.router)
+            rollouts = Rollouts(
+                partial(runtime.run_group, on_event=traces.seen, with_text=False),
+                runtime.router.has_room,
+                scorer,
+                roc,
+                seed=recipe["seed"],
+                shuffle_rewards=recipe["shuffle_rewards"],
+                enough=recipe["enough_of_group"],
+                distrusts=served.distrusts,
+                emit=traces.seen,
+            )
+            member = Member(
+                link,
+                word,
+                rollouts,
+                served,
+                name=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}",
+                num_servers=len(runtime.router.servers),
+                give_up_s=fleet.give_up_s,
+                say=progress.say,
+            )
+            progress(f"Rolling out for the run {fleet.run}")
+            await member.run()
+
+
+def _settings_of(settings: RolloutsSettings, recipe: Mapping[str, Any]) -> Settings:
+    """The machine's own, and what the whole fleet has in common."""
+    common = {name: recipe[name] for name in ("tools", "tool_timeout_s", "sampling", "budget")}
+    own = {name: getattr(settings, name) for name in type(settings).model_fields if name != "fleet"}
+    own["model"] = settings.model or recipe["model"]
+    return Settings.model_validate(own | common)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="agentloop rollouts",
+        description="Roll out for a training run, with the servers and the sandbox of this "
+        "machine: any number of machines, which may come and go.",
+    )
+    parser.add_argument("--redis", metavar="URL", help="where the trainer is met: its fleet.redis")
+    parser.add_argument("--run", metavar="RUN", help="the name of the run")
+    console.add_settings_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    if options.list_settings:
+        print(console.settings_text(RolloutsSettings))
+        return 0
+    told = {"fleet.redis": options.redis, "fleet.run": options.run}
+    overrides = [f"{name}={value}" for name, value in told.items() if value is not None]
+    work = partial(_rollouts, [*options.settings, *overrides])
+    return console.run(work, explain=options.explain)
+
+
+async def _rollouts(arguments: list[str]) -> int:
+    settings = load_settings(RolloutsSettings, *console.split_settings(arguments))
+    with console.Progress("Looking for the trainer") as progress:
+        await roll_out(settings, progress)
+    print("The run is over")
+    return 0

@@ -1,0 +1,271 @@
+"""What the page shows of a run: its parts, as they come, and what it may ask of them.
+
+From the run's first moment there is a page; servers, sandbox and loop appear on it when they are
+there. The readers of the run's events stand here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+from typing import Any, Literal
+
+import anyio
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from agentloop import console
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.api.guard import Guard, ServeSettings
+from agentloop.api.http import bind, serving
+from agentloop.errors import RequestError, ServerError, sole
+from agentloop.events import Emit
+from agentloop.inference.router import ServerView
+from agentloop.observe.archive import read_rollout
+from agentloop.observe.ask import asking
+from agentloop.observe.board import Board
+from agentloop.observe.journal import Journal, JournalSettings
+from agentloop.observe.live import Live, Sources
+from agentloop.observe.metrics import Metrics
+from agentloop.observe.otel import OtelSettings, Traces
+from agentloop.observe.page import Page
+from agentloop.observe.readers import Readers
+from agentloop.observe.sinks import Sinks, SinksSettings
+from agentloop.observe.stalls import Stalls
+from agentloop.runtime import Runtime
+from agentloop.training.loop import TrainingLoop
+from agentloop.training.run_folder import RunFolder
+
+__all__ = ["Scene"]
+
+_SAVE_S = 600.0
+
+
+class Scene:
+    """Set `runtime` and `loop` when they are there; `emit` tells all readers of an event."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: console.Progress,
+        *,
+        readers: Sequence[Emit] = (),
+        kind: Literal["train", "evaluate"] = "train",
+        has_runtime: bool = True,
+    ) -> None:
+        """Without a runtime, ever, nobody can be asked, and nothing can be cancelled."""
+        self.folder = folder
+        self._kind = kind
+        self._has_runtime = has_runtime
+        self.stalls = Stalls()
+        self.board = Board()
+        self._dropped: dict[str, Callable[[], int]] = {}
+        self._metrics = Metrics(
+            self._servers,
+            self._num_waiting,
+            sandbox=self._sandbox,
+            still_s=lambda: self.stalls.still_s,
+            queue=self._queue,
+            dropped=self._dropped,
+        )
+        self.emit = Readers(self.stalls.seen, self.board.seen, self._metrics.seen, *readers)
+        self.runtime: Runtime | None = None
+        self.loop: TrainingLoop | None = None
+        self._progress = progress
+        self._last_chat: ChatFormat | None = None
+        self._answers: set[anyio.CancelScope] = set()  # to visitors
+        for row in folder.metrics():
+            self.board.steps.append(row)
+
+    @asynccontextmanager
+    async def told_elsewhere(
+        self,
+        otel: OtelSettings,
+        *,
+        model: str,
+        journal: JournalSettings | None = None,
+        sinks: SinksSettings | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[None]:
+        """Events also go where the settings say: to a collector, the run's folder, other sinks.
+
+        Raises:
+            SettingsError: a package that this needs is not installed.
+        """
+        path = self.folder.path
+        async with AsyncExitStack() as stack:
+            traces = await stack.enter_async_context(
+                Traces.open(otel, model=model, run=path.name, is_scored=True, decode=self._decoded)
+            )
+            opened: dict[str, Traces | Journal | Sinks] = {"traces": traces}
+            if journal is not None and journal.enabled:
+                opened["journal"] = await stack.enter_async_context(Journal.open(path, journal))
+            if sinks is not None:
+                opened["sinks"] = await stack.enter_async_context(
+                    Sinks.open(sinks, folder=path, run_name=path.name, config=config or {})
+                )
+            for name, reader in opened.items():
+                self.emit.add(reader.seen)
+                stack.callback(self.emit.remove, reader.seen)
+                self._dropped[name] = partial(_num_dropped, reader)
+            yield
+
+    @asynccontextmanager
+    async def shown(self, settings: ServeSettings) -> AsyncIterator[None]:
+        """Serve the page, at another port where the one of the settings is taken.
+
+        Raises:
+            SettingsError: the address cannot be listened on.
+        """
+        about = {
+            "kind": self._kind,
+            "title": self.folder.path.name,
+            "version": f"agentloop {version('agentloop')}",
+            "can_ask": self._has_runtime,
+            "controls": self.can,
+            "has_sandbox": self._has_runtime,
+        }
+        sources = Sources(
+            about,
+            chat=lambda: self._chat,
+            servers=self._servers,
+            num_waiting=self._num_waiting,
+            sandbox=self._sandbox,
+            more=self._moment,
+            folder=self.folder.path,
+            read_rollout=self._read_rollout,
+        )
+        live = Live(self.board, self.stalls, sources)
+        token = settings.control_token
+        with bind(settings, or_free=True) as bound:
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(live.run)
+                    async with asking(self._answer, self.emit) as ask:
+                        page = Page(
+                            live,
+                            ask=ask if self._has_runtime else None,
+                            control=self if self.can else None,
+                            control_token=token.get_secret_value() if token else None,
+                            io_timeout_s=settings.io_timeout_s,
+                        )
+                        app = web.Application(middlewares=[Guard(settings).middleware])
+                        page.add_to(app)
+                        app.router.add_get("/metrics", self._scraped)
+                        async with serving(app, bound) as url:
+                            token_said = f" (control token: {page.control_token})"
+                            self._progress.say(f"Watch it: {url}/{token_said if self.can else ''}")
+                            yield
+                    tasks.cancel_scope.cancel()
+            except BaseExceptionGroup as group:
+                raise sole(group) from None
+
+    def leave(self) -> None:
+        """The loop and the runtime are about to be gone: what they have done stays to be seen; what
+        visitors have asked is not answered any more."""
+        self._last_chat = self._chat
+        self.runtime = self.loop = None
+        for scope in self._answers:
+            scope.cancel()
+
+    # --- what a visitor may do --------------------------------------------------------------------
+
+    @property
+    def can(self) -> Sequence[str]:
+        """See `agentloop.observe.page.Control`."""
+        if self._kind == "train":
+            return ("pause", "resume", "drain", "cancel", "checkpoint")
+        return ("cancel",) if self._has_runtime else ()
+
+    async def do(self, what: str, rollout: str | None) -> str:
+        """See `agentloop.observe.page.Control`."""
+        if what == "cancel":
+            if rollout is None:
+                raise RequestError("rollout: which one is to be cancelled?")
+            if self.runtime is None or not self.runtime.cancel(rollout):
+                raise RequestError(f"rollout: {rollout!r} is not in flight here")
+            return f"{rollout} is cancelled: it has no reward"
+        loop = self.loop
+        if loop is None:
+            raise RequestError("do: the run has not begun to roll out yet")
+        match what:
+            case "pause":
+                loop.pause()
+                return "no further groups are begun; what runs goes on"
+            case "resume":
+                loop.pause(False)
+                return "groups are begun again"
+            case "drain":
+                loop.drain()
+                return "no further groups are begun; when those in flight have ended the run ends"
+            case _:
+                with anyio.move_on_after(_SAVE_S):
+                    return f"a checkpoint of step {await loop.save()} is being written"
+                raise RequestError(f"do: the learner was busy for {_SAVE_S:g} s")
+
+    async def _answer(self, question: str, emit: Emit) -> None:
+        if self.runtime is None:
+            raise ServerError("no server is up yet; ask again later")
+        with anyio.CancelScope() as scope:
+            self._answers.add(scope)
+            try:
+                await self.runtime.rollout(question, on_event=emit)
+            finally:
+                self._answers.remove(scope)
+        if scope.cancelled_caught:
+            raise ServerError("the run has ended")
+
+    # --- what is asked of the parts ---------------------------------------------------------------
+
+    @property
+    def _chat(self) -> ChatFormat | None:
+        return self._last_chat if self.runtime is None else self.runtime.chat
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return "" if self._chat is None else self._chat.decode(ids)
+
+    def _num_waiting(self) -> int:
+        return 0 if self.runtime is None else self.runtime.router.num_waiting
+
+    def _sandbox(self) -> Mapping[str, Any]:
+        return {} if self.runtime is None else self.runtime.pool.stats()
+
+    def _queue(self) -> tuple[int, int]:
+        view = {} if self.loop is None else self.loop.view()
+        return view.get("queue_groups", 0), view.get("queue_bytes", 0)
+
+    async def _scraped(self, request: web.Request) -> web.Response:
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self._metrics.render(), headers=headers)
+
+    def _servers(self) -> Sequence[ServerView]:
+        return () if self.runtime is None else self.runtime.router.view()
+
+    def _moment(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {"waits": self._progress.line}
+        if (standing := self._progress.standing) is not None:
+            found |= {
+                "stage": standing.stage,
+                "stage_step": standing.step,
+                "stage_num_steps": standing.num_steps,
+                "waits": standing.waits,
+                "values": dict(standing.values),
+                "left_s": standing.left_s,
+            }
+        if self.loop is not None:
+            found |= self.loop.view()
+            if self.board.steps:
+                found["staleness"] = self.board.steps[-1].get("staleness_mean")
+        return found
+
+    async def _read_rollout(self, key: str) -> dict[str, Any] | None:
+        read: Callable[[], dict[str, Any] | None]
+        read = partial(read_rollout, self.folder.path, key, self._chat)
+        return await anyio.to_thread.run_sync(read)
+
+
+def _num_dropped(reader: Traces | Journal | Sinks) -> int:
+    found = reader.num_dropped
+    return sum(found.values()) if isinstance(found, dict) else found

@@ -1,0 +1,153 @@
+"""`agentloop view RUN`: the page of a run's folder; it may have ended, or go on elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tomllib
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import anyio
+import pydantic
+from aiohttp import web
+
+from agentloop import console
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.api.guard import Guard, ServeSettings
+from agentloop.api.http import bind, serving
+from agentloop.config import load_settings
+from agentloop.errors import ModelError, NotThere, SettingsError
+from agentloop.models import SMALL
+from agentloop.observe.archive import Archive
+from agentloop.observe.one_file import one_file
+from agentloop.observe.page import Page
+from agentloop.training.run_folder import RunFolder
+
+__all__ = ["ViewSettings", "main"]
+
+_NUM_EXPORTED = 500
+
+
+class ViewSettings(pydantic.BaseModel):
+    """What looking at a run can be told."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    serve: ServeSettings = pydantic.Field(default_factory=ServeSettings)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="agentloop view",
+        description="Show a run's folder as a page: its curves, groups and trajectories.",
+    )
+    parser.add_argument("run", type=Path, help="the run's folder, such as runs/latest")
+    parser.add_argument(
+        "--export",
+        metavar="FILE.html",
+        type=Path,
+        help="write the page with all that it shows into one file, and end",
+    )
+    parser.add_argument(
+        "--rollouts",
+        metavar="N",
+        type=int,
+        default=_NUM_EXPORTED,
+        help=f"with --export: texts of so many rollouts, the newest (default: {_NUM_EXPORTED})",
+    )
+    console.add_settings_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    if options.list_settings:
+        print(console.settings_text(ViewSettings))
+        return 0
+    if options.rollouts < 0:
+        parser.error(f"argument --rollouts: 0 at least, not {options.rollouts}")
+    if options.export is not None:
+        return console.run(lambda: _export(options.run, options.export, options.rollouts))
+    return console.run(lambda: _view(options.run, options.settings))
+
+
+async def _view(run: Path, arguments: list[str]) -> int:
+    settings = load_settings(ViewSettings, *console.split_settings(arguments))
+    archive = await _opened(run)
+    with bind(settings.serve, or_free=True) as bound:
+        app = web.Application(middlewares=[Guard(settings.serve).middleware])
+        Page(archive, io_timeout_s=settings.serve.io_timeout_s).add_to(app)
+        async with serving(app, bound) as url:
+            print(f"{archive.folder.name} is shown at {url}/; Ctrl-C ends it.", flush=True)
+            await anyio.sleep_forever()  # no deadline: until it is told to stop
+    return 0
+
+
+async def _export(run: Path, out: Path, num_rollouts: int) -> int:
+    with console.Progress(f"Reading {run}") as progress:
+        archive = await _opened(run)
+        whole = await archive.frame()
+        bodies: dict[str, Any] = {"api/frame": whole, "api/runs": {"runs": []}}
+        bodies[f"api/curves?run={_quoted(archive.folder.name)}"] = {
+            "run": archive.folder.name,
+            "rows": whole["steps"],
+        }
+        for group in whole["groups"]:
+            bodies[f"api/groups/{_quoted(group['id'])}"] = await archive.group(group["id"])
+        keys = [row["id"] for row in whole["rollouts"]][-num_rollouts:] if num_rollouts else []
+        for number, key in enumerate(keys, 1):
+            progress(f"Reading rollout {number} of {len(keys)}")
+            with contextlib.suppress(NotThere):  # it is damaged
+                bodies[f"api/rollouts/{_quoted(key)}"] = await archive.rollout(key)
+    num_told = sum(path.startswith("api/rollouts/") for path in bodies)
+    html = await anyio.to_thread.run_sync(one_file, bodies)
+    try:
+        await anyio.Path(out).write_text(html, "utf-8")
+    except OSError as error:
+        raise SettingsError(f"--export: {out}: {error.strerror or error}") from error
+    print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {num_told} rollouts with their texts")
+    return 0
+
+
+def _quoted(name: str) -> str:
+    """As the page asks for it: like JavaScript's `encodeURIComponent`."""
+    return quote(name, safe="!~*'()")
+
+
+async def _opened(run: Path) -> Archive:
+    """Raises SettingsError: no run is there."""
+    return await anyio.to_thread.run_sync(_open, run)
+
+
+def _open(run: Path) -> Archive:
+    folder = run.expanduser().resolve()
+    config = folder / "config.toml"
+    if not config.is_file():
+        raise SettingsError(f"{run}: no run is there (config.toml)")
+    about = {
+        "kind": "view",
+        "title": folder.name,
+        "version": f"agentloop {version('agentloop')}",
+        "can_ask": False,
+        "controls": [],
+        "has_sandbox": False,
+    }
+    return Archive(folder, about, _chat_of(folder, config))
+
+
+def _chat_of(folder: Path, config: Path) -> ChatFormat | None:
+    """Of the model that the run has left, or had; None: it is nowhere to be found."""
+    try:
+        told: Mapping[str, Any] = tomllib.loads(config.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise SettingsError(f"{config}: {error}") from error
+    candidates = [told.get("model"), str(SMALL)]
+    with contextlib.suppress(SettingsError):
+        candidates.insert(0, str(RunFolder.model_in(folder)))
+    for model in candidates:
+        if isinstance(model, str) and Path(model).is_dir():
+            try:
+                return ChatFormat.load(model)
+            except ModelError:
+                continue
+    return None
