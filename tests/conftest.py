@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Generator
+from typing import Any
+
+import anyio
 import pytest
+
+_TO_CLEAN_UP_S = 3.0
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> tuple[str, dict[str, bool]]:
     """asyncio on uvloop: what the commands run on."""
     return "asyncio", {"use_uvloop": True}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """An async test that hangs is cancelled shortly before its timeout: uvloop, while it waits,
+    does not hear pytest-timeout's signal."""
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        marker = item.get_closest_marker("timeout")
+        limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+        item.obj = _bounded(item.obj, max(1.0, limit_s - _TO_CLEAN_UP_S))
+    return (yield)
+
+
+def _bounded(test: Any, limit_s: float) -> Any:
+    @functools.wraps(test)
+    async def bounded(*args: Any, **kwargs: Any) -> None:
+        with anyio.fail_after(limit_s):
+            await test(*args, **kwargs)
+
+    return bounded

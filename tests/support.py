@@ -222,6 +222,9 @@ class FakeSGLang:
     dp_size: int = 1
     weights: str | None = "sum"  # their checksum; none: they cannot be loaded, "": not in time
     paused: bool = False
+    overlaps: bool = False  # batches: a token is in flight while it is paused in place
+    pauses: list[str] = field(default_factory=list)  # their modes
+    flushes: list[bool] = field(default_factory=list)  # whether new weights emptied the cache
     sums: dict[str, str] = field(default_factory=dict)  # of its tensors
     group: str = ""  # that it is a member of
     updating: bool = False
@@ -345,6 +348,7 @@ class FakeSGLang:
             "tp_size": 1,
             "device": "cpu",
             "dtype": "float32",
+            "disable_overlap_schedule": not self.overlaps,
         }
         body = json.dumps(info).encode()
         response = web.StreamResponse()
@@ -372,6 +376,7 @@ class FakeSGLang:
 
     async def _pause(self, request: web.Request) -> web.Response:
         self.paused = True
+        self.pauses.append((await request.json())["mode"])
         return web.json_response({})
 
     async def _continue(self, request: web.Request) -> web.Response:
@@ -386,6 +391,7 @@ class FakeSGLang:
         if self.weights == "":
             await anyio.sleep_forever()
         self.version = asked["weight_version"]
+        self.flushes.append(asked["flush_cache"])
         return web.json_response({"success": True, "message": ""})
 
     async def _check_weights(self, request: web.Request) -> web.Response:
@@ -419,7 +425,7 @@ class FakeSGLang:
             except ValueError as error:
                 return web.json_response({"message": str(error)}, status=400)
         if asked["weight_version"] is not None:
-            assert asked["flush_cache"]
+            self.flushes.append(asked["flush_cache"])
             self.version = asked["weight_version"]
         return web.json_response({"success": True, "message": ""})
 

@@ -235,6 +235,37 @@ def test_every_setting_is_described() -> None:
     assert described["servers"][0] == "[]"
 
 
+def test_a_setting_without_a_default_is_described_as_required() -> None:
+    class Strict(pydantic.BaseModel):
+        steps: int
+
+    assert list(describe_settings(Strict)) == [("steps", "(required)", "")]
+
+
+def test_our_own_words_about_a_value_stand_alone() -> None:
+    class Addressed(pydantic.BaseModel):
+        url: str
+
+        @pydantic.field_validator("url")
+        @classmethod
+        def _is_a_url(cls, url: str) -> str:
+            raise ValueError(f"{url!r} is no address" if "." in url else "no address")
+
+    with pytest.raises(SettingsError) as caught:
+        load_settings(Addressed, overrides=["url=a.b"])
+    assert str(caught.value) == "url: 'a.b' is no address (from override 'url=a.b')"
+    with pytest.raises(SettingsError) as caught:
+        load_settings(Addressed, overrides=["url=ab"])
+    assert str(caught.value) == "url: no address, not 'ab' (from override 'url=ab')"
+
+
+def test_a_password_in_a_url_is_not_shown() -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(Everything, overrides=["server.port='http://me:hunter2@there:1/'"])
+    assert "hunter2" not in str(caught.value)
+    assert "http://...@there:1/" in str(caught.value)
+
+
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
 made = st.builds(
     Everything,

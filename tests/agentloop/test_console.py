@@ -14,9 +14,18 @@ from collections.abc import Iterator
 import anyio
 import pydantic
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentloop import console
-from agentloop.console import Progress, add_settings_arguments, settings_text, split_settings
+from agentloop.console import (
+    Progress,
+    add_settings_arguments,
+    print_table,
+    printable,
+    settings_text,
+    split_settings,
+)
 from agentloop.errors import SettingsError
 from agentloop.training.standing import Standing
 from sandbox import SandboxUnavailable
@@ -65,6 +74,69 @@ def test_progress_without_a_terminal_is_a_line_once(capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert out == ""
     assert err.split() == ["Starting", "Loading", "Ready"]
+
+
+def test_what_is_over_soon_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("Counting", after_s=1e6) as progress:
+        progress("Counting on")
+        progress.say("Halfway")
+    assert capsys.readouterr().err == "Halfway\n"
+
+
+def test_what_takes_long_is(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ""
+    with Progress("Counting", after_s=0.001) as progress:
+        while said != "Counting\n":
+            said += capsys.readouterr().err
+        progress("Counting on")
+        while said != "Counting\nCounting on\n":
+            said += capsys.readouterr().err
+
+
+ROWS = [("a", "1.5", "ended"), ("a long name", "12.25", "going on")]
+COLUMNS = ("name", "mean reward", "state")
+
+
+def test_a_table_without_a_terminal_is_aligned_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(COLUMNS, ROWS, numbers=["mean reward"], title="runs", optional=COLUMNS)
+    assert capsys.readouterr().out.splitlines() == [
+        "runs",
+        "name         mean reward  state",
+        "a                    1.5  ended",
+        "a long name        12.25  going on",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 32, 26, 18])
+def test_a_table_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    """Headings are folded first, then columns are left out, then cells are folded."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(COLUMNS, ROWS, numbers=["mean reward"], optional=["state"], styles={"ended": "red"})
+    out = capsys.readouterr().out
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    assert all(len(line) <= width for line in plain.splitlines())
+    assert ("mean reward" in plain) == (width == 80)
+    assert ("going on" in plain) == (width >= 32)
+    assert ("not shown here: state" in " ".join(plain.split())) == (width < 32)
+    assert ("a long name" in plain) == (width > 18)
+    assert "12.25" in plain
+    if width == 80:
+        assert "\x1b[31mended" in out
+
+
+def test_a_cell_cannot_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("a",), [("\x1b[2J\n\u202e[bold]",)])
+    assert capsys.readouterr().out == "a\n\\x1b[2J\\n\\u202e[bold]\n"
+
+
+@given(st.text())
+def test_printable_text_is_one_line_of_text(text: str) -> None:
+    found = printable(text)
+    assert found.isprintable()
+    assert found == text or not text.isprintable()
 
 
 def test_on_a_terminal_a_panel_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

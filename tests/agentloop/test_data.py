@@ -41,6 +41,18 @@ def test_files_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert next(source).answer == "0"
 
 
+def test_what_was_done_is_told_to_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = jsonl(tmp_path / "1.jsonl", [*rows(30), *rows(1)]), tmp_path / "out.jsonl"
+    command = ["data", "prepare", "aime-2025", file, "--out", str(out), "--any-count", "--json"]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"out": str(out), "num_problems": 30, "num_rows": 31}
+    assert main(["data", "teacher", "--count", "3", "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"out": str(out), "num_dialogues": 3}
+
+
 def test_another_number_of_rows_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +133,10 @@ def test_problems_that_are_always_solved_are_left_out(
         "than 8 rollouts with a reward, 2 of them none; 1 problems of the rollouts stand in no "
         "file of --tasks\n"
     )
-    assert main([*command, "--solved", "7/8", "--out", str(out)]) == 0
+    assert main([*command, "--solved", "7/8", "--out", str(out), "--json"]) == 0
+    counts = {"num_tasks": 7, "num_too_few": 4, "num_without": 2, "num_unknown": 1}
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"out": str(out), "num_problems": 4, **counts}
     assert [row["answer"] for row in written(out)] == ["2", "4", "5", "6"]
 
 

@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from agentloop.events import Event, Feed, RolloutStarted, TokensSampled, TurnStarted, ignore
+from agentloop.trajectory import Trajectory
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +35,7 @@ async def test_events_are_read_as_they_come() -> None:
 
 async def test_a_reader_that_lags_finds_adjacent_tokens_joined() -> None:
     feed = Feed()
-    feed(RolloutStarted("r", 1))
+    feed(RolloutStarted(Trajectory("r", [])))
     for number in range(1000):
         feed(tokens(number))
     feed(TurnStarted("r", 1))

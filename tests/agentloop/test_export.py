@@ -71,6 +71,19 @@ def shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def test_what_was_exported_is_told_to_scripts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run.parent / "model"
+    assert main(["export", str(run), str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "out": str(out),
+        "folder": f"{run}/weights/9",
+        "run": str(run),
+        "version": "9",
+    }
+
+
 def test_the_newest_weights_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run.parent / "new" / "model"
     assert main(["export", str(run), str(out)]) == 0

@@ -28,7 +28,7 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     assert err.startswith("agentloop: error: unknown command 'sreve'")
 
 
-@pytest.mark.parametrize("command", ["serve", "chat"])
+@pytest.mark.parametrize("command", ["serve", "chat", "evaluate"])
 def test_each_command_has_help_and_lists_its_settings(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import pydantic
 import pytest
 
 from agentloop.config import load_settings
+from agentloop.evaluate import EvaluateSettings
 from agentloop.sft import SftSettings
 from agentloop.train import TrainSettings
 from agentloop.training.plan import Machine, Plan, plan
@@ -21,10 +22,15 @@ NODE = Machine(ram_bytes=1 << 40, disk_free_bytes=8 << 40, num_gpus=8, gpu_bytes
 
 
 def loaded(path: Path) -> pydantic.BaseModel:
-    commands = set(re.findall(r"^# .*agentloop (sft|train) docs/recipes/", path.read_text(), re.M))
+    commands = set(
+        re.findall(r"^# .*agentloop (sft|train|evaluate) docs/recipes/", path.read_text(), re.M)
+    )
     if path.name.endswith("sft.toml"):
         assert commands == {"sft"}
         return load_settings(SftSettings, [path])
+    if path.name.startswith("evaluate"):
+        assert commands == {"evaluate"}
+        return load_settings(EvaluateSettings, [path])
     assert "train" in commands
     return load_settings(TrainSettings, [path])
 
@@ -67,6 +73,17 @@ def test_the_papers_stages() -> None:
         assert not s.learner.loss.kl_coef
         assert s.sampling.temperature == 1
     assert stages[2].tasks.paths != stages[1].tasks.paths == stages[0].tasks.paths
+
+
+def test_the_papers_evaluation() -> None:
+    """arXiv 2508.20722, section 5: samples, temperature, length, turns."""
+    s = load_settings(EvaluateSettings, [FOLDER / "evaluate-paper.toml"])
+    assert (s.evaluate.num_samples, s.sampling.temperature) == (16, 0.6)
+    assert (s.budget.max_response_tokens, s.budget.max_turns) == (30 * 1024, 30)
+    trained = train_settings("paper-stage3")
+    asked = ("system", "template", "kind")
+    assert [getattr(s.tasks, n) for n in asked] == [getattr(trained.tasks, n) for n in asked]
+    assert (s.tools, s.reward) == (trained.tools, trained.reward)
 
 
 def test_the_released_form() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ import openai
 import pytest
 
 from agentloop.api.guard import ServeSettings
-from agentloop.errors import ServerUnavailable, SettingsError
+from agentloop.api.http import bind
+from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.health import ServerState
 from agentloop.inference.router import Router, ServerView
 from agentloop.inference.sglang import http_session
 from agentloop.runtime import Runtime, Settings, _Parts
-from agentloop.serve import App, bind, listening
+from agentloop.serve import App, listening
 from sandbox import Pool
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
 from tests.support import written as ids_of
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.anyio
 
 CHAT = chat_format()
 HELLO: Any = [{"role": "user", "content": "hello"}]
+PAGE = ("/page/", "/api/", "/favicon.ico")  # for a browser: no part of what is promised
 THEIRS: Any = {
     "type": "function",
     "function": {"name": "theirs", "parameters": {"type": "object", "properties": {}}},
@@ -52,12 +55,19 @@ class PlayedRouter(ScriptedEngine):
         return [ServerView("http://fake", ServerState.HEALTHY, self.num_open, 0, 0, 0, 100)]
 
 
+class NoCalls:
+    """A pool that is never asked to run anything."""
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
 class PlayedRuntime(Runtime):
     """A runtime whose parts are there without having been started."""
 
     def __init__(self, settings: Settings, router: PlayedRouter) -> None:
         super().__init__(settings)
-        parts = (CHAT, cast(Router, router), cast(Pool, None), "fake")
+        parts = (CHAT, cast(Router, router), cast(Pool, NoCalls()), "fake")
         self._parts_or_none = _Parts(
             *parts, processes=[], session=cast(aiohttp.ClientSession, None)
         )
@@ -152,7 +162,7 @@ async def test_a_clients_own_tools_make_the_round_trip() -> None:
         ({"messages": HELLO, "model": "other"}, 404, "'other' is not here"),
         ({"messages": [{"role": "wizard", "content": ""}]}, 400, "messages[0].role"),
         ({"messages": [{"role": "wizard"}], "stream": True}, 400, "messages[0].role"),
-        ({"messages": HELLO, "tools": [{}]}, 400, "tools: each must be"),
+        ({"messages": HELLO, "tools": [{}]}, 400, "tools[0].type: "),
         ({"messages": HELLO, "tools": [THEIRS, THEIRS]}, 400, "two are named 'theirs'"),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "messages: they make"),
         (b" " * (10 << 20), 413, "Maximum request body size"),
@@ -176,6 +186,7 @@ async def test_what_is_not_there_is_told_in_json() -> None:
             assert (response.status, response.content_type) == (404, "application/json")
         async with at.http.get(f"{at.url}/v1/chat/completions") as response:
             assert (response.status, response.content_type) == (405, "application/json")
+            assert response.headers["Allow"] == "POST"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -315,6 +326,34 @@ def test_settings_given_in_python_are_named_where_they_are_wrong(
         Runtime(**values)
 
 
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async with service(serve={"port": 0, "io_timeout_s": 0.1}) as at:
+        host, port = at.url.removeprefix("http://").split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            head = f"POST /v1/rollouts HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 9"
+            await stream.send(f"{head}\r\n\r\n{{".encode())
+            assert b" 408 " in await stream.receive()
+
+
+async def test_a_client_that_reads_nothing_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ids = ids_of(CHAT, "hello world, " * 4000 + END)
+    num = 40  # in all, more than the sockets' buffers take
+    body = json.dumps({"prompts": ["hello"] * num}).encode()
+    serve = {"port": 0, "io_timeout_s": 0.3, "max_rollouts": 1}
+    async with service(*([list(chunks(ids, []))] * num), serve=serve) as at:
+        host, port = at.url.removeprefix("http://").split(":")
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            head = f"POST /v1/rollouts HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await eventually(lambda: len(at.router.forgotten_groups) == num)
+            assert 0 < len(at.router.asked) < num
+    assert not caplog.records
+
+
 async def test_who_waits_is_told() -> None:
     async with service(says("It is 1776.")) as at:
         async with at.http.get(f"{at.url}/v1/waits") as response:
@@ -324,3 +363,59 @@ async def test_who_waits_is_told() -> None:
     why = "no server has room for it"
     assert told["for_room"] == [{"rollout_id": "r", "why": why, "waited_s": 1.5}]
     assert told["servers"][0]["state"] == "healthy"
+
+
+async def test_the_document_has_the_routes_that_there_are() -> None:
+    given = Settings.model_validate({"tools": []})
+    app = App(PlayedRuntime(given, PlayedRouter()), given).build()
+    routes = {
+        (route.method.lower(), route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"  # which GET has with it
+    }
+    page = {one for one in routes if one[1].startswith(PAGE) or one[1] == "/"}
+    async with service() as at, at.http.get(f"{at.url}/openapi.json") as response:
+        whole = await response.json()
+    told = {(method, path) for path, methods in whole["paths"].items() for method in methods}
+    assert told == routes - page
+
+
+async def test_rollouts_have_the_services_settings_but_for_what_is_asked() -> None:
+    settings = {"sampling": {"temperature": 0.5, "top_p": 0.9}, "budget": {"max_turns": 1}}
+    async with service(says(call_text("nope", {})), **settings) as at:
+        body = {"prompts": ["one"], "sampling": {"top_p": 0.8}, "budget": {"timeout_s": 9}}
+        async with at.post("/v1/rollouts", body) as response:
+            (line,) = [json.loads(line) async for line in response.content]
+    assert line["trajectory"]["stop_reason"] == "turn_budget"
+    (asked,) = at.router.asked
+    assert (asked.sampling.temperature, asked.sampling.top_p) == (0.5, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompts": []}, "prompts: "),
+        ({"prompts": [5]}, "prompts[0]: "),
+        ({"prompts": ["x"], "nope": 1}, "nope: "),
+        ({"prompts": ["x"], "tools": [{}]}, "tools[0].type: "),
+        ({"prompts": ["x"], "sampling": {"nope": 1}}, "sampling.nope: "),
+        ({"prompts": ["x"], "sampling": {"top_k": "5"}}, "sampling.top_k: "),
+        ({"prompts": ["x"], "budget": {"max_turns": 0}}, "budget.max_turns: "),
+        ({"prompts": ["x"], "budget": None}, "budget: "),
+    ],
+)
+async def test_rollouts_that_cannot_be_are_refused_by_the_field(body: Any, said: str) -> None:
+    async with service() as at:
+        async with at.post("/v1/rollouts", body) as response:
+            error = (await response.json())["error"]
+    assert response.status == 400
+    assert error["message"].startswith(said)
+    assert error["param"] == said.partition(":")[0]
+
+
+async def test_what_a_server_refuses_names_no_field() -> None:
+    refused = RequestError("http://fake:1: it is too much")
+    async with service([refused]) as at:
+        async with at.post("/v1/chat/completions", {"messages": HELLO}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] is None

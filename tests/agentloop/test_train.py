@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -15,11 +16,14 @@ import pytest
 
 from agentloop import console
 from agentloop.config import load_settings, to_toml
-from agentloop.errors import SettingsError
+from agentloop.errors import AgentLoopError, SettingsError
+from agentloop.groups.queue import GroupQueue
+from agentloop.groups.tasks import TaskSource
 from agentloop.models import SMALL
 from agentloop.train import TrainSettings, _whole, main, train
 from agentloop.training import learner
 from agentloop.training.learner_settings import LearnerSettings
+from agentloop.training.run_folder import RunFolder
 from agentloop.training.standing import Standing
 from tests.agentloop.training.test_learner import RANK
 from tests.support import FakeSGLang, eventually
@@ -47,11 +51,21 @@ from tests.support import FakeSGLang, eventually
         ("stages.one=3", "'stages.one' is a section"),
         ("servers=['http://127.0.0.1:1']", "model: the learner needs the folder"),
         ("model=/no/such/folder", "model: /no/such/folder"),
+        ("loop.enough_of_group=99", "loop.enough_of_group: 99 are more than loop.group_size .32."),
+        ("watchdog.give_up_s=60", r"watchdog.give_up_s: 60 .* loop.step_timeout_s .3600."),
+        ("fleet.redis=127.0.0.1:6379", "fleet.redis: .* not of the form redis://HOST"),
     ],
 )
 def test_what_would_teach_the_wrong_thing_is_refused_by_name(override: str, named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         _whole(load_settings(TrainSettings, overrides=[override]))
+
+
+@pytest.mark.parametrize("override", ["weights.by=group", "servers=['http://127.0.0.1:1']"])
+def test_what_a_fleet_cannot_have_is_refused_by_name(override: str) -> None:
+    overrides = ["fleet.redis=redis://127.0.0.1", f"model={SMALL}", override]
+    with pytest.raises(SettingsError, match=f"{override.partition('=')[0]}: .*fleet"):
+        _whole(load_settings(TrainSettings, overrides=overrides))
 
 
 def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
@@ -67,12 +81,104 @@ def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -
     assert "refused    loop.group_size: 1 rollouts" in capsys.readouterr().out
 
 
+def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(Path(__file__).parents[2] / "docs" / "recipes" / "small.toml")
+    assert main(["--dry-run", "--json", recipe]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["steps"], told["step"]["num_rollouts"], told["refused"]) == (10, 128, None)
+    assert told["disk_bytes"]["total"] > told["disk_bytes"]["trajectories"] > 0
+    assert main(["--dry-run", "--json", "loop.group_size=1"]) == 2
+    assert json.loads(capsys.readouterr().out)["refused"].startswith("loop.group_size: 1 rollouts")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json"])
+
+
+def test_a_plan_of_a_run_that_goes_on_has_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+    settings = load_settings(TrainSettings, [recipe], ["loop.steps=123"])
+    (tmp_path / "config.toml").write_text(to_toml(settings), "utf-8")
+    assert main(["--dry-run", "--resume", str(tmp_path)]) == 0
+    assert "steps      123;" in capsys.readouterr().out
+
+
+def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--restarts", "-1"])
+    assert "--restarts: 0 at least, not -1" in capsys.readouterr().err
+
+
+def run_at(path: Path, *overrides: str) -> TrainSettings:
+    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+    told = [f"run.folder='{path}'", "run.name=one", *overrides]
+    return load_settings(TrainSettings, [recipe], told)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("override", "from_step", "named"),
+    [
+        ("tasks.seed=9", None, "not those of the cursor"),
+        ("loop.seed=9", 7, "--from: no checkpoint"),
+    ],
+)
+async def test_what_is_refused_leaves_the_run_as_it_was(
+    tmp_path: Path, override: str, from_step: int | None, named: str
+) -> None:
+    settings = run_at(tmp_path)
+    folder = RunFolder.of(settings.run, to_toml(settings))
+    tasks = TaskSource.open(settings.tasks)
+    async with GroupQueue.open(folder.path / "queue.sqlite") as queue:
+        await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
+    path, before = folder.path, (folder.path / "config.toml").read_bytes()
+    del folder  # its lock
+    again = run_at(tmp_path, override)
+    with pytest.raises(AgentLoopError, match=named):
+        await train(again, cast(Any, Said()), resume=path, from_step=from_step)
+    assert (path / "config.toml").read_bytes() == before
+
+
+@pytest.mark.anyio
+async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None:
+    settings = run_at(tmp_path)
+    folder = RunFolder.of(settings.run, to_toml(settings))
+    folder.add_group(1, [{"text": "kept"}])
+    path = folder.path
+    del folder  # its lock
+    for _ in range(2):
+        with pytest.raises(SettingsError, match=r"--resume: .*queue\.sqlite, the run's journal"):
+            await train(settings, cast(Any, Said()), resume=path)
+
+
 @pytest.mark.anyio
 async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
     overrides = ["reward.function=no_such_module:reward", f"run.folder='{tmp_path}/runs'"]
     with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
         await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("changed", "from_step", "why"),
+    [("loop.steps=9", 7, "--from: no checkpoint of step 7"), ("tasks.seed=9", None, "cursor")],
+)
+async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
+    tmp_path: Path, changed: str, from_step: int | None, why: str
+) -> None:
+    usual = [f"model={SMALL}", "tasks.kind=arithmetic", "reward.function=exact"]
+    settings = load_settings(TrainSettings, overrides=usual)
+    run = tmp_path / "run"
+    RunFolder(run, to_toml(settings))
+    async with GroupQueue.open(run / "queue.sqlite") as queue:
+        tasks = TaskSource.open(settings.tasks)
+        await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
+    gc.collect()  # as when a process ends: nobody has the run any more
+    others = load_settings(TrainSettings, overrides=[*usual, changed])
+    with console.Progress("") as progress, pytest.raises(AgentLoopError, match=why):
+        await train(others, progress, resume=run, from_step=from_step)
+    assert (run / "config.toml").read_text() == to_toml(settings)
 
 
 def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
@@ -183,18 +289,34 @@ async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: 
 
 @pytest.mark.anyio
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
-async def test_a_rank_that_dies_while_rollouts_go_on_ends_the_run(
-    tmp_path: Path, played_rank: Path
+@pytest.mark.parametrize("max_restarts", [0, 1])
+async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
+    tmp_path: Path, played_rank: Path, max_restarts: int
 ) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
-    server.silent_after = 4
+    server.gate = anyio.Event()
+    said = Said()
 
     async def kill() -> None:
-        await eventually(lambda: server.num_streaming > 2, within_s=15)
-        os.kill(max(pids_of(played_rank)), signal.SIGKILL)
+        await eventually(lambda: server.num_streaming > 0, within_s=60)
+        dies = max(pids_of(played_rank))
+        os.kill(dies, signal.SIGKILL)
+        if max_restarts:  # though nobody asks for anything
+            await eventually(lambda: len(set(pids_of(played_rank)) - {dies}) == 2, within_s=60)
+            assert server.gate is not None
+            server.gate.set()
 
     async with server.serving(), anyio.create_task_group() as tasks:
+        settings = played_settings(tmp_path, server)
+        ranks = settings.ranks.model_copy(update={"max_restarts": max_restarts})
+        settings = settings.model_copy(update={"ranks": ranks})
         tasks.start_soon(kill)
-        with pytest.raises(learner.LearnerError, match="exit status 137"):
-            await train(played_settings(tmp_path, server), cast(console.Progress, Said()))
+        if max_restarts:
+            folder = await train(settings, cast(console.Progress, said))
+            metrics = (folder / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(line)["step"] for line in metrics] == [0, 1, 1, 2, 2]
+            assert any("lost, and started again" in line for line in said.lines)
+        else:
+            with pytest.raises(learner.LearnerError, match="exit status 137"):
+                await train(settings, cast(console.Progress, said))
     assert pids_of(played_rank) == []

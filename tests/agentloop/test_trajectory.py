@@ -72,5 +72,6 @@ def test_the_model_is_not_blamed_for_what_others_did(status: CallStatus) -> None
     assert status.failed == (status.value not in others)
 
 
-def test_only_infrastructure_goes_unscored() -> None:
-    assert [reason for reason in StopReason if reason.infrastructure] == [StopReason.INFRASTRUCTURE]
+def test_only_what_we_broke_or_stopped_goes_unscored() -> None:
+    ours = {StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED}
+    assert {reason for reason in StopReason if reason.infrastructure} == ours

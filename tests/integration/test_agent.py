@@ -170,6 +170,14 @@ async def test_groups_of_a_source_come_as_they_finish(runtime: Runtime) -> None:
     assert all(view.num_held_tokens == 0 for view in runtime.router.view())
 
 
+async def test_once_enough_of_a_group_have_ended_the_others_are_stopped(runtime: Runtime) -> None:
+    trajectories = await runtime.run_group("What is 37 times 48?", size=8, enough=2)
+    stopped = [one for one in trajectories if one.stop_reason is StopReason.STRAGGLER]
+    assert 1 <= len(stopped) <= 6
+    assert all(not one.turns and one.prompt_ids for one in stopped)
+    assert all(view.num_held_tokens == 0 for view in runtime.router.view())
+
+
 async def test_a_server_killed_in_mid_stream_loses_nothing(
     docker_engine: None, sglang_url: str, tmp_path: Path
 ) -> None:

@@ -1,29 +1,35 @@
-"""New weights into real SGLang servers, from a real learner, by disk and by group."""
+"""New weights into real SGLang servers, from a real learner, by disk and by group, also while they
+generate."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
+from agentloop.errors import ServerRefused
+from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.sglang import Chunk, Pause, Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
 from agentloop.models import SMALL
 from agentloop.training.batch import Sample, write_batch
 from agentloop.training.handover import (
     Handover,
+    InFolder,
     WeightsSettings,
     hand_over,
     keep_up,
@@ -31,7 +37,7 @@ from agentloop.training.handover import (
 )
 from agentloop.training.learner import Learner, RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
-from tests.support import eventually
+from tests.support import eventually, spans_cover
 
 pytestmark = [
     pytest.mark.anyio,
@@ -55,6 +61,88 @@ SETTINGS = LearnerSettings(
 )
 GROUP = WeightsSettings(by="group", group_timeout_s=20)
 TIMEOUT_S = 120.0
+PAUSES: list[Pause] = ["retract", "in_place"]
+IN_ORDER = ("--disable-overlap-schedule",)  # what a pause in place needs
+
+
+class Endless(SGLangServer):
+    """What it generates goes on to the last token that was asked for."""
+
+    async def generate(self, ids: Sequence[int], params: dict[str, Any], **more: Any) -> None:
+        await super().generate(ids, params | {"ignore_eos": True}, **more)
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """The log-probability of each id but the first, by the weights that it has now."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self._control("POST", "/generate", body)
+        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+NUM_PROMPT, NUM_TOKENS = 40, 400
+
+
+@dataclass
+class Answer:
+    """A turn, as its reader sees it."""
+
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    last: Chunk | None = None
+
+    async def stream(self, router: Router, name: str, num_tokens: int = NUM_TOKENS) -> None:
+        def take(chunk: Chunk) -> None:
+            self.ids += chunk.ids
+            self.logprobs += chunk.logprobs
+            if chunk.end is not None:
+                self.last = chunk
+
+        def moved(server: str, why: str) -> None:
+            raise AssertionError(f"it left {server}: {why}")
+
+        await router.generate(
+            Generation(name, name, self.prompt, Sampling(), num_tokens, ()),
+            vocab_size=512,
+            on_chunk=take,
+            on_placed=lambda *_: None,
+            on_moved=moved,
+        )
+
+    def until(self, version: str) -> int:
+        """Where `version` begins, after another one. All tokens have one."""
+        assert self.last is not None
+        spans = self.last.versions
+        assert len(self.ids) == len(self.logprobs) == NUM_TOKENS
+        assert spans_cover(spans, NUM_TOKENS)
+        assert len(spans) == 2
+        assert spans[1].version == version
+        return spans[1].start
+
+    async def mismatch(self, server: Endless) -> NDArray[np.float64]:
+        """Between what the engine said of each token as it was sampled, and what a server's weights
+        now say of it in one pass."""
+        found = (await server.score(self.prompt + self.ids))[NUM_PROMPT - 1 :]
+        differ: NDArray[np.float64] = np.abs(np.subtract(found, self.logprobs))
+        return differ
+
+
+async def answers_over(
+    router: Router, hand_over: Callable[[], Awaitable[Handover]]
+) -> list[Answer]:
+    """Four streams, whose weights change when each has had a good part of its tokens."""
+    rng = random.Random(0)
+    answers = [Answer(rng.choices(range(3, 500), k=NUM_PROMPT)) for _ in range(4)]
+    async with anyio.create_task_group() as tasks:
+        for number, answer in enumerate(answers):
+            tasks.start_soon(answer.stream, router, f"over-{number}")
+        await eventually(lambda: min(len(one.ids) for one in answers) > 100, within_s=60)
+        assert not (await hand_over()).failed
+    return answers
 
 
 @dataclass
@@ -63,7 +151,7 @@ class Parts:
 
     folder: Path
     processes: list[ServerProcess]
-    servers: list[SGLangServer]
+    servers: list[Endless]
     router: Router
     learner: Learner
     num: int = 0
@@ -101,7 +189,6 @@ class Parts:
             logprobs.extend(chunk.logprobs)
 
         params = Sampling().to_sglang(max_new_tokens=60, stop_ids=())
-        params["ignore_eos"] = True
         await server.generate(prompt, params, rid=f"check-{random.random()}", on_chunk=take)
         assert len(ids) == 60
         sample = Sample([*prompt, *ids], [0] * 40 + [1] * 60, [0.0] * 40 + logprobs, 1.0, 0)
@@ -115,7 +202,9 @@ class Parts:
 @asynccontextmanager
 async def parts(folder: Path, *, num_servers: int) -> AsyncIterator[Parts]:
     async with AsyncExitStack() as stack:
-        settings = ServerSettings(count=num_servers, max_total_tokens=8192, dtype="float32")
+        settings = ServerSettings(
+            count=num_servers, max_total_tokens=8192, dtype="float32", extra_args=IN_ORDER
+        )
         processes = await stack.enter_async_context(
             sglang_servers(SMALL, settings, log_dir=folder / "logs", on_progress=print)
         )
@@ -128,7 +217,7 @@ async def parts(folder: Path, *, num_servers: int) -> AsyncIterator[Parts]:
             )
         )
         session = await stack.enter_async_context(http_session())
-        servers = [SGLangServer(process.url, session) for process in processes]
+        servers = [Endless(process.url, session) for process in processes]
         router = await stack.enter_async_context(Router.open(servers, RouterSettings()))
         yield Parts(folder, processes, servers, router, learner)
 
@@ -150,6 +239,106 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(tmp_path: Path)
             assert await server.weight_version() == str(here.num)
             checksums.append(first.checksum)
         assert checksums[0] != checksums[1]
+
+        # By disk: below, without a learner.
+        for pause in PAUSES:
+            await here.step()
+            way = GROUP.model_copy(update={"pause": pause})
+            answers = await answers_over(here.router, partial(here.hand_over, way))
+            for answer in answers:
+                cut = answer.until(str(here.num))
+                differ = await answer.mismatch(server)
+                assert differ[:cut].max() > 1e-2, "these were sampled by the last weights"
+                assert (differ[cut:].max() < 1e-3) == (pause == "retract")
+            assert here.states() == ["healthy"]
+            assert await here.mismatch(server) < 1e-4
+
+
+def make_others(folder: Path, by: float) -> None:
+    """The small model, with weights that differ by so much of their size."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(SMALL, folder)
+    generator = torch.Generator().manual_seed(0)
+    for path in folder.glob("*.safetensors"):
+        weights = {
+            name: tensor
+            * (1 + by * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+            for name, tensor in load_file(path).items()
+        }
+        save_file(weights, path, metadata={"format": "pt"})
+
+
+@asynccontextmanager
+async def small_server(pause: Pause, shared_url: str, folder: Path) -> AsyncIterator[Endless]:
+    """One that can be paused so, with the small model: the session's, if it will do. When it is
+    left, it is as it was."""
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(http_session())
+        server = Endless(shared_url, session)
+        if pause == "in_place":
+            with pytest.raises(ServerRefused, match="disable-overlap-schedule"):
+                await server.update_weights(str(SMALL), "1", timeout_s=60, pause=pause)
+            settings = ServerSettings(max_total_tokens=8192, extra_args=IN_ORDER)
+            (process,) = await stack.enter_async_context(
+                sglang_servers(SMALL, settings, log_dir=folder, on_progress=print)
+            )
+            server = Endless(process.url, session)
+        try:
+            yield server
+        finally:
+            with anyio.CancelScope(shield=True):
+                await server.update_weights(str(SMALL), "default", timeout_s=60)
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+async def test_what_runs_goes_on_under_the_new_weights(
+    sglang_url: str, tmp_path: Path, pause: Pause
+) -> None:
+    """No turn is lost, each token has the version that it was sampled under, and no later turn is
+    given what the old weights computed of its prompt."""
+    folder = tmp_path / "others"
+    await anyio.to_thread.run_sync(make_others, folder, 0.3)
+    published = InFolder("1", folder, pause)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(small_server(pause, sglang_url, tmp_path))
+        router = await stack.enter_async_context(Router.open([server], RouterSettings()))
+        before = Answer(random.Random(1).choices(range(3, 500), k=NUM_PROMPT))
+        await before.stream(router, "before", 60)
+        assert router.view()[0].num_parked_tokens == NUM_PROMPT + 60
+
+        async def changed() -> Handover:
+            came = await hand_over(router, published, timeout_s=TIMEOUT_S)
+            (view,) = router.view()
+            assert (view.state.value, view.num_parked_tokens) == ("healthy", 0)
+            return came
+
+        answers = await answers_over(router, changed)
+        assert router.view()[0].num_running == 0
+        new = [await answer.mismatch(server) for answer in answers]
+        again = [Answer(before.prompt + before.ids) for _ in range(2)]
+        for answer in again:
+            await answer.stream(router, "before", 60)
+        assert again[0].last is not None
+        assert again[0].last.cached_tokens == 0
+        assert again[1].last is not None
+        assert again[1].last.cached_tokens > NUM_PROMPT
+        await server.update_weights(str(SMALL), "default", timeout_s=60)
+        old = [await answer.mismatch(server) for answer in answers]
+    for answer, by_new, by_old in zip(answers, new, old, strict=True):
+        cut = answer.until("1")
+        print(
+            f"{pause}: {cut} tokens; by the old weights, before {by_old[:cut].max():.1e}, after "
+            f"{by_old[cut:].mean():.2f}; by the new, before {by_new[:cut].mean():.2f}, after "
+            f"{by_new[cut]:.1e}, {by_new[cut:].mean():.1e}, most {by_new[cut:].max():.1e}"
+        )
+        assert by_old[:cut].max() < 1e-3
+        assert by_old[cut] > 1e-3
+        if pause == "retract":
+            assert by_new[cut:].max() < 1e-3
+        else:  # what the engine sampled from is of no weights alone
+            assert by_new[cut:].max() > 1e-3
 
 
 def send(process: ServerProcess, number: signal.Signals) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -150,6 +151,14 @@ async def test_one_missing_host_is_no_failure_and_all_are() -> None:
     with pytest.raises(SandboxUnavailable, match="gave no connection"):
         async with Pool(PoolSettings(hosts=["http://127.0.0.1:1"])):
             pass
+
+
+async def test_a_host_that_accepts_and_says_nothing_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        pool = Pool(PoolSettings(hosts=[url], start_timeout_s=0.2))
+        with anyio.fail_after(10), pytest.raises(SandboxUnavailable, match="no answer in time"):
+            await pool.__aenter__()
 
 
 async def test_cancelling_the_caller_kills_the_call_over_there() -> None:

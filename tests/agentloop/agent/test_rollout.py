@@ -25,6 +25,7 @@ from agentloop.events import (
     TokensSampled,
     TurnFinished,
     TurnPlaced,
+    TurnSampled,
     TurnStarted,
 )
 from agentloop.inference.sglang import Chunk
@@ -131,8 +132,8 @@ async def test_events_tell_the_story_in_order() -> None:
     engine = ScriptedEngine(says(call_text("echo", {"text": "x"})), says("done"))
     await rollout(engine, [echo], emit=events.append).run()
     told = [type(event) for event in events if not isinstance(event, TokensSampled)]
-    first = [TurnStarted, TurnPlaced, CallStarted, CallFinished, TurnFinished]
-    last = [TurnStarted, TurnPlaced, TurnFinished]
+    first = [TurnStarted, TurnPlaced, CallStarted, TurnSampled, CallFinished, TurnFinished]
+    last = [TurnStarted, TurnPlaced, TurnSampled, TurnFinished]
     assert told == [RolloutStarted, *first, *last, RolloutFinished]
     text = "".join(event.text for event in events if isinstance(event, TokensSampled))
     assert text == f"{call_text('echo', {'text': 'x'})}{END}done{END}"
@@ -431,6 +432,77 @@ async def test_cancelled_anywhere_it_leaves_nothing(where: str) -> None:
     assert len(engine.forgotten) == 1
     assert isinstance(events[0], RolloutStarted)
     assert isinstance(events[-1], RolloutAbandoned)
+
+
+@pytest.mark.parametrize(
+    "where", ["before", "waiting", "sampling", "tool", "opening", "second turn"]
+)
+async def test_whom_a_person_cancels_says_so_and_leaves_nothing(where: str) -> None:
+    tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
+    here = hook(tool.at)
+    first = says(call_text("stateful", {}))
+    if where == "waiting":  # no token has come
+        first.insert(0, here)
+    elif where == "sampling":
+        first.insert(5, here)
+    engine = ScriptedEngine(first, [here] if where == "second turn" else says("done"))
+    events: list[Event] = []
+    made = rollout(engine, [tool], emit=events.append)
+    trajectories: list[Trajectory] = []
+
+    async def run() -> None:
+        trajectories.append(await made.run())
+
+    with anyio.fail_after(5):
+        if where == "before":
+            made.cancel()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            if where != "before":
+                await tool.at.wait()
+            made.cancel()
+            made.cancel()  # a person may press twice
+    (trajectory,) = trajectories
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.CANCELLED
+    assert trajectory.stop_reason.infrastructure
+    assert trajectory.error is None
+    assert (tool.num_open, tool.running) == (0, 0)
+    assert isinstance(events[0], RolloutStarted)
+    assert isinstance(events[-1], RolloutFinished)
+    assert sum(isinstance(event, RolloutFinished | RolloutAbandoned) for event in events) == 1
+    if where == "before":
+        assert (engine.asked, trajectory.turns) == ([], [])
+    if where == "sampling":
+        assert trajectory.turns[0].end is TurnEnd.ABORT
+        assert trajectory.num_sampled_tokens == 5
+
+
+@pytest.mark.parametrize("where", ["after", "answered"])
+async def test_whom_a_person_cancels_too_late_has_ended_as_it_has(where: str) -> None:
+    engine = ScriptedEngine(says("It is 1776."))
+    made = rollout(engine)
+    if where == "answered":  # but is not told of yet
+        made.emit = lambda event: made.cancel() if isinstance(event, RolloutFinished) else None
+    trajectory = await made.run()
+    made.cancel()
+    assert trajectory.stop_reason is StopReason.ANSWERED
+
+
+async def test_whom_a_person_cancels_amid_a_cancelled_scope_is_abandoned() -> None:
+    """Who asked has left, too: there is nobody to be given a trajectory."""
+    at = anyio.Event()
+    engine = ScriptedEngine([hook(at)])
+    events: list[Event] = []
+    made = rollout(engine, emit=events.append)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(made.run)
+        with anyio.fail_after(5):
+            await at.wait()
+        tasks.cancel_scope.cancel()
+        made.cancel()
+    assert isinstance(events[-1], RolloutAbandoned)
+    assert (engine.num_open, len(engine.forgotten)) == (0, 1)
 
 
 async def test_the_callers_tools_are_left_to_the_caller() -> None:

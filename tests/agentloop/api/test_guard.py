@@ -62,8 +62,9 @@ def test_hosts(settings: ServeSettings, host: str | None, expected: int) -> None
     ("origin", "expected"),
     [
         ("http://localhost:8000", 200),
-        ("https://127.0.0.1", 200),
-        ("http://[::1]:3000", 200),
+        ("https://LOCALHOST:8000", 200),
+        ("http://localhost:3000", 403),  # another program's page on this machine
+        ("http://127.0.0.1:8000", 403),
         ("https://evil.example", 403),
         ("http://localhost.evil.example", 403),
         ("null", 403),
@@ -74,7 +75,7 @@ def test_hosts(settings: ServeSettings, host: str | None, expected: int) -> None
     ],
 )
 def test_origins(origin: str, expected: int) -> None:
-    assert status(LOCAL, "localhost", origin) == expected
+    assert status(LOCAL, "localhost:8000", origin) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +25,10 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def body(**fields: Any) -> bytes:
     return json.dumps({"messages": HELLO, **fields}).encode()
+
+
+def said(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", **fields}]}).encode()
 
 
 def test_what_is_understood() -> None:
@@ -52,6 +56,22 @@ def test_what_is_understood() -> None:
     assert ChatRequest.parse(body()).token_limit is None
 
 
+def test_an_integer_may_be_large_or_have_a_point() -> None:
+    assert ChatRequest.parse(body(max_tokens=2**70)).token_limit == 2**70
+    asked = ChatRequest.parse(body(n=2.0, seed=1e3, tools=[]))
+    assert (asked.n, asked.seed) == (2, 1000)
+
+
+def test_what_a_message_and_a_tool_have_besides_is_kept() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "more": 1}], "more": [2]}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}, "more": 3}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    function = {"name": "f", "parameters": {"properties": {"n": {"const": 2**70}}}, "more": 4}
+    tool = {"type": "function", "function": function}
+    asked = ChatRequest.parse(body(messages=[message, answer], tools=[tool]))
+    assert (asked.messages, asked.tools) == ([message, answer], [tool])
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -65,6 +85,10 @@ def test_what_is_understood() -> None:
         ("functions", [{}]),
         ("response_format", {"type": "json_object"}),
         ("parallel_tool_calls", False),
+        ("parallel_tool_calls", 1),
+        ("ignore_eos", 0),
+        ("logprobs", 0),
+        ("presence_penalty", False),
     ],
 )
 def test_what_would_change_the_answer_and_is_not_supported_is_refused(
@@ -85,7 +109,26 @@ def test_what_would_change_the_answer_and_is_not_supported_is_refused(
         (b"{}", "messages: Field required"),
         (b'{"messages": []}', "messages: "),
         (b'{"messages": "hi"}', "messages: "),
-        (b'{"messages": ["hi"]}', r"messages\.0: "),
+        (b'{"messages": ["hi"]}', r"messages\[0\]: "),
+        (b'{"messages": [{}]}', r"messages\[0\]\.role: "),
+        (said(content=5), r"messages\[0\]\.content: "),
+        (said(content=[{"type": "text"}]), r"messages\[0\]\.content\[0\]\.text: Field required"),
+        (said(content=[{"type": "image_url"}]), r"messages\[0\]\.content\[0\]\.t"),
+        (
+            said(tool_calls=[{"function": {"name": "f"}}]),
+            r"\.tool_calls\[0\]\.function\.arguments: ",
+        ),
+        (
+            body(tools=[{"type": "function", "function": {"name": ""}}]),
+            r"tools\[0\]\.function\.name",
+        ),
+        (body(n="2"), "n: "),
+        (body(n=True), "n: "),
+        (body(n=1.5), "n: "),
+        (body(stream="true"), "stream: "),
+        (body(temperature="0.5"), "temperature: "),
+        (body(temperature=True), "temperature: "),
+        (b'{"messages": [], "temperature": NaN}', "not valid JSON"),
         (body(n=0), "n: "),
         (body(n=1000), "n: "),
         (body(temperature=3), "temperature: "),
@@ -168,7 +211,7 @@ async def test_the_chunks_joined_are_the_completions_message(
     writer = ChunkWriter("c-1", "m", reasoning_first=False, index=0)
     sent = [writer.first(), *(c for event in events for c in writer.feed(event))]
     sent.append(writer.last(trajectory))
-    joined = message_of(sent)
+    joined = message_of(cast(list[dict[str, Any]], sent))
     whole = completion("c-1", "m", [trajectory], reasoning_first=False)
     (choice,) = whole["choices"]
     message = choice["message"]

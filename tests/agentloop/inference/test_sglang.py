@@ -126,8 +126,18 @@ async def test_what_is_asked_is_what_sglang_understands() -> None:
     assert (params["max_new_tokens"], params["stop_token_ids"]) == (4, [99])
     assert "sampling_seed" not in params
     assert aborted == {"rid": "r-1"}
+    assert Sampling(top_k=0).to_sglang(max_new_tokens=1, stop_ids=())["top_k"] == -1  # all
     seeded = Sampling(seed=7).to_sglang(max_new_tokens=1, stop_ids=())
     assert seeded["sampling_seed"] == 7
+
+
+def test_each_group_draws_its_own() -> None:
+    assert Sampling().of_group("a") == Sampling()
+    one, other = (Sampling(seed=7).of_group(name) for name in ("a", "b"))
+    assert one == Sampling(seed=7).of_group("a")
+    assert len({one.seed, other.seed, Sampling(seed=8).of_group("a").seed}) == 3
+    assert one.seed is not None
+    assert 0 <= one.seed < 1 << 63
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])

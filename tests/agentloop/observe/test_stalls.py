@@ -21,7 +21,7 @@ from agentloop.events import (
 )
 from agentloop.inference.placement import Decision
 from agentloop.observe.stalls import Stalls
-from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Turn
+from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Trajectory, Turn
 from tests.support import eventually
 
 
@@ -38,7 +38,7 @@ DONE = CallFinished("r", 0, ToolResult("c", "python", CallStatus.OK, "", 0, 0, 1
 WHY = Decision(None, "kv", "why", ())
 
 STORY: list[tuple[Event, list[str]]] = [
-    (RolloutStarted("r", 5), ["its first turn"]),
+    (RolloutStarted(Trajectory("r", [])), ["its first turn"]),
     (TurnStarted("r", 0), ["room on a server"]),
     (TurnPlaced("r", 0, "http://a", WHY), ["the first token from http://a"]),
     (TokensSampled("r", 0, [1], "x"), ["more tokens from http://a"]),
@@ -68,18 +68,50 @@ def test_the_longest_wait_comes_first_and_rollouts_that_were_not_seen_to_start_a
     clock = Clock()
     stalls = Stalls(clock)
     for name in "ab":
-        stalls.seen(RolloutStarted(name, 1))
+        stalls.seen(RolloutStarted(Trajectory(name, [])))
         clock.now_s += 10
     stalls.seen(TurnStarted("stranger", 0))
     assert [(w.rollout_id, w.waited_s) for w in stalls.waits()] == [("a", 20), ("b", 10)]
     assert "a: its first turn, 20 s\n  b: its first turn, 10 s\nservers" in stalls.report("servers")
 
 
+def test_other_parts_say_what_they_wait_for() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    clock.now_s += 1000  # idle, which is no stall
+    with stalls.waiting("the learner", "a batch"):
+        clock.now_s += 5
+        assert stalls.still_s == 5
+        stalls.seen(RolloutStarted(Trajectory("r", [])))
+        clock.now_s += 2
+        assert stalls.still_s == 2
+        stalls.moved()
+        assert stalls.still_s == 0
+        assert "the learner: a batch, 7 s\n  r: its first turn, 2 s" in stalls.report()
+    assert [wait.what for wait in stalls.waits()] == ["its first turn"]
+
+
+def test_what_gives_up_waiting_has_not_moved() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    stalls.seen(RolloutStarted(Trajectory("r", [])))
+
+    def gives_up() -> None:
+        with stalls.waiting("the learner", "a batch"):
+            clock.now_s += 5
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        gives_up()
+    assert stalls.still_s == 5
+    assert len(stalls.waits()) == 1
+
+
 @pytest.mark.anyio
 async def test_a_stall_is_one_record(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stalls = Stalls(clock)
-    stalls.seen(RolloutStarted("r", 1))
+    stalls.seen(RolloutStarted(Trajectory("r", [])))
     with caplog.at_level(logging.WARNING):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stalls.watch, 0.04)

@@ -1,0 +1,120 @@
+"""The OpenAPI document: made from the types, whole, and the same as what is served."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pydantic
+import pytest
+
+from agentloop.api.openapi import Answer, Body, Operation, document, service
+from agentloop.trajectory import ToolCall, Trajectory, Turn
+
+
+class Asked(pydantic.BaseModel):
+    question: str
+
+
+class Waits(pydantic.BaseModel):
+    waits: list[str]
+
+
+SERVICE = service(rollouts=Asked, waits=Waits)
+
+
+def made(has_token: bool = False, operations: list[Operation] = SERVICE) -> dict[str, Any]:
+    return document(operations, version="1.2.3", has_token=has_token)
+
+
+def statuses(whole: dict[str, Any], path: str, method: str = "get") -> set[str]:
+    return set(whole["paths"][path][method]["responses"])
+
+
+def test_every_reference_leads_somewhere() -> None:
+    whole = made()
+    text = json.dumps(whole)
+    named = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', text))
+    assert named
+    assert named == set(whole["components"]["schemas"])
+    assert text.count('"$ref"') == text.count('"$ref": "#/components/schemas/')
+
+
+def test_operations_have_names_of_their_own() -> None:
+    whole = made()
+    names = [one["operationId"] for methods in whole["paths"].values() for one in methods.values()]
+    assert len(set(names)) == len(names) == len(SERVICE)
+    assert all(name.isidentifier() for name in names)
+
+
+def test_a_token_is_asked_for_where_there_is_one() -> None:
+    without, with_one = made(), made(has_token=True)
+    assert "401" not in json.dumps(without)
+    assert "securitySchemes" not in without["components"]
+    assert with_one["components"]["securitySchemes"] == {
+        "token": {"type": "http", "scheme": "bearer"}
+    }
+    assert with_one["paths"]["/v1/waits"]["get"]["security"] == [{"token": []}]
+    assert "401" in statuses(with_one, "/v1/waits")
+    assert "security" not in with_one["paths"]["/healthz"]["get"]
+    assert statuses(with_one, "/healthz") == {"200", "403", "503"}
+
+
+def test_what_streams_is_described() -> None:
+    answers = made()["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert answers["application/json"] == {"schema": {"$ref": "#/components/schemas/Completion"}}
+    data = answers["text/event-stream"]["schema"]["properties"]["data"]
+    events = [one["$ref"].rpartition("/")[2] for one in data["anyOf"][0]["contentSchema"]["anyOf"]]
+    assert events == ["Chunk", "UsageChunk", "ErrorBody"]
+    assert data["anyOf"][1] == {"const": "[DONE]"}
+    lines = made()["paths"]["/v1/rollouts"]["post"]["responses"]["200"]["content"]
+    assert lines["application/x-ndjson"]["schema"]["items"]["$ref"].endswith("/RolloutLine")
+
+
+def test_a_trajectory_has_the_fields_that_are_told() -> None:
+    call = ToolCall("c", "n", {}, "raw", 0, 1)
+    sent = Trajectory("t", [1], [Turn([2], [0.5], calls=[call])]).to_dict()
+    schemas = made()["components"]["schemas"]
+    for name, value in [
+        ("TrajectoryRecord", sent),
+        ("Turn", sent["turns"][0]),
+        ("ToolCall", sent["turns"][0]["calls"][0]),
+    ]:
+        assert set(schemas[name]["properties"]) == set(schemas[name]["required"]) == set(value)
+
+
+def test_others_can_be_described_beside_them() -> None:
+    page = Operation(
+        "get",
+        "/page/{name}",
+        "A file",
+        {200: Answer("It.", (Body((), "text/html"),))},
+        parameters={"name": "Its name."},
+        is_open=True,
+    )
+    whole = made(True, [*SERVICE, page])
+    (parameter,) = whole["paths"]["/page/{name}"]["get"]["parameters"]
+    assert (parameter["name"], parameter["in"], parameter["required"]) == ("name", "path", True)
+    assert set(made(True)["paths"]) < set(whole["paths"])
+
+
+@pytest.mark.parametrize(
+    ("field", "schema"),
+    [
+        ("n", {"type": "integer", "minimum": 1, "maximum": 128}),
+        ("stop", {"anyOf": [{"type": "array", "items": {}, "maxItems": 0}, {"type": "null"}]}),
+        ("functions", {"type": "null"}),
+        (
+            "messages",
+            {
+                "type": "array",
+                "minItems": 1,
+                "items": {"$ref": "#/components/schemas/InputMessage"},
+            },
+        ),
+    ],
+)
+def test_a_request_is_described_as_it_is_checked(field: str, schema: dict[str, Any]) -> None:
+    described = made()["components"]["schemas"]["ChatRequest"]["properties"][field]
+    assert {key: described[key] for key in schema} == schema

@@ -1,0 +1,313 @@
+"""Samples of an endpoint: what it is sent, what its answers are taken for, how it may fail."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import settings as given_settings
+from hypothesis import strategies as st
+
+from agentloop.errors import RequestError, ServerUnavailable, SettingsError
+from agentloop.evaluation.endpoint import (
+    Endpoint,
+    EndpointSettings,
+    delay_s,
+    parse_completion,
+    retry_after_s,
+)
+from agentloop.evaluation.loop import Sample
+from agentloop.groups.answers import final_answer
+from agentloop.groups.tasks import Task
+from agentloop.inference.sglang import Sampling
+from agentloop.trajectory import StopReason
+from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
+from tests.support import eventually
+
+ANY_TIME = given_settings(deadline=None)
+TASK = Task("one", "What is 1?", "1")
+QUICK: dict[str, Any] = {"backoff_s": 1e-6, "max_backoff_s": 1e-3, "timeout_s": 10.0}
+
+
+async def sampled(
+    fake: FakeEndpoint,
+    *,
+    size: int = 1,
+    task: Task = TASK,
+    sampling: Sampling | None = None,
+    max_tokens: int = 100,
+    **told: Any,
+) -> Sequence[Sample]:
+    settings = EndpointSettings(**{"url": fake.url, "model": "fake", **QUICK, **told})
+    opened = Endpoint.open(settings, sampling or Sampling(), max_response_tokens=max_tokens)
+    async with opened as endpoint:
+        return await endpoint.group(task, name="1-one", size=size, at_gate=lambda: None)
+
+
+@pytest.mark.anyio
+async def test_it_is_sent_what_our_own_loop_would_sample_with() -> None:
+    async with FakeEndpoint().serving() as fake:
+        sampling = Sampling(temperature=0.6, top_p=0.9, seed=3)
+        samples = await sampled(fake, size=3, sampling=sampling, max_tokens=77, api_key="secret")
+    assert len(samples) == 3
+    for request in fake.requests:
+        seed = request.pop("seed")
+        assert 0 <= seed < 1 << 31  # more is not taken everywhere
+        assert request == {
+            "model": "fake",
+            "messages": [{"role": "user", "content": "What is 1?"}],
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "max_tokens": 77,
+        }
+    assert fake.keys == ["Bearer secret"] * 3
+
+
+@pytest.mark.anyio
+async def test_samples_of_a_task_have_seeds_of_their_own_that_come_again() -> None:
+    seeds = []
+    for _ in range(2):
+        async with FakeEndpoint().serving() as fake:
+            await sampled(fake, size=4, sampling=Sampling(seed=3))
+        seeds.append(sorted(request["seed"] for request in fake.requests))
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4
+
+
+@pytest.mark.anyio
+async def test_what_is_as_by_default_is_not_sent_and_the_limit_has_the_name_it_is_told() -> None:
+    async with FakeEndpoint().serving() as fake:
+        await sampled(fake, token_limit="max_completion_tokens")
+    (request,) = fake.requests
+    assert request.keys() == {"model", "messages", "temperature", "max_completion_tokens"}
+
+
+@pytest.mark.anyio
+async def test_a_conversation_goes_as_it_is() -> None:
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1?"}]
+    async with FakeEndpoint().serving() as fake:
+        await sampled(fake, task=Task("one", messages, "1"))
+    assert fake.requests[0]["messages"] == messages
+
+
+@pytest.mark.anyio
+async def test_an_answer_becomes_a_trajectory() -> None:
+    async with FakeEndpoint(deque([said("\\boxed{1}")])).serving() as fake:
+        ((sample),) = await sampled(fake)
+    assert sample.trajectory.text == "\\boxed{1}"
+    assert sample.trajectory.stop_reason is StopReason.ANSWERED
+    assert sample.num_tokens == 7
+    assert sample.trajectory.id == "1-one.0"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "first",
+    [
+        Answer(429, {"error": {"message": "slow down"}}, {"Retry-After": "0"}),
+        Answer(429, b"", {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}),
+        Answer(500),
+        Answer(503, {"error": "overloaded"}),
+        Answer(408),
+        Answer(200, b"<html>"),
+        Answer(200, {"choices": []}),
+        Answer(200, {"object": "error"}),
+    ],
+)
+async def test_where_it_may_go_better_it_is_asked_again(first: Answer) -> None:
+    async with FakeEndpoint(deque([first, first])).serving() as fake:
+        (sample,) = await sampled(fake)
+    assert len(fake.requests) == 3
+    assert sample.trajectory.stop_reason is StopReason.ANSWERED
+
+
+@pytest.mark.anyio
+async def test_what_is_never_answered_is_lost_to_infrastructure() -> None:
+    answer = Answer(503, {"error": {"message": "no server is healthy"}})
+    async with FakeEndpoint(deque([answer] * 3)).serving() as fake:
+        (sample,) = await sampled(fake, max_tries=3)
+    assert len(fake.requests) == 3
+    assert sample.trajectory.stop_reason is StopReason.INFRASTRUCTURE
+    assert sample.trajectory.error == f"{fake.url}: 503 no server is healthy"
+    assert sample.trajectory.turns == []
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_takes_too_long_is_lost_to_infrastructure() -> None:
+    async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
+        (sample,) = await sampled(fake, max_tries=1, timeout_s=0.05)
+    assert sample.trajectory.stop_reason is StopReason.INFRASTRUCTURE
+    assert "no answer within 0.05 s (endpoint.timeout_s)" in (sample.trajectory.error or "")
+
+
+@pytest.mark.anyio
+async def test_an_endpoint_that_is_gone_is_named() -> None:
+    async with FakeEndpoint().serving() as fake:
+        pass
+    (sample,) = await sampled(fake, max_tries=2)
+    assert fake.url in (sample.trajectory.error or "")
+    with pytest.raises(ServerUnavailable, match=fake.url):
+        await sampled(fake, model="")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("status", "error", "said_of_it"),
+    [
+        (400, RequestError, "400 too many tokens"),
+        (422, RequestError, "422 too many tokens"),
+        (401, SettingsError, r"endpoint.api_key: .*401 too many tokens"),
+        (403, SettingsError, r"endpoint.api_key: .*403"),
+        (404, SettingsError, r"endpoint.url, endpoint.model: .*404"),
+        (302, SettingsError, r"endpoint.url, endpoint.model: .*302"),
+    ],
+)
+async def test_what_will_not_go_better_is_not_asked_again(
+    status: int, error: type[Exception], said_of_it: str
+) -> None:
+    answer = Answer(status, {"error": {"message": "too many\n tokens"}})
+    async with FakeEndpoint(deque([answer])).serving() as fake:
+        with pytest.raises(error, match=said_of_it):
+            await sampled(fake)
+    assert len(fake.requests) == 1
+
+
+@pytest.mark.anyio
+async def test_messages_that_are_no_text_are_refused() -> None:
+    async with FakeEndpoint().serving() as fake:
+        with pytest.raises(RequestError, match="messages: they cannot be sent"):
+            await sampled(fake, task=Task("one", "half a pair: \ud800", "1"))
+    assert fake.requests == []
+
+
+@pytest.mark.anyio
+async def test_no_more_are_in_flight_than_may_be() -> None:
+    async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
+        settings = EndpointSettings(url=fake.url, max_concurrent=3)
+        opened = Endpoint.open(settings, Sampling(), max_response_tokens=9)
+        async with opened as endpoint, anyio.create_task_group() as tasks:
+            has_room = anyio.Event()
+
+            async def room() -> None:
+                await endpoint.has_room(8)
+                has_room.set()
+
+            async def group() -> None:
+                await endpoint.group(TASK, name="1", size=8, at_gate=lambda: None)
+
+            tasks.start_soon(group)
+            await eventually(lambda: fake.num_in_flight == 3)
+            tasks.start_soon(room)
+            await anyio.wait_all_tasks_blocked()
+            assert not has_room.is_set()
+            assert fake.gate is not None
+            fake.gate.set()
+    assert fake.most_in_flight == 3
+    assert len(fake.requests) == 8
+
+
+@pytest.mark.anyio
+async def test_its_only_model_need_not_be_named() -> None:
+    async with FakeEndpoint(models=["sole"]).serving() as fake:
+        await sampled(fake, model="")
+        assert fake.requests[0]["model"] == "sole"
+        for models, there in ([["a", "b"], "a, b"], [[], "none"]):
+            fake.models = list(models)
+            with pytest.raises(SettingsError, match=f"endpoint.model: name one .*: {there}"):
+                await sampled(fake, model="")
+
+
+@pytest.mark.parametrize(
+    ("choice", "stop_reason"),
+    [
+        ({"finish_reason": "stop"}, StopReason.ANSWERED),
+        ({"finish_reason": None}, StopReason.ANSWERED),
+        ({"finish_reason": "stop", "stop_reason": 151645}, StopReason.ANSWERED),
+        ({"finish_reason": "content_filter"}, StopReason.ANSWERED),
+        ({"finish_reason": "length"}, StopReason.TOKEN_BUDGET),
+        ({"finish_reason": "tool_calls"}, StopReason.CALLER_TOOLS),
+        ({"finish_reason": "error"}, StopReason.INFRASTRUCTURE),
+        ({"finish_reason": "length", "stop_reason": "time_budget"}, StopReason.TIME_BUDGET),
+        ({"finish_reason": "length", "stop_reason": "turn_budget"}, StopReason.TURN_BUDGET),
+    ],
+)
+def test_how_an_answer_ended(choice: dict[str, Any], stop_reason: StopReason) -> None:
+    body = {"choices": [{"message": {"content": "x"}, **choice}]}
+    found = parse_completion(json.dumps(body).encode())
+    assert (found.stop_reason, found.text, found.num_tokens) == (stop_reason, "x", None)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_stand_before_the_answer_as_in_our_own_text(field: str) -> None:
+    message = {"content": "It is \\boxed{2}.", field: "perhaps \\boxed{1}"}
+    found = parse_completion(json.dumps({"choices": [{"message": message}]}).encode())
+    assert found.text == "<think>perhaps \\boxed{1}</think>\nIt is \\boxed{2}."
+    assert final_answer(found.text) == "2"
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"{", "unexpected"),
+        (b"[]", "valid dictionary"),
+        (b"{}", "choices: Field required"),
+        (b'{"choices": [{}]}', "choices.0.message: Field required"),
+        (b'{"choices": [{"message": {"content": 3}}]}', "choices.0.message.content"),
+    ],
+)
+def test_what_is_no_completion_is_refused_by_field(body: bytes, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse_completion(body)
+
+
+@ANY_TIME
+@given(st.integers(1, 5000), st.none() | st.floats(-10, 1e9), st.floats(0, 1))
+def test_a_wait_is_never_negative_nor_beyond_its_bound(
+    tries: int, asked_s: float | None, draw: float
+) -> None:
+    settings = EndpointSettings(backoff_s=2.0, max_backoff_s=60.0)
+    found = delay_s(settings, tries, asked_s, draw)
+    assert 0 <= found <= 60
+    if asked_s is not None and 0 <= asked_s <= 60:
+        assert found == asked_s
+
+
+def test_waits_double() -> None:
+    settings = EndpointSettings(backoff_s=2.0, max_backoff_s=60.0)
+    assert [delay_s(settings, tries, None, 1.0) for tries in range(1, 8)] == [
+        2, 4, 8, 16, 32, 60, 60
+    ]  # fmt: skip
+    assert delay_s(settings, 3, None, 0.25) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("12", 12), ("Wed, 21 Oct 2015 07:28:10 GMT", 10), ("soon", None), ("", None), ("-1", None)],
+)
+def test_what_retry_after_asks_for(value: str, seconds: float | None) -> None:
+    assert retry_after_s({"retry-after": value}, 1445412480.0) == seconds
+    assert retry_after_s({}, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ({"url": "localhost:8000"}, "not of the form http://HOST:PORT/v1"),
+        ({"url": "ftp://a/v1"}, "not of the form"),
+        ({"url": "http://a/v1?key=1"}, "not of the form"),
+        ({"api_key": "a\nb"}, "printable ASCII"),
+    ],
+)
+def test_bad_settings_are_named(told: dict[str, Any], named: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=named):
+        EndpointSettings(**told)
+
+
+def test_a_slash_at_the_end_of_the_address_is_no_other_address() -> None:
+    assert EndpointSettings(url="http://a:1/v1/").url == "http://a:1/v1"

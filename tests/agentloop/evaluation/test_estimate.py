@@ -1,0 +1,223 @@
+"""The estimates, against brute force and against tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.evaluation.estimate import (
+    Estimate,
+    avg_at_k,
+    pass_at_k,
+    sampling_error,
+    solved_by_any,
+    student_t,
+)
+
+ANY_TIME = settings(deadline=None)
+REWARDS = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=7)
+TASKS = st.lists(REWARDS, min_size=1, max_size=12)
+SHARES = st.floats(0, 1)
+
+
+@ANY_TIME
+@given(REWARDS, st.data())
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_right_one(
+    rewards: list[float], data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, len(rewards)))
+    choices = list(itertools.combinations(rewards, k))
+    share = statistics.fmean(any(choice) for choice in choices)
+    assert solved_by_any(len(rewards), rewards.count(1), k) == pytest.approx(share)
+
+
+@ANY_TIME
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 6))
+def test_pass_at_k_is_unbiased(num_samples: int, sixths: int, k: int) -> None:
+    """Its mean over all outcomes of m samples, weighed by their chances, is 1 - (1 - p)^k."""
+    if k > num_samples:
+        return
+    p = Fraction(sixths, 6)
+    mean = sum(
+        math.comb(num_samples, right)
+        * p**right
+        * (1 - p) ** (num_samples - right)
+        * Fraction(solved_by_any(num_samples, right, k)).limit_denominator(10**6)
+        for right in range(num_samples + 1)
+    )
+    assert mean == 1 - (1 - p) ** k
+
+
+@pytest.mark.parametrize(("samples", "right", "k"), [(4, 2, 5), (4, 5, 2), (4, -1, 2), (4, 2, 0)])
+def test_what_cannot_be_estimated_is_refused(samples: int, right: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"k={k}: {right} right of {samples}"):
+        solved_by_any(samples, right, k)
+
+
+@ANY_TIME
+@given(TASKS)
+def test_avg_at_k_is_the_mean_over_tasks_however_many_samples_each_has(
+    rewards: list[list[float]],
+) -> None:
+    found = avg_at_k(rewards)
+    assert found is not None
+    assert found.value == pytest.approx(statistics.fmean(sum(one) / len(one) for one in rewards))
+    assert found.num_tasks == len(rewards)
+
+
+@ANY_TIME
+@given(TASKS, st.floats(0.01, 0.99))
+def test_an_interval_lies_within_0_and_1_and_holds_its_estimate(
+    rewards: list[list[float]], confidence: float
+) -> None:
+    for found in (avg_at_k(rewards, confidence), pass_at_k(rewards, 1, confidence)):
+        assert found is not None
+        assert 0 <= found.low <= found.value <= found.high <= 1
+        assert found.low < found.high
+
+
+@ANY_TIME
+@given(TASKS)
+def test_an_interval_widens_with_its_confidence(rewards: list[list[float]]) -> None:
+    narrow, wide = avg_at_k(rewards, 0.8), avg_at_k(rewards, 0.99)
+    assert narrow is not None
+    assert wide is not None
+    assert wide.low <= narrow.low
+    assert narrow.high <= wide.high
+
+
+@ANY_TIME
+@given(TASKS)
+def test_right_and_wrong_are_treated_alike(rewards: list[list[float]]) -> None:
+    found = avg_at_k(rewards)
+    other = avg_at_k([[1 - reward for reward in one] for one in rewards])
+    assert found is not None
+    assert other is not None
+    assert (other.value, other.low, other.high) == pytest.approx(
+        (1 - found.value, 1 - found.high, 1 - found.low)
+    )
+
+
+@ANY_TIME
+@given(REWARDS.filter(lambda one: len(one) > 1))
+def test_with_one_sample_a_task_it_is_wilsons_interval(rewards: list[float]) -> None:
+    n, p = len(rewards), statistics.fmean(rewards)
+    c = student_t(n - 1, 0.95)
+    # A bound x is where the score test just does not reject: |p - x| = c sqrt(x (1 - x) / n).
+    found = avg_at_k([[reward] for reward in rewards])
+    assert found is not None
+    for bound in (found.low, found.high):
+        if 0 < bound < 1:
+            assert abs(p - bound) == pytest.approx(c * math.sqrt(bound * (1 - bound) / n))
+
+
+@ANY_TIME
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=20), st.integers(2, 16))
+def test_samples_that_repeat_each_other_make_nothing_surer(rewards: list[float], k: int) -> None:
+    once = avg_at_k([[reward] for reward in rewards])
+    again = avg_at_k([[reward] * k for reward in rewards])
+    assert once is not None
+    assert again is not None
+    assert (again.low, again.high) == pytest.approx((once.low, once.high))
+
+
+def test_samples_that_tell_something_new_make_it_surer() -> None:
+    one = avg_at_k([[1.0], [0.0]] * 15)
+    more = avg_at_k([[1.0, 0.0] * 8] * 30)
+    assert one is not None
+    assert more is not None
+    assert more.high - more.low < 0.6 * (one.high - one.low)
+
+
+def test_thirty_tasks_that_are_all_solved_do_not_say_that_all_are() -> None:
+    found = avg_at_k([[1.0] * 16] * 30)
+    assert found is not None
+    assert found.high == 1
+    assert found.low == pytest.approx(1 / (1 + student_t(29, 0.95) ** 2 / 30))
+
+
+def test_one_task_says_nothing_of_others() -> None:
+    assert avg_at_k([[1.0, 1.0, 0.0]]) == Estimate(2 / 3, 0, 1, 1)
+
+
+def test_rewards_that_are_no_shares_have_an_interval_of_their_own() -> None:
+    found = avg_at_k([[2.0, 4.0], [1.0], [5.0]])
+    assert found is not None
+    assert found.value == 3
+    assert found.high - found.value == pytest.approx(student_t(2, 0.95) * 2 / math.sqrt(3))
+    assert found.low == pytest.approx(6 - found.high)
+
+
+def test_tasks_with_too_few_samples_are_left_out() -> None:
+    rewards = [[1.0, 0.0], [], [0.0], [1.0, 1.0]]
+    found, passed = avg_at_k(rewards), pass_at_k(rewards, 2)
+    assert found is not None
+    assert passed is not None
+    assert (found.value, found.num_tasks) == (0.5, 3)
+    assert (passed.value, passed.num_tasks) == (1, 2)
+    assert avg_at_k([[], []]) is None
+    assert pass_at_k(rewards, 3) is None
+
+
+FEW = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)
+
+
+@ANY_TIME
+@given(st.lists(FEW, min_size=1, max_size=2))
+def test_the_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]]) -> None:
+    """Over all ways to draw each task's samples anew, with replacement, of what it had: the mean
+    of the square is the variance of the mean."""
+    draws = [list(itertools.product(one, repeat=len(one))) for one in rewards]
+    squares, means = [], []
+    for drawn in itertools.product(*draws):
+        found = sampling_error(drawn)
+        assert found is not None
+        squares.append(found**2)
+        means.append(statistics.fmean(map(statistics.fmean, drawn)))
+    assert statistics.fmean(squares) == pytest.approx(statistics.pvariance(means))
+
+
+def test_one_sample_a_task_has_no_sampling_error() -> None:
+    assert sampling_error([[1.0], [0.0]]) is None
+    assert sampling_error([]) is None
+
+
+@pytest.mark.parametrize(
+    ("degrees", "confidence", "expected"),
+    [  # a printed table's
+        (1, 0.95, 12.7062),
+        (2, 0.95, 4.3027),
+        (3, 0.99, 5.8409),
+        (4, 0.9, 2.1318),
+        (9, 0.95, 2.2622),
+        (29, 0.95, 2.0452),
+        (120, 0.95, 1.9799),
+    ],
+)
+def test_students_quantiles(degrees: int, confidence: float, expected: float) -> None:
+    assert student_t(degrees, confidence) == pytest.approx(expected, abs=6e-5)
+
+
+@ANY_TIME
+@given(st.integers(1, 12), st.floats(0.05, 0.98))
+def test_students_density_has_that_much_within_the_quantile(
+    degrees: int, confidence: float
+) -> None:
+    bound, steps = student_t(degrees, confidence), 2000
+    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
+    scale /= math.sqrt(degrees * math.pi)
+    points = [bound * (index + 0.5) / steps for index in range(steps)]
+    density = [scale * (1 + t * t / degrees) ** (-(degrees + 1) / 2) for t in points]
+    assert 2 * math.fsum(density) * bound / steps == pytest.approx(confidence, abs=2e-3)
+
+
+@pytest.mark.parametrize(("degrees", "confidence"), [(0, 0.95), (3, 0.0), (3, 1.0)])
+def test_what_has_no_quantile_is_refused(degrees: int, confidence: float) -> None:
+    with pytest.raises(ValueError, match=f"degrees={degrees}"):
+        student_t(degrees, confidence)

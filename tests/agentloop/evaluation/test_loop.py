@@ -1,0 +1,255 @@
+"""An evaluation's samples: each once, again where one has no reward, and never twice."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from agentloop.errors import RequestError, SettingsError
+from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Outcome, Sample
+from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.tasks import Task
+from agentloop.training.run_folder import RunFolder
+from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
+from tests.support import eventually
+
+pytestmark = pytest.mark.anyio
+
+TASKS = [Task(f"task-{number}", f"What is {number}?", str(number)) for number in range(4)]
+
+
+class Player:
+    """Answers `right` of each task's samples right, the others wrong; breaks, refuses and hangs
+    where it is told to."""
+
+    def __init__(
+        self,
+        *,
+        right: int = 1,
+        broken: int = 0,
+        mends: bool = False,
+        refuses: Sequence[str] = (),
+    ) -> None:
+        self.right = right
+        self.broken = broken  # samples of each group that is asked
+        self.mends = mends  # what is asked again is not broken
+        self.refuses = refuses
+        self.hangs: Callable[[Task], bool] = lambda task: False
+        self.asked: list[tuple[str, str, int]] = []
+        self.given: Counter[str] = Counter()
+
+    async def has_room(self, size: int) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    async def group(
+        self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
+    ) -> Sequence[Sample]:
+        self.asked.append((task.id, name, size))
+        at_gate()
+        if task.id in self.refuses:
+            raise RequestError("messages: too long")
+        if self.hangs(task):
+            await anyio.sleep_forever()
+        await anyio.lowlevel.checkpoint()
+        return [self._sample(task, name, index) for index in range(size)]
+
+    def _sample(self, task: Task, name: str, index: int) -> Sample:
+        made = Trajectory(f"{name}.{index}", [1, 2])
+        if index < self.broken and not (self.mends and "again" in name):
+            made.error = "a server died"
+            return Sample(made)
+        made.stop_reason = StopReason.ANSWERED
+        answer = task.answer if self.given[task.id] < self.right else "none of it"
+        self.given[task.id] += 1
+        text = f"<answer>\\boxed{{{answer}}}</answer>"
+        made.turns = [Turn(output_ids=[3, 4, 5], logprobs=[0.0] * 3, text=text, end=TurnEnd.STOP)]
+        return Sample(made)
+
+
+def settings(**told: Any) -> EvaluationSettings:
+    return EvaluationSettings(**({"num_samples": 4} | told))
+
+
+async def run(
+    path: Path,
+    player: Player,
+    told: EvaluationSettings | None = None,
+    tasks: Sequence[Task] = TASKS,
+) -> list[Outcome]:
+    gc.collect()  # an earlier life's lock
+    there = (path / "config.toml").exists()
+    folder = RunFolder.again(path) if there else RunFolder(path, "")
+    evaluation = Evaluation(told or settings(), tasks, folder)
+    await evaluation.take_up()
+    async with Scorer(RewardSettings(function="exact")) as scorer:
+        await evaluation.run(player, scorer)
+    return evaluation.outcomes
+
+
+def rows(path: Path, number: int) -> list[dict[str, Any]]:
+    file = path / "trajectories" / f"group-{number:07}.jsonl"
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
+async def test_each_task_is_sampled_k_times_and_written_down(tmp_path: Path) -> None:
+    player = Player(right=3)
+    outcomes = await run(tmp_path / "run", player)
+    assert sorted(player.asked) == [(t.id, f"{n}-{t.id}", 4) for n, t in enumerate(TASKS, 1)]
+    assert [one.rewards for one in outcomes] == [[1, 1, 1, 0]] * 4
+    for number, task in enumerate(TASKS, 1):
+        for index, row in enumerate(rows(tmp_path / "run", number)):
+            assert (row["task"], row["group"], row["attempt"]) == (task.id, number, 0)
+            assert (row["advantage"], row["dropped"]) == (None, None)
+            assert row["trajectory"]["id"] == f"{number}-{task.id}.{index}"
+    told = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in told] == [1, 2, 3, 4]
+    assert {json.loads(line)["reward"] for line in told} == {0.75}
+
+
+async def test_samples_without_a_reward_are_taken_again_and_those_alone(tmp_path: Path) -> None:
+    player = Player(broken=3, mends=True)
+    outcomes = await run(tmp_path / "run", player)
+    assert [one.rewards for one in outcomes] == [[0, 0, 0, 1]] * 4
+    again = [(id, name, size) for id, name, size in player.asked if "again" in name]
+    assert sorted(again) == [
+        (task.id, f"{n}-again-1-{task.id}", 3) for n, task in enumerate(TASKS, 1)
+    ]
+    found = rows(tmp_path / "run", 1)
+    assert [row["attempt"] for row in found] == [1, 1, 1, 0]
+    assert [row["trajectory"]["id"] for row in found] == [f"1-task-0.{n}" for n in range(4)]
+
+
+async def test_what_stays_broken_is_missing_and_never_wrong(tmp_path: Path) -> None:
+    player = Player(right=9, broken=1)
+    outcomes = await run(tmp_path / "run", player, settings(retries=1))
+    assert len(player.asked) == 8
+    for outcome in outcomes:
+        assert outcome.rewards == [1, 1, 1]
+        assert outcome.rollouts[0]["reward"] is None
+        assert outcome.rollouts[0]["missing"] == "infrastructure: a server died"
+    assert rows(tmp_path / "run", 1)[0]["dropped"] == "infrastructure"
+
+
+async def test_what_is_missing_is_all_that_a_resumed_run_samples(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    await run(path, Player(right=9, broken=1), settings(retries=0))
+    before = rows(path, 2)
+    player = Player(right=9)
+    outcomes = await run(path, player)
+    assert sorted(player.asked) == [
+        (task.id, f"{n}-again-1-{task.id}", 1) for n, task in enumerate(TASKS, 1)
+    ]
+    assert rows(path, 2)[1:] == before[1:]
+    assert [one.rewards for one in outcomes] == [[1, 1, 1, 1]] * 4
+    again = Player()
+    await run(path, again)
+    assert again.asked == []
+
+
+async def test_more_samples_are_added_to_those_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    await run(path, Player(), settings(num_samples=2))
+    player = Player(right=9)
+    outcomes = await run(path, player, settings(num_samples=6))
+    assert {size for _, _, size in player.asked} == {4}
+    assert [one.rewards for one in outcomes] == [[1, 0, 1, 1, 1, 1]] * 4
+
+
+async def test_a_run_that_is_stopped_keeps_what_was_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    player = Player()
+    player.hangs = lambda task: task.id in ("task-1", "task-3")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run, path, player)
+        files = path / "trajectories"
+        await eventually(lambda: len(list(files.glob("group-*"))) == 2)
+        tasks.cancel_scope.cancel()
+    player = Player()
+    outcomes = await run(path, player)
+    assert sorted(player.asked) == [("task-1", "2-task-1", 4), ("task-3", "4-task-3", 4)]
+    assert [one.number for one in outcomes] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+async def test_a_file_that_a_kill_has_left_untold_still_counts(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "run"
+    was = [(one.number, one.rollouts) for one in await run(path, Player(right=2))]
+    for name in ("outcomes.jsonl", "metrics.jsonl"):
+        lines = (path / name).read_text("utf-8").splitlines(keepends=True)
+        (path / name).write_text("".join(lines[:left]) + lines[left][:20], "utf-8")
+    player = Player()
+    again = await run(path, player)
+    assert player.asked == []
+    assert [(one.number, one.rollouts) for one in again] == was
+
+
+async def test_a_task_without_its_file_is_sampled_again(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    await run(path, Player())
+    (path / "trajectories" / "group-0000003.jsonl").unlink()
+    player = Player()
+    await run(path, player)
+    assert player.asked == [("task-2", "3-task-2", 4)]
+
+
+async def test_tasks_that_join_later_get_numbers_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    await run(path, Player(), tasks=TASKS[1:2])
+    outcomes = await run(path, Player())
+    assert [one.number for one in outcomes] == [2, 1, 3, 4]
+    assert [rows(path, one.number)[0]["task"] for one in outcomes] == [task.id for task in TASKS]
+
+
+async def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    await run(path, Player(), settings(num_samples=2))
+    (path / "trajectories" / "group-0000002.jsonl").write_text("{half")
+    with pytest.raises(SettingsError, match=r"group-0000002.jsonl: line 1 is damaged"):
+        await run(path, Player())
+
+
+async def test_a_task_that_cannot_be_asked_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    outcomes = await run(tmp_path / "run", Player(refuses=["task-2"]))
+    (refused,) = [one for one in outcomes if one.refused]
+    assert (refused.task.id, refused.refused, refused.rollouts) == (
+        "task-2", "messages: too long", ()
+    )  # fmt: skip
+    assert sum(len(one.rewards) for one in outcomes) == 12
+
+
+async def test_where_no_task_can_be_asked_it_fails(tmp_path: Path) -> None:
+    player = Player(refuses=[task.id for task in TASKS])
+    with pytest.raises(RequestError, match="too long, and so it is with all 4 tasks"):
+        await run(tmp_path / "run", player)
+
+
+async def test_progress_counts_the_tasks_that_are_done(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    await run(path, Player(), tasks=TASKS[:2])
+    seen: list[int] = []
+    evaluation = Evaluation(settings(), TASKS, RunFolder.again(path), on_progress=seen.append)
+    await evaluation.take_up()
+    async with Scorer(RewardSettings(function="exact")) as scorer:
+        await evaluation.run(Player(refuses=["task-3"]), scorer)
+    assert seen == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [({}, [2, 4, 8, 16]), ({"num_samples": 1}, [1]), ({"num_samples": 6}, [2, 4, 6]),
+     ({"pass_at": [16, 1]}, [1, 16])],
+)  # fmt: skip
+def test_each_k_of_pass_at_k(told: dict[str, Any], expected: list[int]) -> None:
+    assert EvaluationSettings(**told).all_pass_at == expected
+
+
+def test_pass_at_more_than_there_are_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass_at: 8 needs as many samples, not 4"):
+        EvaluationSettings(num_samples=4, pass_at=[8])

@@ -1,0 +1,96 @@
+"""What an evaluation says in the end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentloop.evaluation.loop import EvaluationSettings, Outcome
+from agentloop.evaluation.results import figures_of, markdown, results, table, text
+from agentloop.groups.tasks import Task
+
+SETTINGS = EvaluationSettings(num_samples=2)
+ABOUT = {
+    "model": "m",
+    "by": "agentloop",
+    "sampling": {"temperature": 0.6, "seed": None},
+    "budget": {"max_turns": 30},
+}
+
+
+def rollout(reward: float | None, **more: Any) -> dict[str, Any]:
+    told = {"reward": reward, "tool_errors": None, "num_tokens": 10, "num_turns": 2,
+            "truncated": False, "num_versions": 1, "versions": ["0"], **more}  # fmt: skip
+    return told if reward is not None else {"missing": "infrastructure: it died", **told}
+
+
+def outcome(name: str, source: str, *rewards: float | None, **more: Any) -> Outcome:
+    return Outcome(Task(name, "?", "1", source), 1, [rollout(one, **more) for one in rewards])
+
+
+def test_missing_samples_are_counted_apart_from_wrong_ones() -> None:
+    told = figures_of([outcome("a", "s", 1.0, None), outcome("b", "s", 0.0, 0.0)], SETTINGS)
+    assert (told.num_tasks, told.num_whole) == (2, 1)
+    assert (told.num_samples, told.num_missing) == (3, 1)
+    assert told.avg_at_k is not None
+    assert told.avg_at_k.value == 0.5
+    passed = told.pass_at_k[2]
+    assert passed is not None
+    assert (passed.value, passed.num_tasks) == (0.0, 1)
+
+
+def test_a_task_that_could_not_be_asked_lacks_all_its_samples() -> None:
+    refused = Outcome(Task("b", "?", "1", "s"), refused="messages: too long")
+    told = results([outcome("a", "s", 1.0, 1.0), refused], SETTINGS, ABOUT)
+    assert (told["all"]["num_refused"], told["all"]["num_missing"]) == (1, 2)
+    assert told["missing"] == {"it could not be asked: messages: too long": 2}
+
+
+def test_each_set_is_told_by_itself_and_all_together() -> None:
+    told = results([outcome("a", "two", 1.0, 1.0), outcome("b", "one", 0.0, 0.0)], SETTINGS, ABOUT)
+    assert [*told["sets"]] == ["one", "two"]
+    values = [told["sets"][name]["avg_at_k"]["value"] for name in ("one", "two")]
+    assert [*values, told["all"]["avg_at_k"]["value"]] == [0, 1, 0.5]
+    assert table(told)[0] == ["", "one", "two", "all"]
+    alone = results([outcome("a", "two", 1.0, 1.0)], SETTINGS, ABOUT)
+    assert table(alone)[0] == ["", "two"]
+
+
+def test_it_is_plain_data() -> None:
+    told = results([outcome("a", "s", 1.0, None)], SETTINGS, ABOUT)
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_nothing_at_all_can_be_told() -> None:
+    told = results([outcome("a", "s", None, None)], SETTINGS, ABOUT)
+    assert told["all"]["avg_at_k"] is None
+    assert ["avg@2", "-"] in table(told)
+    assert ["tool errors in right", "-"] in table(told)
+
+
+def test_as_text_it_stands_in_columns() -> None:
+    told = results([outcome("a", "first", 1.0, 0.0), outcome("b", "second", 0.0, None)],
+                   SETTINGS, ABOUT)  # fmt: skip
+    lines = text(told).splitlines()
+    assert lines[0].split() == ["first", "second", "all"]
+    places = {line.index(word) for line, word in zip(lines[:2], ("second", "1  "), strict=True)
+              if word in line}  # fmt: skip
+    assert places
+    assert "Missing, 1: infrastructure: it died" in lines
+    assert any(line.startswith("In brackets: the 95% confidence interval") for line in lines)
+
+
+def test_as_markdown_every_row_has_as_many_cells() -> None:
+    page = markdown(results([outcome("a", "s|t", 1.0, 0.0)], SETTINGS, ABOUT))
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert "s\\|t" in rows[0]
+    assert {line.replace("\\|", "").count("|") for line in rows} == {3}
+    assert "Sampled with temperature 0.6, max_turns 30." in page
+
+
+@pytest.mark.parametrize(("versions", "told"), [(["3"], False), (["3", "4"], True)])
+def test_weights_that_changed_meanwhile_are_told(versions: list[str], told: bool) -> None:
+    found = results([outcome("a", "s", 1.0, 1.0, versions=versions)], SETTINGS, ABOUT)
+    assert ("The weights changed meanwhile" in text(found)) is told

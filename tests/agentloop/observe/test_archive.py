@@ -1,0 +1,323 @@
+"""A run's folder as the page shows it, whatever stands in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import orjson
+import pytest
+
+from agentloop.errors import NotThere
+from agentloop.observe import archive as archive_module
+from agentloop.observe import runs as runs_module
+from agentloop.observe.archive import Archive, read_rollout
+from agentloop.observe.runs import curves, read_metrics, runs_beside
+from agentloop.training.run_folder import RunFolder
+from agentloop.trajectory import (
+    CallStatus,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnEnd,
+)
+from tests.support import END, chat_format, written
+
+pytestmark = pytest.mark.anyio
+
+CHAT = chat_format()
+
+
+def rollout(key: str, *, reward: float | None = 1.0, created_s: float = 100.0) -> dict[str, Any]:
+    """As the loop writes it down."""
+    call = ToolCall("c", "python", {"n": 2**70}, "", 0, 1)
+    ids = [written(CHAT, text + END) for text in ("<tool_call>{}</tool_call>", "it is 42")]
+    turns = [
+        Turn(
+            ids[0], [-0.5] * len(ids[0]), end=TurnEnd.STOP, calls=[call],
+            results=[ToolResult("c", "python", CallStatus.ERROR, "no", 0.25, 0.5, 1.0)],
+            observation_ids=written(CHAT, "no"), servers=["http://a"], started_s=0.0,
+            first_token_s=0.125, generated_s=0.25, ended_s=1.0,
+        ),
+        Turn(
+            ids[1], [-0.5] * len(ids[1]), end=TurnEnd.STOP, servers=["http://a", "http://b"],
+            started_s=1.0, first_token_s=1.5, generated_s=2.0, ended_s=2.0,
+        ),
+    ]  # fmt: skip
+    made = Trajectory(key, written(CHAT, "why?"), turns, StopReason.ANSWERED, None, created_s, 2.0)
+    return {
+        "task": "a/b", "reward": reward, "answer": "42", "reason": "the same",
+        "advantage": 0.5 if reward else None, "dropped": None if reward else "infrastructure",
+        "trajectory": made.to_dict(),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """Two groups of two, and two steps."""
+    folder = RunFolder(tmp_path / "runs" / "one", "")
+    for number in (1, 2):
+        rows = [
+            rollout(f"{number}-a/b.0", created_s=100.0 + number),
+            rollout(f"{number}-a/b.1", reward=None, created_s=100.0 + number),
+        ]
+        add(folder, number, rows)
+    for step in (1, 2):
+        folder.add_metrics({"step": step, "reward": step / 4, "version": step - 1})
+    return folder
+
+
+def add(folder: RunFolder, number: int, rows: list[dict[str, Any]]) -> None:
+    folder.add_group(number, [{"group": number, "version": 0, **row} for row in rows])
+
+
+def archive(run: RunFolder) -> Archive:
+    return Archive(run.path, {"kind": "view", "title": run.path.name}, CHAT)
+
+
+async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
+    whole = await archive(run).frame()
+    assert whole["full"] is True
+    assert (whole["about"]["live"], whole["about"]["t0"]) == (False, 101.0)
+    assert [row["id"] for row in whole["rollouts"]] == ["1-a/b.0", "1-a/b.1", "2-a/b.0", "2-a/b.1"]
+    row = whole["rollouts"][2]
+    assert (row["start"], row["end"]) == (1000, 3000)
+    assert [(lane, at) for lane, at in row["lanes"]] == [
+        ("wait", 1000), ("decode", 1125), ("tool", 1250), ("wait", 2000), ("decode", 2500),
+    ]  # fmt: skip
+    assert (row["calls"], row["failed_calls"], row["turn"]) == (1, 1, 2)
+    assert row["server"] == "http://b"
+    group = whole["groups"][0]
+    assert (group["id"], group["task"], group["size"]) == ("1-a/b", "a/b", 2)
+    assert (group["mean_reward"], group["kept"], group["teaches"]) == (1.0, 1, True)
+    assert [row["step"] for row in whole["steps"]] == [1, 2]
+    assert (whole["now"]["step"], whole["now"]["policy_version"]) == (2, "1")
+    orjson.dumps(whole)
+
+
+async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
+    at = archive(run)
+    told = await at.rollout("1-a/b.0")
+    assert (told["group"], told["task"], told["reward"], told["state"]) == (
+        "1-a/b", "a/b", 1.0, "done",
+    )  # fmt: skip
+    assert told["prompt"] == "why?"
+    assert ["".join(turn["pieces"]) for turn in told["turns"]] == [
+        f"<tool_call>{{}}</tool_call>{END}", f"it is 42{END}",
+    ]  # fmt: skip
+    assert told["turns"][0]["entropies"] is None
+    assert [event async for event in at.grows("1-a/b.0")] == [("end", told)]
+    group = await at.group("1-a/b")
+    assert group["prompt"] == "why?"
+    assert [(one["id"], one["kept"], one["dropped"]) for one in group["rollouts"]] == [
+        ("1-a/b.0", True, None), ("1-a/b.1", False, "infrastructure"),
+    ]  # fmt: skip
+
+
+async def test_without_a_model_text_is_shown_by_turns(run: RunFolder) -> None:
+    at = Archive(run.path, {}, None)
+    told = await at.rollout("1-a/b.0")
+    assert len(told["turns"][0]["pieces"]) == len(told["turns"][0]["ids"])
+    assert (await at.group("1-a/b"))["prompt"] == ""
+
+
+STRANGE = [
+    "", ".", "..", "1", "1.0", "1-", "1-a", "1-a/b", "1-a/b.", "1-a/b.2", "1-a/b.00", "9-a/b.0",
+    "../../etc/passwd", "../../../1-a/b.0", "1/../1-a/b.0", "1-a/b.0\0", "\0", "-1-a.0",
+    "\N{SUPERSCRIPT TWO}-a.0", "٣-a.0", "9" * 5000 + "-a.0", "9" * 300 + "-a.0", "1-a/b.0/..",
+    "*-a.0", "1-a/b.\udcff", "0000001-a/b.0.0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRANGE)
+async def test_strange_names_are_not_there(run: RunFolder, name: str) -> None:
+    at = archive(run)
+    with pytest.raises(NotThere):
+        await at.rollout(name)
+    with pytest.raises(NotThere):
+        await anext(at.grows(name))
+    if name != "1-a/b":
+        with pytest.raises(NotThere):
+            await at.group(name)
+    with pytest.raises(NotThere):
+        await at.curves(name)
+
+
+def damaged() -> list[bytes]:
+    good = rollout("3-c.0") | {"group": 3}
+    trajectory = good["trajectory"]
+    rows: list[Any] = [
+        None, 1, [], "x", {}, {"trajectory": None}, {"trajectory": []}, good | {"trajectory": {}},
+        {key: value for key, value in good.items() if key != "reward"},
+        good | {"trajectory": trajectory | {"id": 5}},
+        good | {"trajectory": trajectory | {"turns": None}},
+        good | {"trajectory": trajectory | {"turns": [{}]}},
+        good | {"trajectory": trajectory | {"created_unix_s": "soon"}},
+        good | {"trajectory": trajectory | {"elapsed_s": None}},
+        good | {"reward": "much"},
+    ]  # fmt: skip
+    whole = json.dumps(good).encode()
+    lines = [whole[: len(whole) // 2], b"", b"\x00\xff", b"{}}", b"[" * 5000]
+    return [*lines, *(json.dumps(row).encode() for row in rows)]
+
+
+@pytest.mark.parametrize("line", damaged(), ids=lambda line: line[:30])
+async def test_a_damaged_line_is_left_out_alone(run: RunFolder, line: bytes) -> None:
+    good = json.dumps(rollout("3-c.1") | {"group": 3}).encode()
+    path = run.path / "trajectories" / "group-0000003.jsonl"
+    path.write_bytes(line + b"\n" + good + b"\n")
+    at = archive(run)
+    whole = await at.frame()
+    assert [row["id"] for row in whole["rollouts"]][4:] == ["3-c.1"]
+    assert [one["id"] for one in (await at.group("3-c"))["rollouts"]] == ["3-c.1"]
+    with pytest.raises(NotThere):
+        await at.rollout("3-c.0")
+    assert (await at.rollout("3-c.1"))["id"] == "3-c.1"
+
+
+async def test_one_that_is_damaged_within_is_not_there(run: RunFolder) -> None:
+    row = rollout("3-c.0") | {"group": 3}
+    row["trajectory"]["turns"][0]["end"] = "nowhere"
+    add(run, 3, [row])
+    at = archive(run)
+    await at.frame()
+    with pytest.raises(NotThere):
+        await at.rollout("3-c.0")
+
+
+async def test_a_folder_with_nothing_in_it_is_an_empty_page(tmp_path: Path) -> None:
+    at = Archive(tmp_path / "gone", {}, CHAT)
+    whole = await at.frame()
+    assert (whole["rollouts"], whole["groups"], whole["steps"]) == ([], [], [])
+    assert whole["now"] == {}
+    async with aclosing(at.frames()) as frames:
+        assert orjson.loads((await anext(frames))[1])["full"] is True
+    assert await at.runs() == []
+
+
+async def test_odd_files_are_passed_over(run: RunFolder) -> None:
+    folder = run.path / "trajectories"
+    (folder / "group-x.jsonl").write_text("{}\n")
+    (folder / "group-0000009.jsonl").mkdir()
+    (folder / ".group-0000004.jsonl.partial").write_text("{")
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"step": 3\nnull\n{"step": 4}\n{"step": 5')
+    whole = await archive(run).frame()
+    assert len(whole["rollouts"]) == 4
+    assert [row["step"] for row in whole["steps"]] == [1, 2, 4]
+
+
+async def test_entropies_stand_beside(run: RunFolder) -> None:
+    at = archive(run)
+    folder = run.path / "entropy"
+    folder.mkdir()
+    told = [[0.5] * len(turn["ids"]) for turn in (await at.rollout("1-a/b.0"))["turns"]]
+    rows = [b"{broken", b"[]", b"{}", json.dumps({"id": "1-a/b.0", "entropies": told}).encode()]
+    (folder / "group-0000001.jsonl").write_bytes(b"\n".join(rows))
+    assert [turn["entropies"] for turn in (await at.rollout("1-a/b.0"))["turns"]] == told
+    assert (await at.rollout("1-a/b.1"))["turns"][0]["entropies"] is None
+    assert (await at.rollout("2-a/b.0"))["turns"][0]["entropies"] is None
+
+
+async def test_a_run_that_goes_on_is_looked_at_again(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive_module, "_LOOK_EVERY_S", 0.001)
+    at = archive(run)
+
+    async def next_frame() -> dict[str, Any]:
+        with anyio.fail_after(5):
+            async for _, data in frames:
+                if data:
+                    found: dict[str, Any] = orjson.loads(data)
+                    return found
+        raise AssertionError
+
+    async with aclosing(at.frames()) as frames:
+        assert len((await next_frame())["rollouts"]) == 4
+        assert await anext(frames) == ("", b"")  # nothing new
+        add(run, 3, [rollout("3-c.0", created_s=90.0)])
+        frame = await next_frame()
+        assert frame["full"] is True
+        assert [row["id"] for row in frame["rollouts"]][-1] == "3-c.0"
+        assert frame["about"]["t0"] == 90.0
+        assert min(row["start"] for row in frame["rollouts"]) == 0
+        run.add_metrics({"step": 3})
+        assert (await next_frame())["now"]["step"] == 3
+
+
+async def test_the_newest_are_shown_of_very_many(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive_module, "_MAX_ROLLOUTS", 3)
+    monkeypatch.setattr(archive_module, "_MAX_ROWS", 1)
+    assert {row["group"] for row in (await archive(run).frame())["rollouts"]} == {"2-a/b"}
+    async with aclosing(archive(run).frames()) as frames:
+        found = [orjson.loads((await anext(frames))[1]) for _ in range(2)]
+    assert [frame["full"] for frame in found] == [True, False]
+    assert [row["id"] for frame in found for row in frame["rollouts"]] == ["2-a/b.0", "2-a/b.1"]
+
+
+def test_one_of_another_machine_is_read_without_a_page(run: RunFolder) -> None:
+    told = read_rollout(run.path, "2-a/b.0", CHAT)
+    assert told is not None
+    assert told["id"] == "2-a/b.0"
+    assert read_rollout(run.path, "2-a/b.7", CHAT) is None
+
+
+# --- runs beside ----------------------------------------------------------------------------------
+
+
+def test_runs_are_those_beside_the_newest_first(run: RunFolder) -> None:
+    beside = run.path.parent
+    for name in ("two", ".hidden", "odd name & more"):
+        (beside / name).mkdir()
+        (beside / name / "metrics.jsonl").write_text('{"step": 7}\n{"step": ')
+    (beside / "latest").symlink_to("one")
+    (beside / "three" / "metrics.jsonl").mkdir(parents=True)
+    (beside / "empty").mkdir()
+    (beside / "none").mkdir()
+    (beside / "none" / "metrics.jsonl").write_text("")
+    (beside / "nonsense").mkdir()
+    (beside / "nonsense" / "metrics.jsonl").write_text('[]\n{"step": "x"}\n{"step": null}\n')
+    found = {one["name"]: one for one in runs_beside(run.path)}
+    assert {name: one["steps"] for name, one in found.items()} == {
+        "one": 2, "two": 7, "odd name & more": 7, "none": 0, "nonsense": 0,
+    }  # fmt: skip
+    assert [name for name, one in found.items() if one["current"]] == ["one"]
+    times = [one["modified_unix_s"] for one in runs_beside(run.path)]
+    assert times == sorted(times, reverse=True)
+    assert curves(run.path, "odd name & more") == [{"step": 7}]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../runs/one", "/", "latest", "one/", ".hidden"])
+def test_no_other_folder_is_read(run: RunFolder, name: str) -> None:
+    (run.path.parent / ".hidden").mkdir()
+    (run.path.parent / ".hidden" / "metrics.jsonl").write_text('{"step": 7}\n')
+    (run.path.parent / "latest").symlink_to("one")
+    with pytest.raises(NotThere):
+        curves(run.path, name)
+
+
+def test_the_last_rows_are_read_of_very_many(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "_MAX_ROWS", 1)
+    assert [row["step"] for row in read_metrics(run.path)] == [2]
+
+
+def test_the_run_itself_is_among_them_however_many_there_are(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "_MAX_RUNS", 1)
+    (run.path.parent / "newer").mkdir()
+    newer = run.path.parent / "newer" / "metrics.jsonl"
+    newer.write_text('{"step": 7}\n')
+    os.utime(newer, (4_000_000_000, 4_000_000_000))
+    assert [row["step"] for row in curves(run.path, "one")] == [1, 2]

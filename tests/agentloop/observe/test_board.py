@@ -1,0 +1,415 @@
+"""The board: rows, groups and numbers, whatever events come, in whatever order."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    Event,
+    GroupFinished,
+    GroupStarted,
+    Measured,
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutScored,
+    RolloutStarted,
+    TokensSampled,
+    TurnFinished,
+    TurnMoved,
+    TurnPlaced,
+    TurnSampled,
+    TurnStarted,
+    WeightsLoaded,
+)
+from agentloop.inference.placement import Decision
+from agentloop.observe.board import Board
+from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory, Turn
+
+KEYS = ("1-a.0", "1-a.1", "2-b.0", "2-b.1", "loose")
+GROUPS = ("1-a", "2-b", "3-c")
+DECISION = Decision(None, "fake", "the only one", ())
+MAX_LANES = 64
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_790_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def board(**bounds: Any) -> tuple[Board, Clock]:
+    clock = Clock()
+    return Board(clock=clock, **bounds), clock
+
+
+def record(key: str, num_tokens: int = 2) -> Trajectory:
+    turn = Turn(output_ids=[1] * num_tokens, logprobs=[0.0] * num_tokens, cached_tokens=1)
+    return Trajectory(key, [9, 9], [turn], stop_reason=StopReason.ANSWERED)
+
+
+def call_of(key: str, number: int = 0) -> ToolCall:
+    return ToolCall(f"{key}-{number}", "python", {}, "", 0, 1)
+
+
+def result_of(key: str, status: CallStatus, number: int = 0, took_s: float = 1.0) -> ToolResult:
+    return ToolResult(f"{key}-{number}", "python", status, "", 0.0, took_s / 4, took_s)
+
+
+def event_of(kind: str, key: str, number: int) -> Event:
+    """An event of that kind, about that rollout or its group."""
+    one, group = record(key, number), key.rpartition(".")[0]
+    statuses = list(CallStatus)
+    events: dict[str, Event] = {
+        "start": RolloutStarted(one, group),
+        "turn": TurnStarted(key, number),
+        "placed": TurnPlaced(key, number, f"http://{number % 3}", DECISION),
+        "tokens": TokensSampled(key, number, [1] * number, ""),
+        "moved": TurnMoved(key, "http://0", "gone"),
+        "call": CallStarted(key, 0, call_of(key, number)),
+        "called": CallFinished(key, 0, result_of(key, statuses[number % len(statuses)], number)),
+        "sampled": TurnSampled(key, 0),
+        "turned": TurnFinished(key, 0, one.turns[0]),
+        "finish": RolloutFinished(key, one),
+        "abandon": RolloutAbandoned(key),
+        "score": RolloutScored(key, float(number % 2), "42", "the same", number / 10),
+        "group": GroupStarted(group, "task", "why?", "42", 2),
+        "grouped": GroupFinished(group, {key: 0.5}, {}, 0.5, True),
+        "measured": Measured({"step": number, "reward": 0.5}),
+        "weights": WeightsLoaded(str(number), 0.1, [], []),
+    }
+    return events[kind]
+
+
+KINDS = (
+    *("start", "turn", "placed", "tokens", "moved", "call", "called", "sampled", "turned"),
+    *("finish", "abandon", "score", "group", "grouped", "measured", "weights"),
+)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(KINDS), st.sampled_from(KEYS), st.integers(0, 9)),
+        # More of what makes rows come and go.
+        st.tuples(st.sampled_from(("start", "finish")), st.sampled_from(KEYS), st.integers(0, 9)),
+        st.tuples(st.just("take"), st.just(""), st.integers(0, 3)),
+        st.tuples(st.just("later"), st.just(""), st.integers(0, 5)),
+    ),
+    max_size=120,
+)
+
+
+class Reader:
+    """What a reader of frames has, by the rules of the page's store."""
+
+    def __init__(self) -> None:
+        self.rollouts: dict[str, Any] = {}
+        self.groups: dict[str, Any] = {}
+        self.steps: list[Any] = []
+
+    def apply(self, frame: dict[str, Any]) -> None:
+        gone = frame.get("gone", {})
+        for name, rows in (("rollouts", self.rollouts), ("groups", self.groups)):
+            for row in frame.get(name, ()):
+                rows[row["id"]] = copy.deepcopy(row)  # the board goes on writing into it
+            for key in gone.get(name, ()):
+                rows.pop(key, None)
+        self.steps += frame.get("steps", ())
+
+    def read_all(self, board: Board, max_rows: int, *, taken: bool) -> Reader:
+        for slice_ in board.all(max_rows, taken=taken):
+            self.apply(slice_)
+        return self
+
+
+def played(
+    script: Sequence[tuple[str, str, int]], board: Board, clock: Clock, reader: Reader | None = None
+) -> None:
+    for kind, key, number in script:
+        if kind == "take":
+            taken = board.take(number)
+            if reader is not None:
+                assert len(taken.get("rollouts", ())) <= number
+                reader.apply(taken)
+        elif kind == "later":
+            clock.now += number
+            board.tick()
+        else:
+            board.seen(event_of(kind, key, number))
+            clock.now += 0.001
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps, st.integers(0, 3), st.integers(1, 3), st.integers(0, 20))
+def test_what_is_kept_is_bounded_whatever_happens(
+    script: list[tuple[str, str, int]], max_ended: int, max_groups: int, max_kept: int
+) -> None:
+    made, clock = board(max_ended=max_ended, max_groups=max_groups, max_kept_tokens=max_kept)
+    for step in script:
+        played([step], made, clock)
+        rows = made.rows.values()
+        live = [row for row in rows if row.state == "live"]
+        ended = [row for row in rows if row.state != "live"]
+        assert made.num_in_flight == len(live)
+        assert len(ended) <= max_ended
+        assert len(made.groups) <= max_groups
+        kept = [row.record for row in ended if row.record is not None]
+        assert sum(len(r.prompt_ids) + r.num_response_tokens for r in kept) <= max_kept
+        assert all(row.record is not None for row in live)
+        for row in rows:
+            assert len(row.lanes) <= MAX_LANES
+            starts = [at for _, at in row.lanes]
+            assert starts == sorted(starts)
+            assert (row.end is None) == (row.state == "live")
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps, steps, steps, st.integers(0, 3), st.integers(1, 3), st.integers(1, 4))
+def test_whoever_applies_what_is_taken_knows_what_whoever_comes_later_is_told(
+    before: list[tuple[str, str, int]],
+    between: list[tuple[str, str, int]],
+    after: list[tuple[str, str, int]],
+    max_ended: int,
+    max_groups: int,
+    max_rows: int,
+) -> None:
+    made, clock = board(max_ended=max_ended, max_groups=max_groups)
+    played(before, made, clock)
+    reader = Reader()
+    # All of it comes in slices, and meanwhile things go on.
+    slices = made.all(max_rows, taken=True)
+    reader.apply(next(slices))
+    played([step for step in between if step[0] != "take"], made, clock)
+    for slice_ in slices:
+        reader.apply(slice_)
+    played(after, made, clock, reader)
+    while made.has_changed_rows:
+        reader.apply(made.take(max_rows))
+    reader.apply(made.take(max_rows))
+    fresh = Reader().read_all(made, 2, taken=False)
+    assert reader.rollouts == fresh.rollouts
+    assert reader.groups == fresh.groups
+    assert reader.steps == fresh.steps
+    assert reader.rollouts.keys() == made.rows.keys()
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps, steps)
+def test_skipping_is_to_have_told_nobody(
+    before: list[tuple[str, str, int]], after: list[tuple[str, str, int]]
+) -> None:
+    made, clock = board(max_ended=2, max_groups=2)
+    played(before, made, clock)
+    made.skip()
+    assert made.take(1000) == {}
+    reader = Reader().read_all(made, 2, taken=True)
+    played([step for step in after if step[0] != "take"], made, clock)
+    reader.apply(made.take(1000))
+    fresh = Reader().read_all(made, 2, taken=False)
+    assert (reader.rollouts, reader.groups) == (fresh.rollouts, fresh.groups)
+    assert reader.steps == fresh.steps
+
+
+legal = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from(["finish", "abandon", "goes on"])), max_size=30
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(legal, st.integers(0, 2**16))
+def test_counters_of_a_legal_history_are_right(rollouts: list[tuple[int, str]], seed: int) -> None:
+    draw = random.Random(seed)
+    scripts = []
+    for index, (number, end) in enumerate(rollouts):
+        key = f"1-a.{index}"
+        script = [("start", key, 1), ("turn", key, 0), ("placed", key, 0)]
+        script += [("tokens", key, 1)] * number
+        script += [] if end == "goes on" else [(end, key, 1)]
+        scripts.append(script)
+    made, clock = board(max_ended=3)
+    while scripts:  # interleaved
+        script = draw.choice(scripts)
+        played([script.pop(0)], made, clock)
+        scripts = [one for one in scripts if one]
+    ends = Counter(end for _, end in rollouts)
+    now = made.now()
+    assert now["in_flight"] == ends["goes on"]
+    assert now["rollouts_done"] == ends["finish"] + ends["abandon"]
+    for index, (number, end) in enumerate(rollouts):
+        if end == "goes on":
+            assert made.rows[f"1-a.{index}"].tokens == number
+
+
+def test_a_rollout_that_is_started_anew_is_in_flight_once() -> None:
+    made, clock = board()
+    one = ("start", "1-a.0", 1)
+    for script in ([one, one], [("finish", "1-a.0", 1)] * 2, [one], [("abandon", "1-a.0", 1)]):
+        played(script, made, clock)
+    assert made.now()["in_flight"] == 0
+    assert made.now()["rollouts_done"] == 2
+
+
+def test_one_that_was_forgotten_and_begins_anew_is_there() -> None:
+    made, clock = board(max_ended=0)
+    reader = Reader().read_all(made, 9, taken=True)
+    played([("start", "1-a.0", 1), ("finish", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
+    reader.apply(made.take(9))
+    assert [row["state"] for row in reader.rollouts.values()] == ["live"]
+
+
+def test_a_group_that_was_forgotten_and_begins_anew_is_there() -> None:
+    made, clock = board(max_groups=1)
+    reader = Reader().read_all(made, 9, taken=True)
+    played([("group", "1-a.0", 1), ("group", "2-b.0", 1), ("group", "1-a.0", 1)], made, clock)
+    reader.apply(made.take(9))
+    assert [*reader.groups] == ["1-a"]
+
+
+def test_lanes_tell_what_a_rollout_is_at() -> None:
+    made, clock = board()
+    key = "1-a.0"
+
+    def after(seconds: float, *kinds: str, number: int = 1) -> None:
+        clock.now += seconds
+        for kind in kinds:
+            made.seen(event_of(kind, key, number))
+
+    after(1, "start", "turn")
+    after(1, "placed")
+    after(1, "tokens", "tokens", "call")
+    after(1, "sampled")
+    after(1, "called", "turned", "turn", "placed", "tokens", "sampled", "finish")
+    after(2, "score", number=5)
+    (row,) = made.take(9)["rollouts"]
+    # In milliseconds since the board began; the reward took half of a second.
+    assert [(lane, round(at, -2)) for lane, at in row["lanes"]] == [
+        ("wait", 1000), ("prefill", 2000), ("decode", 3000), ("tool", 4000), ("wait", 5000),
+        ("prefill", 5000), ("decode", 5000), ("siblings", 5000), ("reward", 6500),
+    ]  # fmt: skip
+    assert (row["start"], row["end"]) == (1000, 7000)
+    assert (row["turn"], row["tokens"], row["calls"], row["reward"]) == (2, 3, 1, 1.0)
+
+
+def test_the_oldest_lanes_are_left_out_and_it_is_said() -> None:
+    made, clock = board()
+    turn = [("turn", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)]
+    end = [("finish", "1-a.0", 1), ("later", "", 2), ("score", "1-a.0", 1)]
+    played([("start", "1-a.0", 1), *turn * 40, *end], made, clock)
+    (row,) = made.take(9)["rollouts"]
+    assert len(row["lanes"]) == MAX_LANES
+    assert row["more"] is True
+    assert row["lanes"][-1][0] == "reward"
+
+
+def test_what_is_said_of_unknown_rollouts_is_passed_over() -> None:
+    made, clock = board()
+    kinds = [kind for kind in KINDS if kind not in ("start", "group", "measured", "weights")]
+    played([(kind, "1-a.0", 1) for kind in kinds], made, clock)
+    assert made.take(9) == {}
+    assert made.now()["in_flight"] == made.now()["rollouts_done"] == 0
+
+
+def test_a_group_says_what_became_of_its_rollouts() -> None:
+    made, clock = board()
+    played([("group", "1-a.0", 1)], made, clock)
+    played([("start", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
+    assert made.take(9)["groups"][0]["state"] == "live"
+    played([("finish", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
+    made.seen(GroupFinished("1-a", {"1-a.0": 0.5}, {"1-a.1": "infrastructure"}, 0.5, True))
+    (group,) = made.take(9)["groups"]
+    assert (group["state"], group["num_done"], group["kept"]) == ("done", 2, 1)
+    assert (group["mean_reward"], group["teaches"]) == (0.5, True)
+    assert made.rows["1-a.0"].advantage == 0.5
+    assert made.rows["1-a.1"].dropped == "infrastructure"
+    assert made.now()["groups_open"] == 0
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    made, clock = board()
+    played([("start", "1-a.0", 1), ("turn", "1-a.0", 0)], made, clock)
+    clock.now = made.t0
+    assert made.now()["tokens_per_s"] == 0
+    for _ in range(40):
+        clock.now += 0.5
+        made.seen(TokensSampled("1-a.0", 0, [1] * 50, ""))
+        made.tick()
+    assert made.now()["tokens_per_s"] == pytest.approx(100, rel=0.05)
+    for _ in range(20):
+        clock.now += 0.5
+        made.tick()
+    assert made.now()["tokens_per_s"] == 0
+
+
+def test_a_clock_that_is_set_back_makes_no_rate_of_it() -> None:
+    made, clock = board()
+    played([("start", "1-a.0", 1), ("tokens", "1-a.0", 9)], made, clock)
+    clock.now -= 3600
+    made.tick()
+    assert made.now()["tokens_per_s"] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50))
+def test_percentiles_are_those_of_the_last_calls(took: list[float]) -> None:
+    made, clock = board()
+    played([("start", "1-a.0", 1)], made, clock)
+    for seconds in took:
+        made.seen(CallFinished("1-a.0", 0, result_of("1-a.0", CallStatus.OK, took_s=seconds)))
+    told = made.tools()
+    assert told["calls"] == {"ok": len(took)}
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        value = told["latency_ms"][name]
+        below = sum(round(1000 * one, 1) <= value for one in took)
+        assert below >= share * len(took)  # nearest rank: so many are not above it
+        assert value in [round(1000 * one, 1) for one in took]
+
+
+def test_failed_calls_are_those_that_the_model_is_to_blame_for() -> None:
+    made, clock = board()
+    played([("start", "1-a.0", 1)], made, clock)
+    for status in CallStatus:
+        made.seen(CallFinished("1-a.0", 0, result_of("1-a.0", status)))
+    assert made.rows["1-a.0"].failed_calls == sum(status.failed for status in CallStatus)
+    assert sum(made.tools()["calls"].values()) == len(CallStatus)
+
+
+def test_a_servers_cached_share_is_of_its_prompts() -> None:
+    made, clock = board()
+    assert made.cached_fraction("http://0") is None
+    played([("start", "1-a.0", 2), ("placed", "1-a.0", 0)], made, clock)
+    made.seen(TurnFinished("1-a.0", 0, record("1-a.0").turns[0]))
+    assert made.cached_fraction("http://0") == 0.5  # one of two tokens
+
+
+def test_the_newest_rows_of_metrics_are_kept() -> None:
+    made, _ = board()
+    reader = Reader().read_all(made, 9, taken=True)
+    for number in range(5_010):
+        made.seen(Measured({"step": number}))
+    reader.apply(made.take(1))
+    assert len(reader.steps) == 5_000
+    assert reader.steps[-1] == {"step": 5_009}
+    assert "steps" not in made.take(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 7))
+def test_no_row_is_kept_from_a_reader_by_others_that_change_more(num: int, max_rows: int) -> None:
+    """One that changes once comes in turn, also while others change all the time."""
+    made, clock = board()
+    keys = [f"1-a.{index}" for index in range(num)]
+    played([("start", key, 1) for key in keys], made, clock)
+    seen: set[str] = set()
+    for _ in range(-(-num // max_rows)):
+        seen |= {row["id"] for row in made.take(max_rows)["rollouts"]}
+        played([("turn", key, 0) for key in seen], made, clock)
+    assert seen == set(keys)

@@ -1,0 +1,42 @@
+"""What is left out is counted, and told of once a minute at most."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from agentloop.observe.dropped import Dropped
+
+
+def test_it_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    now_s = 0.0
+    dropped = Dropped("lines of x", clock=lambda: now_s)
+    dropped.tell()
+    assert caplog.messages == []
+    for now_s in (0.0, 1.0, 59.0, 61.0, 62.0):
+        dropped.add(2, f"why at {now_s:g}")
+    dropped.tell()
+    dropped.tell()
+    assert caplog.messages == [
+        "lines of x: left out 2 (2 in all): why at 0",
+        "lines of x: left out 6 (8 in all): why at 61",
+        "lines of x: left out 2 (10 in all): why at 62",
+    ]
+
+
+def test_none_is_lost_between_threads() -> None:
+    dropped = Dropped("lines of x", clock=lambda: 0.0)
+
+    def add() -> None:
+        for _ in range(1000):
+            dropped.add(1, "")
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert dropped.num == 4000

@@ -1,0 +1,491 @@
+"""Readers of what goes on: each at its own pace, told what it missed, forgotten when it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.errors import NotThere
+from agentloop.events import (
+    GroupStarted,
+    Measured,
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutScored,
+    RolloutStarted,
+    TurnStarted,
+)
+from agentloop.observe import live as live_module
+from agentloop.observe.board import Board
+from agentloop.observe.live import Live, Sources
+from agentloop.observe.stalls import Stalls
+from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
+from tests.agentloop.observe.test_board import Reader
+from tests.agentloop.observe.test_record import assembled
+from tests.support import END, chat_format, written
+
+pytestmark = pytest.mark.anyio
+
+CHAT = chat_format()
+ABOUT = {"kind": "serve", "title": "small"}
+Frames = AsyncGenerator[tuple[str, bytes]]
+
+
+def live(**bounds: Any) -> Live:
+    return Live(Board(**bounds), Stalls(), Sources(ABOUT, chat=lambda: CHAT))
+
+
+def starts(at: Live, *keys: str) -> None:
+    for key in keys:
+        at.board.seen(RolloutStarted(Trajectory(key, [9]), key.rpartition(".")[0]))
+
+
+async def next_of(frames: Frames) -> tuple[str, dict[str, Any]]:
+    with anyio.fail_after(5):
+        name, data = await anext(frames)
+    return name, orjson.loads(data)
+
+
+async def test_a_frame_is_made_only_while_somebody_reads() -> None:
+    at = live()
+    asked: list[int] = []
+
+    def counted() -> int:
+        asked.append(1)
+        return 0
+
+    at.sources = Sources(ABOUT, num_waiting=counted)
+    starts(at, "1.0")
+    at.tick()
+    assert asked == []
+    assert not at.board.has_changed_rows  # and nothing is kept for later
+    async with aclosing(at.frames()) as frames:
+        await next_of(frames)
+        asked.clear()
+        at.tick()
+        assert asked == [1]
+    asked.clear()
+    at.tick()
+    assert asked == []
+
+
+async def test_the_first_frame_is_all_and_the_next_what_has_changed() -> None:
+    at = live()
+    starts(at, "1.0", "1.1")
+    at.board.seen(Measured({"step": 1}))
+    async with aclosing(at.frames()) as frames:
+        _, first = await next_of(frames)
+        if not first["rollouts"]:
+            _, rows = await next_of(frames)
+            first["rollouts"] = rows["rollouts"]
+        assert first["full"] is True
+        assert (first["missed"], first["about"]["kind"]) == (0, "serve")
+        assert [row["id"] for row in first["rollouts"]] == ["1.0", "1.1"]
+        at.tick()
+        await next_of(frames)  # as it was amid its time; all may be told twice
+        at.board.seen(TurnStarted("1.1", 0))
+        at.tick()
+        _, second = await next_of(frames)
+        assert second["full"] is False
+        assert [row["id"] for row in second["rollouts"]] == ["1.1"]
+        assert "steps" not in second
+
+
+async def all_of(frames: Frames) -> tuple[str, list[dict[str, Any]]]:
+    """The frames up to the one that has an id."""
+    found = []
+    while True:
+        name, frame = await next_of(frames)
+        found.append(frame)
+        if name:
+            return name, found
+
+
+async def test_a_step_is_told_once_whenever_a_reader_comes() -> None:
+    at = live()
+    async with aclosing(at.frames()) as early:
+        await all_of(early)
+        at.board.seen(Measured({"step": 1}))
+        at.tick()
+        at.board.seen(Measured({"step": 2}))  # in no frame yet
+        async with aclosing(at.frames()) as late:
+            told: list[Any] = []
+            for frame in (await all_of(late))[1]:
+                told += frame.get("steps", ())
+            at.board.seen(Measured({"step": 3}))
+            at.tick()
+            _, frame = await next_of(late)
+            told += frame["steps"]
+        assert [row["step"] for row in told] == [1, 2, 3]
+
+
+async def test_two_readers_are_given_the_same_bytes() -> None:
+    at = live()
+    async with aclosing(at.frames()) as one, aclosing(at.frames()) as other:
+        await all_of(one), await all_of(other)
+        assert at.num_readers == 2
+        starts(at, "1.0")
+        at.tick()
+        (name, data), (other_name, other_data) = await anext(one), await anext(other)
+    assert name == other_name
+    assert data is other_data
+    assert at.num_readers == 0
+
+
+async def test_a_reader_that_was_here_goes_on_where_it_was() -> None:
+    at = live()
+    async with aclosing(at.frames()) as other:  # so that frames are made
+        await all_of(other)
+        async with aclosing(at.frames()) as frames:
+            last, _ = await all_of(frames)
+        for key in ("1.0", "1.1"):
+            starts(at, key)
+            at.tick()
+        async with aclosing(at.frames(last)) as frames:
+            for key in ("1.0", "1.1"):
+                last, frame = await next_of(frames)
+                assert frame["full"] is False
+                assert [row["id"] for row in frame["rollouts"]] == [key]
+        async with aclosing(at.frames(last)) as frames:  # which has all
+            starts(at, "1.2")
+            with anyio.move_on_after(0.05) as patience:
+                await anext(frames)
+            assert patience.cancelled_caught
+        async with aclosing(at.frames(last)) as frames:
+            at.tick()
+            _, frame = await next_of(frames)
+            assert [row["id"] for row in frame["rollouts"]] == ["1.2"]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        None, "", "-", "garbage", "{life}", "{life}-", "{life}-x", "{life}--1", "{life}-1-1",
+        "{life}-99", "{life}-" + "9" * 5000, "{life}-\N{SUPERSCRIPT TWO}", "deadbeef-1", "-1",
+        "{life}-1",  # the ring has not got what follows it any more
+        "\udcff",
+    ],
+)  # fmt: skip
+async def test_where_a_reader_was_elsewhere_it_is_told_all_anew(last: str | None) -> None:
+    at = live()
+    async with aclosing(at.frames()) as other:
+        await all_of(other)
+        for _ in range(70):
+            at.tick()
+        given = None if last is None else last.replace("{life}", at.life)
+        async with aclosing(at.frames(given)) as frames:
+            _, frame = await next_of(frames)
+        assert frame["full"] is True
+
+
+async def test_who_left_while_nobody_read_is_told_all_anew() -> None:
+    at = live()
+    async with aclosing(at.frames()) as frames:
+        last, _ = await all_of(frames)
+    starts(at, "1.0")
+    at.tick()  # nobody reads: what has changed is kept for nobody
+    async with aclosing(at.frames(last)) as frames:
+        _, (first, *_) = await all_of(frames)
+    assert first["full"] is True
+
+
+async def test_who_leaves_amid_all_of_it_has_not_got_all_of_it() -> None:
+    """Nothing that it was given may make it go on from there."""
+    at = live()
+    starts(at, *(f"1.{index}" for index in range(1200)))
+    async with aclosing(at.frames()) as frames:
+        names = [(await next_of(frames))[0] for _ in range(2)]
+        assert names == ["", ""]
+        name, rest = await all_of(frames)
+        assert name
+        assert len(rest) == 2
+
+
+async def test_a_slow_reader_is_told_what_it_missed_and_all_anew() -> None:
+    at = live()
+    async with aclosing(at.frames()) as slow:
+        await all_of(slow)
+        starts(at, "1.0")
+        at.tick()
+        await next_of(slow)
+        for _ in range(100):
+            at.tick()
+        starts(at, "1.1")
+        _, (first, *rest) = await all_of(slow)
+        assert first["full"] is True
+        assert first["missed"] == 100
+        told = {row["id"] for frame in (first, *rest) for row in frame.get("rollouts", ())}
+        assert told == {"1.0", "1.1"}
+        at.tick()
+        _, frame = await next_of(slow)
+        assert frame["full"] is False
+        assert "missed" not in frame
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["start", "end", "tick", "read", "turn", "step", "group", "leave", "lost"]),
+        max_size=150,
+    ),
+    st.integers(0, 3),
+)
+async def test_a_reader_has_in_the_end_what_is_there_however_slow_it_is(
+    script: list[str], max_ended: int
+) -> None:
+    at = live(max_ended=max_ended, max_groups=2)
+    reader, last, num = Reader(), None, 0
+    frames = at.frames()
+    unread: list[Any] = []
+
+    async def read() -> None:
+        nonlocal last, reader
+        name, frame = await next_of(frames)
+        if frame["full"]:
+            reader = Reader()
+        reader.apply(frame)
+        last = name or last
+
+    try:
+        await read()
+        for kind in script:
+            num += 1
+            match kind:
+                case "start":
+                    starts(at, f"1.{num}")
+                case "turn":
+                    at.board.seen(TurnStarted(f"1.{num % 7}", 0))
+                case "end":
+                    unread = [row for row in at.board.rows.values() if row.state == "live"]
+                    for row in unread[:1]:
+                        at.board.seen(RolloutFinished(row.id, row.record or Trajectory("", [])))
+                case "step":
+                    at.board.seen(Measured({"step": num}))
+                case "group":
+                    at.board.seen(GroupStarted(f"{num}", "t", "?", None, 1))
+                case "lost":
+                    for _ in range(70):
+                        at.tick()
+                case "tick":
+                    at.tick()
+                case "read":
+                    at.tick()
+                    await read()
+                case "leave":  # and comes again
+                    await frames.aclose()
+                    if num % 2:
+                        at.tick()
+                    frames = at.frames(last)
+                    at.tick() if num % 3 else None
+                    async with aclosing(at.frames()) as keeps:
+                        await all_of(keeps)
+                        at.tick()
+                        await read()
+        at.tick()
+        with anyio.move_on_after(0.02):
+            while True:
+                await read()
+    finally:
+        await frames.aclose()
+    whole = await at.frame()
+    assert reader.rollouts == {row["id"]: row for row in whole["rollouts"]}
+    assert reader.groups == {row["id"]: row for row in whole["groups"]}
+    assert reader.steps == whole["steps"]
+    assert at.num_readers == 0
+
+
+async def test_one_frame_has_all_that_comes_in_slices() -> None:
+    at = live()
+    starts(at, *(f"1.{index}" for index in range(1700)))
+    for number in range(1300):
+        at.board.seen(Measured({"step": number}))
+    at.board.seen(GroupStarted("1", "t", "?", None, 1))
+    at.tick()
+    whole = await at.frame()
+    reader = Reader()
+    async with aclosing(at.frames()) as frames:
+        _, slices = await all_of(frames)
+    assert len(slices) > 5
+    for slice_ in slices:
+        reader.apply(slice_)
+        assert sum(len(slice_.get(name, ())) for name in ("rollouts", "steps")) <= 500
+    assert [*reader.rollouts.values()] == whole["rollouts"]
+    assert [*reader.groups.values()] == whole["groups"]
+    assert reader.steps == whole["steps"]
+    assert [one["full"] for one in slices] == [True] + [False] * (len(slices) - 1)
+    assert whole["full"] is True
+    assert whole["about"] == slices[0]["about"]
+    assert whole["now"]["in_flight"] == 1700
+
+
+@pytest.mark.parametrize("where", ["at once", "amid all of it", "waiting", "before"])
+async def test_a_reader_that_is_cancelled_anywhere_is_counted_no_more(where: str) -> None:
+    at = live()
+    starts(at, *(f"1.{index}" for index in range(1200)))
+
+    async def read() -> None:
+        async with aclosing(at.frames()) as frames:
+            async for _ in frames:
+                if where == "amid all of it":
+                    await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        if where == "before":
+            tasks.cancel_scope.cancel()
+        if where in ("amid all of it", "waiting"):
+            await anyio.wait_all_tasks_blocked()
+            assert at.num_readers == 1
+        if where == "at once":
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert at.num_readers == 0
+
+
+async def test_it_ticks_by_itself_and_a_silent_time_has_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_module, "_KEEP_ALIVE_S", 0.01)
+    at = live()
+    at.every_s = 0.001
+    async with aclosing(at.frames()) as frames:
+        await all_of(frames)
+        with anyio.fail_after(5):
+            assert await anext(frames) == ("", b"")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(at.run)
+            with anyio.fail_after(5):
+                while not (await anext(frames))[1]:
+                    pass
+            tasks.cancel_scope.cancel()
+
+
+# --- one rollout ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "_GROWS_EVERY_S", 0.001)
+
+
+async def grown(
+    at: Live, key: str, then: Callable[[], Coroutine[Any, Any, Any]]
+) -> list[tuple[str, Any]]:
+    """What is told of a rollout, while `then` happens to it after its first event."""
+    told: list[tuple[str, Any]] = []
+    async with anyio.create_task_group() as tasks, aclosing(at.grows(key)) as events:
+        with anyio.fail_after(5):
+            async for event in events:
+                told.append(event)
+                if len(told) == 1:
+                    tasks.start_soon(then)
+    return told
+
+
+async def test_a_rollout_is_told_as_it_grows_and_at_its_end() -> None:
+    at, record = live(), Trajectory("1.0", written(CHAT, "why?"))
+    at.board.seen(RolloutStarted(record, "1"))
+
+    async def grow() -> None:
+        for text in ("é🙂", "done"):
+            turn = Turn(started_s=0.5)
+            record.turns.append(turn)
+            for token in written(CHAT, text + END):
+                turn.output_ids.append(token)
+                turn.logprobs.append(-0.5)
+                await anyio.sleep(0.001)
+            turn.end, turn.ended_s = TurnEnd.STOP, 1.0
+        record.stop_reason = StopReason.ANSWERED
+        at.board.seen(RolloutFinished("1.0", record))
+
+    told = await grown(at, "1.0", grow)
+    names = [name for name, _ in told]
+    assert (names[0], names[-1]) == ("trajectory", "end")
+    assert set(names[1:-1]) == {"delta"}
+    seen = told[0][1]
+    assert (seen["state"], seen["stop_reason"]) == ("live", None)
+    for _, delta in told[1:-1]:
+        seen = assembled(seen, delta)
+    last = told[-1][1]
+    assert (last["state"], last["stop_reason"]) == ("done", "answered")
+    assert ["".join(turn["pieces"]) for turn in last["turns"]] == [f"é🙂{END}", f"done{END}"]
+    for turn, final in zip(seen["turns"], last["turns"], strict=False):
+        assert turn["ids"] == final["ids"][: len(turn["ids"])]
+    orjson.dumps(last)
+
+
+async def test_one_that_is_over_is_told_at_once() -> None:
+    at, record = live(), Trajectory("1.0", [9], stop_reason=StopReason.ANSWERED)
+    at.board.seen(RolloutStarted(record, "1"))
+    at.board.seen(RolloutFinished("1.0", record))
+    at.board.seen(RolloutScored("1.0", 1.0, "42", "the same", 0.1))
+    told = [event async for event in at.grows("1.0")]
+    assert told[-1][0] == "end"
+    assert (told[-1][1]["reward"], told[-1][1]["answer"]) == (1.0, "42")
+
+
+@pytest.mark.parametrize("how", ["abandoned", "anew", "forgotten"])
+async def test_a_rollout_that_ends_otherwise_is_at_its_end_too(how: str) -> None:
+    at = live(max_ended=0) if how == "forgotten" else live()
+    starts(at, "1.0")
+
+    async def end() -> None:
+        if how == "anew":
+            starts(at, "1.0")
+        else:
+            at.board.seen(RolloutAbandoned("1.0"))
+
+    told = await grown(at, "1.0", end)
+    assert told[-1][0] == "end"
+
+
+async def test_what_is_not_kept_is_read_from_where_it_was_written_down() -> None:
+    at = live(max_kept_tokens=0)
+    asked: list[str] = []
+
+    async def read(key: str) -> dict[str, Any] | None:
+        asked.append(key)
+        return {"id": key} if key == "1.0" else None
+
+    record = Trajectory("1.0", [9])
+    at.board.seen(RolloutStarted(record, "1"))
+    at.board.seen(RolloutFinished("1.0", record))
+    for key in ("1.0", "1.7"):
+        with pytest.raises(NotThere, match=f"'{key}'"):
+            await at.rollout(key)
+    at.sources = Sources(ABOUT, read_rollout=read)
+    assert await at.rollout("1.0") == {"id": "1.0"}
+    assert [event async for event in at.grows("1.0")] == [("end", {"id": "1.0"})]
+    with pytest.raises(NotThere, match=r"'1\.7'"):
+        await at.rollout("1.7")
+    with pytest.raises(NotThere):
+        await anext(at.grows("1.7"))
+    assert asked == ["1.0", "1.0", "1.7", "1.7"]
+
+
+async def test_a_group_is_its_rollouts() -> None:
+    at = live()
+    with pytest.raises(NotThere, match="'1-a'"):
+        await at.group("1-a")
+    at.board.seen(GroupStarted("1-a", "a", [{"role": "user", "content": "why?"}], "42", 2))
+    starts(at, "1-a.0", "1-a.1")
+    starts(at, "1-a.0")  # anew
+    group = await at.group("1-a")
+    assert (group["task"], group["answer"], group["size"]) == ("a", "42", 2)
+    assert [one["id"] for one in group["rollouts"]] == ["1-a.0", "1-a.1"]
+    assert [one["kept"] for one in group["rollouts"]] == [None, None]
+
+
+async def test_without_a_folder_there_are_no_runs(tmp_path: Path) -> None:
+    at = live()
+    assert await at.runs() == []
+    with pytest.raises(NotThere, match="'x'"):
+        await at.curves("x")

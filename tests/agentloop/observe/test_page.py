@@ -1,0 +1,495 @@
+"""The page over HTTP: its routes, what strangers may and may not, readers that take nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import anyio
+import pytest
+from aiohttp import web
+from yarl import URL
+
+from agentloop.api.guard import Guard, ServeSettings
+from agentloop.api.http import bind, serving
+from agentloop.errors import NotThere, RequestError, ServerError
+from agentloop.observe import page as page_module
+from agentloop.observe.page import Page
+from tests.support import eventually
+
+pytestmark = pytest.mark.anyio
+
+WEB = Path(page_module.__file__).with_name("web")
+TOKEN = "open sesame"
+
+
+@dataclass
+class Played:
+    """What is shown, played."""
+
+    given: list[str | None] = field(default_factory=list)
+    num_readers: int = 0
+    num_frames: int = 2
+    size: int = 1
+    cut_short: bool = False
+
+    async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
+        self.given.append(last_id)
+        self.num_readers += 1
+        try:
+            for number in range(self.num_frames):
+                yield f"x-{number}", b'{"rev": %d, "pad": "%s"}' % (number, b"." * self.size)
+            yield "", b'{"rev": 9}'
+            yield "", b""
+            if not self.cut_short:
+                await anyio.sleep_forever()
+        finally:
+            self.num_readers -= 1
+
+    async def frame(self) -> dict[str, Any]:
+        return {"rev": 1, "full": True}
+
+    async def rollout(self, key: str) -> dict[str, Any]:
+        if key == "gone":
+            raise NotThere(f"rollout {key!r}: it is not kept any more, or never was")
+        return {"id": key, "arguments": {"n": 2**70}}
+
+    async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        self.num_readers += 1
+        try:
+            yield "trajectory", await self.rollout(key)
+            yield "", {}
+            yield "delta", {"turn": 0, "token": 0, "turns": []}
+            if not self.cut_short:
+                yield "end", await self.rollout(key)
+            else:
+                await anyio.sleep_forever()
+        finally:
+            self.num_readers -= 1
+
+    async def group(self, name: str) -> dict[str, Any]:
+        return {"id": (await self.rollout(name))["id"]}
+
+    async def runs(self) -> list[dict[str, Any]]:
+        return [{"name": "one"}]
+
+    async def curves(self, run: str) -> list[dict[str, Any]]:
+        if run != "one & two":
+            raise NotThere(f"run {run!r}")
+        return [{"step": 1}]
+
+
+class Controls:
+    """What a visitor may do, played."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str | None]] = []
+
+    @property
+    def can(self) -> Sequence[str]:
+        return ("pause", "cancel")
+
+    async def do(self, what: str, rollout: str | None) -> str:
+        if what == "cancel" and rollout is None:
+            raise RequestError("rollout: which one is to be cancelled?")
+        self.done.append((what, rollout))
+        return "it is done"
+
+
+@dataclass
+class At:
+    url: str
+    shown: Played
+    controls: Controls
+    http: aiohttp.ClientSession
+    asked: list[str]
+
+    async def get(self, path: str, **options: Any) -> tuple[int, aiohttp.ClientResponse, bytes]:
+        # As it stands: no client's idea of what is meant.
+        url = URL(self.url + path, encoded=True)
+        async with self.http.get(url, **options) as response:
+            return response.status, response, await response.read()
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        url = self.url + path
+        async with self.http.post(url, data=io.BytesIO(data), headers=headers) as response:
+            return response.status, json.loads(await response.read())
+
+
+@asynccontextmanager
+async def page(
+    shown: Played | None = None,
+    *,
+    asks: bool = True,
+    controls: bool = True,
+    io_timeout_s: float = 5.0,
+    control_token: str = TOKEN,
+    **serve: Any,
+) -> AsyncIterator[At]:
+    settings = ServeSettings.model_validate({"port": 0, **serve})
+    asked: list[str] = []
+
+    async def ask(question: str) -> str:
+        if question == "nobody":
+            raise ServerError("no server is up yet")
+        asked.append(question)
+        return "r/1"
+
+    shown, control = shown or Played(), Controls()
+    made = Page(
+        shown,
+        ask=ask if asks else None,
+        control=control if controls else None,
+        control_token=control_token,
+        io_timeout_s=io_timeout_s,
+    )
+    app = web.Application(middlewares=[Guard(settings).middleware])
+    made.add_to(app)
+    with bind(settings) as bound:
+        async with serving(app, bound) as url, aiohttp.ClientSession() as http:
+            yield At(url, shown, control, http, asked)
+
+
+def events(text: str) -> list[tuple[str, str, Any]]:
+    """Of server-sent events: id, event, data."""
+    found = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
+        if "data" in fields:
+            data = json.loads(fields["data"])
+            found.append((fields.get("id", ""), fields["event"], data))
+    return found
+
+
+# --- the page itself ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "text/html"), ("/page/app.js", "text/javascript"), ("/page/style.css", "text/css"),
+        ("/page/vendor/uPlot.iife.min.js", "text/javascript"), ("/page/index.html", "text/html"),
+    ],
+)  # fmt: skip
+async def test_the_page_is_served_and_shut_in(path: str, kind: str) -> None:
+    async with page() as at:
+        status, response, body = await at.get(path)
+    assert (status, response.content_type, response.charset) == (200, kind, "utf-8")
+    assert len(body) > 100
+    policy = response.headers["Content-Security-Policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+    assert "unsafe" not in policy
+    assert rules["frame-ancestors"] == "'none'"
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Referrer-Policy"] == "no-referrer"
+
+
+def test_the_page_needs_nothing_that_its_policy_forbids() -> None:
+    html = (WEB / "index.html").read_text("utf-8")
+    assert not re.search(r"<script(?![^>]*\bsrc=)[^>]*>", html)  # none inline
+    assert not re.search(r"\son[a-z]+=|\sstyle=|<style", html)
+    for link in re.findall(r'(?:src|href)="([^"#][^"]*)"', html):
+        assert link.startswith("data:image/") or (WEB / link.removeprefix("page/")).is_file()
+
+
+async def test_every_file_of_the_page_that_it_may_serve_is_served() -> None:
+    async with page() as at:
+        for path in WEB.rglob("*"):
+            status, *_ = await at.get(f"/page/{path.relative_to(WEB)}")
+            is_ours = path.suffix in (".html", ".css", ".js", ".svg")
+            assert status == (200 if is_ours else 404), path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../page.py", "..%2fpage.py", "%2e%2e/page.py", "%2e%2e%2fpage.py", "../../../etc/passwd",
+        "..%2f..%2f..%2f..%2f..%2f..%2f..%2fetc%2fpasswd", "%2fetc%2fpasswd", "/etc/passwd",
+        "%2e%2e%2f%2e%2e%2f__init__.py", "..%5cpage.py", "%252e%252e%252fpage.py", "", ".", "%2e",
+        "vendor", "vendor/", "vendor/LICENSE", "app.js%00", "%00.js", "app.js%00.css",
+        "a" * 300 + ".js", "a/" * 2000 + ".js", "nope.js", "%ff.js", "..%2fweb%2fapp.js%2f..",
+        "app.js/x.js", "vendor%2f..%2f..%2fboard.py",
+    ],
+)  # fmt: skip
+async def test_no_other_file_is_served(name: str) -> None:
+    async with page() as at:
+        status, _, body = await at.get(f"/page/{name}")
+        assert status in (400, 403, 404), body[:200]
+        assert b"import" not in body
+        assert b"root:" not in body
+
+
+async def test_a_link_that_leads_out_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret.js").write_text("secret")
+    web_folder = tmp_path / "web"
+    web_folder.mkdir()
+    (web_folder / "out.js").symlink_to(tmp_path / "secret.js")
+    (web_folder / "here.js").write_text("here")
+    monkeypatch.setattr(page_module, "_WEB", web_folder)
+    async with page() as at:
+        assert (await at.get("/page/out.js"))[0] == 404
+        assert (await at.get("/page/here.js"))[2] == b"here"
+
+
+# --- what it reads --------------------------------------------------------------------------------
+
+
+async def test_what_is_asked_for_is_answered_in_json() -> None:
+    async with page() as at:
+        for path, body in (
+            ("/api/frame", {"rev": 1, "full": True}),
+            ("/api/rollouts/r", {"id": "r", "arguments": {"n": 2**70}}),
+            ("/api/groups/g", {"id": "g"}),
+            ("/api/runs", {"runs": [{"name": "one"}]}),
+            ("/api/curves?run=one%20%26%20two", {"run": "one & two", "rows": [{"step": 1}]}),
+        ):
+            status, response, data = await at.get(path)
+            assert (status, response.content_type) == (200, "application/json"), path
+            assert json.loads(data) == body
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/api/rollouts/gone", "/api/rollouts/gone/stream", "/api/groups/gone", "/api/curves"],
+)
+async def test_what_is_not_there_is_told_with_a_status(path: str) -> None:
+    async with page() as at:
+        status, response, data = await at.get(path)
+        assert (status, response.content_type) == (404, "application/json")
+        assert isinstance(json.loads(data)["error"], str)
+        assert at.shown.num_readers == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "3-a/b:c?d#e.0", "50% off", "a b+c", "é🙂", "%2F", "..", "\n"]
+)
+async def test_ids_arrive_as_they_are(name: str) -> None:
+    async with page() as at:
+        path = f"/api/rollouts/{quote(name, safe='')}"
+        if name == "..":  # a client would take it for a step up
+            path = "/api/rollouts/%2e%2e"
+        status, _, data = await at.get(path)
+        assert status == 200 or name == ".."
+        assert status != 200 or json.loads(data)["id"] == name
+
+
+async def test_frames_are_server_sent_events() -> None:
+    async with page(Played(cut_short=True)) as at:
+        status, response, body = await at.get("/api/stream", headers={"Last-Event-ID": "x-7"})
+    assert (status, response.content_type) == (200, "text/event-stream")
+    assert [(name, event, data["rev"]) for name, event, data in events(body.decode())] == [
+        ("x-0", "frame", 0), ("x-1", "frame", 1), ("", "frame", 9),
+    ]  # fmt: skip
+    assert body.endswith(b":\n\n")
+    assert at.shown.given == ["x-7"]
+    assert at.shown.num_readers == 0
+
+
+async def test_a_rollout_is_streamed_to_its_end() -> None:
+    async with page() as at:
+        _, response, body = await at.get("/api/rollouts/r/stream")
+    assert response.content_type == "text/event-stream"
+    assert [event for _, event, _ in events(body.decode())] == ["trajectory", "delta", "end"]
+    assert at.shown.num_readers == 0
+
+
+@pytest.mark.parametrize("path", ["/api/stream", "/api/rollouts/r/stream"])
+async def test_a_reader_that_leaves_is_counted_no_more(path: str) -> None:
+    async with page(Played(cut_short=path != "/api/stream")) as at:
+        async with at.http.get(at.url + path) as response:
+            with anyio.fail_after(5):
+                await response.content.readuntil(b"\n\n")
+            assert at.shown.num_readers == 1
+            response.close()
+        await eventually(lambda: at.shown.num_readers == 0)
+
+
+async def test_a_reader_that_takes_nothing_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    shown = Played(num_frames=10_000, size=100_000)
+    async with page(shown, io_timeout_s=0.2) as at:
+        host, port = at.url.removeprefix("http://").split(":")
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            deaf.sendall(f"GET /api/stream HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+            await eventually(lambda: shown.num_readers == 1)
+            await eventually(lambda: shown.num_readers == 0)
+        assert (await at.get("/api/frame"))[0] == 200  # others are served
+    assert not caplog.records
+
+
+async def test_the_end_of_the_service_ends_its_readers() -> None:
+    shown = Played()
+    with anyio.fail_after(15):
+        async with page(shown) as at, anyio.create_task_group() as tasks:
+            tasks.start_soon(at.get, "/api/stream")
+            await eventually(lambda: shown.num_readers == 1)
+            tasks.cancel_scope.cancel()
+    assert shown.num_readers == 0
+
+
+# --- what it does ---------------------------------------------------------------------------------
+
+
+async def test_a_question_is_asked() -> None:
+    async with page() as at:
+        assert await at.post("/api/ask", {"question": "why?"}) == (200, {"rollout": "r/1"})
+        assert at.asked == ["why?"]
+        status, body = await at.post("/api/ask", {"question": "nobody"})
+        assert (status, body["error"]) == (503, "no server is up yet")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"\xff\xfe", b"[]", b"null", b'"why?"', {}, {"question": None}, {"question": 5},
+        {"question": ""}, {"question": " \n"}, {"question": ["why?"]}, b'{"question": "\\ud800"}',
+        {"question": "x" * 100_001}, b"[" * 100_000,
+    ],
+    ids=lambda body: str(body)[:30],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/api/ask", "/api/control"])
+async def test_odd_bodies_are_refused_in_words(path: str, body: Any) -> None:
+    async with page() as at:
+        status, answer = await at.post(path, body, **{"X-Control-Token": TOKEN})
+        assert status == 400
+        assert isinstance(answer["error"], str)
+    assert (at.asked, at.controls.done) == ([], [])
+
+
+@pytest.mark.parametrize("path", ["/api/ask", "/api/control"])
+async def test_a_body_that_is_too_large_is_refused_in_words(path: str) -> None:
+    async with page() as at:
+        status, answer = await at.post(path, b" " * (3 << 20), **{"X-Control-Token": TOKEN})
+        assert status == 413
+        assert isinstance(answer["error"], str)
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async with page(io_timeout_s=0.05) as at:
+        host, port = at.url.removeprefix("http://").split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            head = f"POST /api/ask HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 9"
+            await stream.send(f"{head}\r\n\r\n{{".encode())
+            with anyio.fail_after(5):
+                answer = await stream.receive()
+        assert b" 408 " in answer
+        assert b'{"error":' in answer
+
+
+async def test_where_nobody_can_be_asked_it_is_told() -> None:
+    async with page(asks=False, controls=False) as at:
+        assert (await at.post("/api/ask", {"question": "why?"}))[0] == 400
+        token = {"X-Control-Token": TOKEN}
+        status, body = await at.post("/api/control", {"do": "pause"}, **token)
+        assert (status, body["error"]) == (400, "do: one of nothing is possible here")
+
+
+async def test_who_has_the_token_may_control() -> None:
+    async with page() as at:
+        token = {"X-Control-Token": TOKEN}
+        body: dict[str, Any] = {"do": "cancel", "rollout": "r/1"}
+        assert await at.post("/api/control", body, **token) == (200, {"done": "it is done"})
+        for body in (
+            {"do": "cancel"}, {"do": "drain"}, {"do": "can"}, {"do": ["pause"]}, {"do": None},
+            {"do": "cancel", "rollout": 5}, {"do": "cancel", "rollout": ["r"]},
+        ):  # fmt: skip
+            status, answer = await at.post("/api/control", body, **token)
+            assert status == 400
+            assert answer["error"].startswith(("do:", "rollout:"))
+    assert at.controls.done == [("cancel", "r/1")]
+
+
+@pytest.mark.parametrize("given", [None, "", "open", f"{TOKEN} ", f"{TOKEN}x", "ö", "\udcff\udcfe"])
+async def test_who_has_not_may_not(given: str | None) -> None:
+    async with page() as at:
+        host, port = at.url.removeprefix("http://").split(":")
+        body = b'{"do": "pause"}'
+        head = f"POST /api/control HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+        if given is not None:
+            if given.endswith(" "):
+                given = f"{given}x"
+            head += f"X-Control-Token: {given}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(head.encode("utf-8", "surrogateescape") + body)
+            with anyio.fail_after(5):
+                answer = await stream.receive()
+        assert answer.startswith(b"HTTP/1.1 403 ")
+        assert b"control token" in answer
+    assert at.controls.done == []
+
+
+async def test_a_token_may_be_of_any_letters() -> None:
+    async with page(control_token="Schlüssel") as at:
+        host, port = at.url.removeprefix("http://").split(":")
+        body = b'{"do": "pause"}'
+        head = (
+            f"POST /api/control HTTP/1.1\r\nHost: {host}:{port}\r\nX-Control-Token: Schlüssel\r\n"
+        )
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            with anyio.fail_after(5):
+                assert (await stream.receive()).startswith(b"HTTP/1.1 200 ")
+
+
+def test_without_a_token_one_is_made_up() -> None:
+    made = {Page(Played()).control_token for _ in range(10)}
+    assert len(made) == 10
+    assert all(len(token) >= 12 for token in made)
+    assert Page(Played(), control_token="").control_token
+
+
+API = ["/api/frame", "/api/stream", "/api/rollouts/r", "/api/runs", "/api/groups/g"]
+
+
+async def test_where_a_token_is_set_it_guards_what_is_told_and_not_the_page() -> None:
+    async with page(Played(cut_short=True), token="s3cret") as at:
+        for path in ("/", "/page/app.js", "/page/style.css"):
+            assert (await at.get(path))[0] == 200
+        for path in (*API, "//api/frame", "/page/../api/frame", "/page/%2e%2e/api/frame"):
+            status, *_ = await at.get(path)
+            assert status in (401, 404), path
+        for path in ("/api/ask", "/api/control"):
+            assert (await at.post(path, {"question": "why?"}))[0] == 401
+        bearer = {"Authorization": "Bearer s3cret"}
+        for path in API:
+            assert (await at.get(path, headers=bearer))[0] == 200
+        assert (await at.post("/api/ask", {"question": "why?"}, **bearer))[0] == 200
+        # The one token is not the other.
+        assert (await at.post("/api/control", {"do": "pause"}, **bearer))[0] == 403
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])
+async def test_another_sites_page_may_do_nothing(headers: dict[str, str]) -> None:
+    async with page() as at:
+        for path in ("/", *API):
+            assert (await at.get(path, headers=headers))[0] == 403
+        assert (await at.post("/api/ask", {"question": "why?"}, **headers))[0] == 403
+    assert at.asked == []
+
+
+async def test_other_methods_are_refused() -> None:
+    async with page() as at:
+        for method, path in (
+            ("POST", "/api/frame"),
+            ("GET", "/api/ask"),
+            ("DELETE", "/"),
+            ("GET", "/api/control"),
+        ):
+            async with at.http.request(method, at.url + path) as response:
+                assert response.status == 405

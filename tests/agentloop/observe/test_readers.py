@@ -1,0 +1,37 @@
+"""Many read the same events, and none of them for the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentloop.events import Event, RolloutAbandoned
+from agentloop.observe.readers import Readers
+
+
+def test_a_reader_that_fails_is_told_no_more_and_the_others_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[Event] = []
+
+    def fails(event: Event) -> None:
+        seen.append(event)
+        raise KeyError("its own")
+
+    others: list[Event] = []
+    readers = Readers(fails, others.append)
+    readers.add(others.append)
+    event = RolloutAbandoned("r")
+    readers(event)
+    readers(event)
+    assert (seen, others) == ([event], [event] * 4)
+    assert len(caplog.records) == 1
+    assert "told no more" in caplog.text
+
+
+def test_who_is_removed_is_told_no_more() -> None:
+    seen: list[Event] = []
+    readers = Readers(seen.append)
+    readers.remove(seen.append)
+    readers.remove(print)
+    readers(RolloutAbandoned("r"))
+    assert seen == []

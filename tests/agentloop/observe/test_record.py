@@ -1,0 +1,190 @@
+"""A trajectory as the page shows it: token by token, whatever its characters are cut into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.observe.record import Telling, trajectory_of
+from agentloop.trajectory import (
+    CallStatus,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnEnd,
+    VersionSpan,
+)
+from tests.support import END, call_text, chat_format, logprob, written
+
+CHAT = chat_format()
+PER_TOKEN = ("pieces", "ids", "logprobs", "entropies")
+
+
+def assembled(whole: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
+    """What a reader makes of a delta, by the rules of the page."""
+    first, token, turns = delta["turn"], delta["token"], delta["turns"]
+    old = whole["turns"][first] if first < len(whole["turns"]) else None
+    new = [dict(turn) for turn in turns]
+    if new and old is not None:
+        for name in PER_TOKEN:
+            if new[0][name] is not None and old[name] is not None:
+                assert token <= len(old[name])
+                new[0][name] = old[name][:token] + new[0][name]
+    return {**whole, "turns": whole["turns"][:first] + new}
+
+
+# A turn's text, how many tokens come at once, and what its observation says.
+texts = st.text("aé€🙂 \n<", max_size=12) | st.sampled_from([call_text("x", {"a": 1}), "", "�"])
+turns = st.lists(
+    st.tuples(texts, st.lists(st.integers(1, 4), max_size=8), st.booleans(), texts, st.booleans()),
+    min_size=1,
+    max_size=3,
+)
+
+
+class Growing:
+    """A record that grows as a rollout's does; after each step somebody may look at it."""
+
+    def __init__(self, script: Sequence[tuple[str, list[int], bool, str, bool]]) -> None:
+        self.record = Trajectory("r", written(CHAT, "why?"), created_unix_s=5.0)
+        self._script = script
+
+    def steps(self) -> Any:
+        for number, (text, cuts, is_cut_off, observation, has_call) in enumerate(self._script):
+            turn = Turn(started_s=number + 0.1)
+            self.record.turns.append(turn)
+            yield
+            ids = written(CHAT, text + END)
+            if is_cut_off:  # in the middle of a character, perhaps
+                ids = ids[: max(1, len(ids) - 2)]
+            turn.servers.append("http://fake")
+            yield
+            for size in [*cuts, len(ids)]:
+                here, ids = ids[:size], ids[size:]
+                at = len(turn.output_ids)
+                turn.output_ids += here
+                yield  # as another thread may see it
+                turn.logprobs += [logprob(at + i) for i in range(len(here))]
+                turn.versions = [VersionSpan("0", 0, len(turn.output_ids))]
+                yield
+            turn.text = CHAT.decode(turn.output_ids)
+            if has_call:
+                turn.calls.append(ToolCall(f"c{number}", "x", {"n": 2**70}, "", 0, 1))
+                yield
+                result = ToolResult(f"c{number}", "x", CallStatus.OK, "y", 0.0, 0.5, 1.0)
+                turn.results = [result]
+            turn.end = TurnEnd.LENGTH if is_cut_off else TurnEnd.STOP
+            turn.generated_s = turn.ended_s = number + 0.9
+            yield
+            turn.observation_ids = written(CHAT, observation)
+            yield
+        self.record.stop_reason = StopReason.ANSWERED
+
+
+@pytest.mark.parametrize("chat", [CHAT, None])
+@settings(max_examples=50, deadline=None)
+@given(turns, st.lists(st.booleans(), max_size=60), st.integers(0, 20))
+def test_deltas_make_of_it_what_it_is(
+    chat: ChatFormat | None, script: list[Any], looks: list[bool], joins: int
+) -> None:
+    growing = Growing(script)
+    telling = Telling(growing.record, chat)
+    seen: dict[str, Any] | None = None
+    for number, _ in enumerate(growing.steps()):
+        if number == joins:
+            seen = telling.whole()
+        elif seen is not None and (not looks or looks[number % len(looks)]):
+            delta = telling.delta()
+            seen = seen if delta is None else assembled(seen, delta)
+    if seen is None:
+        seen = telling.whole()
+    if (delta := telling.delta()) is not None:
+        seen = assembled(seen, delta)
+    assert telling.delta() is None
+    whole = Telling(growing.record, chat).whole()
+    assert seen["turns"] == whole["turns"]
+    assert telling.whole() == whole
+
+
+@settings(max_examples=50, deadline=None)
+@given(turns)
+def test_the_pieces_are_the_text_and_there_is_one_for_each_token(script: list[Any]) -> None:
+    growing = Growing(script)
+    for _ in growing.steps():
+        pass
+    for told, turn in zip(
+        Telling(growing.record, CHAT).whole()["turns"], growing.record.turns, strict=True
+    ):
+        assert len(told["pieces"]) == len(told["ids"]) == len(told["logprobs"])
+        assert told["ids"] == turn.output_ids
+        assert "".join(told["pieces"]) == CHAT.decode(turn.output_ids)
+
+
+def test_a_character_of_several_tokens_is_told_when_it_is_whole() -> None:
+    ids = written(CHAT, "🙂")
+    assert len(ids) > 1
+    turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
+    telling = Telling(Trajectory("r", [], [turn]), CHAT)
+    assert telling.whole()["turns"][0]["pieces"] == [""] * (len(ids) - 1) + ["🙂"]
+
+
+def test_what_is_cut_off_in_a_character_is_told_at_the_end() -> None:
+    ids = written(CHAT, "a🙂")[:-1]
+    turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
+    telling = Telling(Trajectory("r", [], [turn]), CHAT)
+    seen = telling.whole()
+    assert "".join(seen["turns"][0]["pieces"]) == "a"
+    turn.ended_s = 1.0
+    delta = telling.delta()
+    assert delta is not None
+    told = "".join(assembled(seen, delta)["turns"][0]["pieces"])
+    assert told == CHAT.decode(ids)
+    assert "�" in told
+
+
+def test_what_was_made_of_it_is_told() -> None:
+    verdict: dict[str, Any] = {"state": "live", "reward": None}
+    telling = Telling(Trajectory("r", [1, 2]), None, lambda: verdict)
+    assert telling.whole()["state"] == "live"
+    verdict["reward"] = 1.0
+    assert telling.whole()["reward"] == 1.0
+    assert telling.whole()["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("entropies", [None, [], [[0.5]], [[0.5, 0.25], [9.0]]])
+def test_entropies_are_told_as_far_as_there_are_any(entropies: list[list[float]] | None) -> None:
+    turn = Turn(output_ids=[1, 2], logprobs=[-1.0, -2.0], ended_s=1.0)
+    told = Telling(Trajectory("r", [], [turn]), None, entropies=entropies).whole()["turns"][0]
+    assert told["entropies"] == (entropies[0] if entropies else None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(turns)
+def test_what_is_written_down_is_read_again(script: list[Any]) -> None:
+    growing = Growing(script)
+    for _ in growing.steps():
+        pass
+    read = trajectory_of(json.loads(json.dumps(growing.record.to_dict())))
+    assert asdict(read) == asdict(growing.record)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turns": None}, {"turns": [{}]}, {"stop_reason": "tired"}, {"turns": [{"end": "stop"}]},
+        {"turns": "ab"}, {"stop_reason": None},
+    ],
+)  # fmt: skip
+def test_what_is_no_trajectory_is_an_error_that_can_be_caught(change: dict[str, Any]) -> None:
+    row = Trajectory("r", [1]).to_dict() | change
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        trajectory_of(row)

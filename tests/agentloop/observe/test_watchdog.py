@@ -1,0 +1,178 @@
+"""What blocks the loop is named while it does; a run in which nothing moves says so, and ends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from agentloop.events import RolloutStarted
+from agentloop.observe.stalls import Stalls
+from agentloop.observe.watchdog import (
+    Heartbeat,
+    NoProgress,
+    Progress,
+    WatchdogSettings,
+    watch_lag,
+)
+from agentloop.trajectory import Trajectory
+from tests.support import eventually
+
+SETTINGS = WatchdogSettings(max_lag_s=1, lag_told_every_s=60, no_progress_s=10, give_up_s=100)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def elsewhere(look: Callable[[], str | None]) -> str | None:
+    """What another thread is told, while this one stands here."""
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(look()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def blocks_everything(heart: Heartbeat) -> str | None:
+    return elsewhere(heart.look)
+
+
+def test_what_blocks_the_loop_is_named() -> None:
+    clock = Clock()
+    heart = Heartbeat(SETTINGS, clock=clock)
+    assert heart.look() is None  # it has not begun
+    heart.beat(0.5)
+    clock.now_s += 1.4
+    assert blocks_everything(heart) is None
+    clock.now_s += 0.2
+    said = blocks_everything(heart)
+    assert said is not None
+    assert "blocked for 1.10 s so far, by:" in said
+    assert "in blocks_everything" in said
+    assert blocks_everything(heart) is None  # once is enough
+
+
+def test_it_is_said_now_and_then_and_what_is_left_out_is_counted() -> None:
+    clock = Clock()
+    heart = Heartbeat(SETTINGS, clock=clock)
+    said = []
+    for _ in range(5):
+        heart.beat(0.5)
+        clock.now_s += 20
+        said.append(heart.look())
+    assert [bool(one) for one in said] == [True, False, False, True, False]
+    assert "(2 times before that were not told)" in (said[3] or "")
+
+
+def test_the_largest_lag() -> None:
+    clock = Clock()
+    heart = Heartbeat(SETTINGS, clock=clock)
+    for late_s in (0, 3, 1):
+        heart.beat(0.5)
+        clock.now_s += 0.5 + late_s
+    assert heart.take_lag_s() == 3
+    heart.beat(0.5)
+    assert heart.take_lag_s() == 1
+    assert heart.take_lag_s() == 0
+    assert heart.largest_lag_s == 3
+
+
+@pytest.mark.anyio
+async def test_a_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
+    settings = WatchdogSettings(max_lag_s=0.05)
+    heart = Heartbeat(settings)
+
+    def hangs_until_it_is_found() -> None:
+        deadline = time.monotonic() + 10
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    with caplog.at_level(logging.WARNING, "agentloop.observe.watchdog"):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch_lag, heart)
+            await anyio.wait_all_tasks_blocked()
+            hangs_until_it_is_found()
+            await eventually(lambda: heart.largest_lag_s >= settings.max_lag_s / 2)
+            tasks.cancel_scope.cancel()
+    assert "in hangs_until_it_is_found" in caplog.messages[0]
+
+
+@pytest.mark.anyio
+async def test_its_thread_ends_with_it() -> None:
+    def threads() -> int:
+        return sum(thread.name == "watch the event loop" for thread in threading.enumerate())
+
+    await eventually(lambda: threads() == 0)  # those of other tests
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch_lag, Heartbeat(SETTINGS))
+        await anyio.wait_all_tasks_blocked()
+        assert threads() == 1
+        tasks.cancel_scope.cancel()
+    await eventually(lambda: threads() == 0)
+
+
+def test_a_stall_is_said_once_and_then_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    progress = Progress(stalls, SETTINGS, more=lambda: "servers: none")
+    stalls.seen(RolloutStarted(Trajectory("r", [])))
+    with stalls.waiting("the learner", "a batch"):
+        clock.now_s += 9
+        progress.look()
+        assert not caplog.messages
+        for _ in range(3):
+            clock.now_s += 5
+            progress.look()
+        assert len(caplog.messages) == 1
+        assert "the learner: a batch, 14 s\n  r: its first turn, 14 s" in caplog.messages[0]
+        assert "servers: none" in caplog.messages[0]
+        clock.now_s += 80
+        with pytest.raises(NoProgress, match=r"104 s; 2 wait:(.|\n)*a batch"):
+            progress.look()
+
+
+def test_what_moves_again_may_stall_again(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    progress = Progress(stalls, SETTINGS)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            clock.now_s += 99
+            progress.look()
+            stalls.moved()
+            progress.look()
+    first, *rest = caplog.messages
+    assert "nothing has moved for 99 s, and nobody says for what" in first
+    assert rest == ["it moves again", first, "it moves again"]
+
+
+def test_it_need_never_give_up() -> None:
+    clock = Clock()
+    progress = Progress(Stalls(clock), SETTINGS.model_copy(update={"give_up_s": 0.0}))
+    clock.now_s += 1e6
+    progress.look()
+
+
+@pytest.mark.anyio
+async def test_it_ends_those_beside_it() -> None:
+    """As a task of the run's group: by its error all of it ends."""
+    stalls = Stalls(map(float, itertools.count()).__next__)  # each look is a second later
+    settings = WatchdogSettings(no_progress_s=0.01, give_up_s=3)
+
+    async def runs() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(Progress(stalls, settings).watch)
+            await anyio.sleep_forever()
+
+    with anyio.fail_after(10), pytest.raises(BaseExceptionGroup) as caught:
+        await runs()
+    assert isinstance(caught.value.exceptions[0], NoProgress)

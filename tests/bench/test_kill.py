@@ -1,0 +1,44 @@
+"""Training runs that are killed and gone on with: a few of bench/kill.py's, with fixed seeds."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
+    pytest.mark.timeout(120),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: it forks, and takes in orphans."""
+    command = [sys.executable, "-m", "bench.kill", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def test_runs_that_are_killed_are_as_if_they_were_not(tmp_path: Path) -> None:
+    """Two of a mode in step, for each of three: the runtime, its learner, a server are killed."""
+    done = bench("--runs", "6", "--seed", "4", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 runs" in done.stdout
+    for victim in ("runtime", "learner", "server"):
+        assert f", {victim} " in done.stdout
+
+
+def test_a_fleet_whose_redis_is_killed_and_forgets_trains_on_each_prompt_once(
+    tmp_path: Path,
+) -> None:
+    if shutil.which("redis-server") is None:
+        pytest.fail("missing: redis-server: apt-get install redis-server", pytrace=False)
+    done = bench("--fleet", "1", "--seed", "18", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fleet, staleness 2, Redis forgets, redis " in done.stdout

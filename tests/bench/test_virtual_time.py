@@ -1,0 +1,58 @@
+"""Hours pass at once, in order, and never over work that is under way."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import pytest
+
+from bench import virtual_time
+
+
+def test_an_hour_takes_no_time_and_timers_keep_their_order() -> None:
+    seen: list[tuple[str, float]] = []
+
+    async def sleeper(name: str, seconds: float) -> None:
+        await anyio.sleep(seconds)
+        seen.append((name, anyio.current_time()))
+
+    async def main() -> float:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sleeper, "late", 3600.0)
+            tasks.start_soon(sleeper, "soon", 1.0)
+        with anyio.move_on_after(60):
+            await anyio.sleep_forever()
+        return anyio.current_time()
+
+    begun = time.monotonic()
+    assert virtual_time.run(main) == 3660.0
+    assert time.monotonic() - begun < 10
+    assert seen == [("soon", 1.0), ("late", 3600.0)]
+
+
+def test_what_a_thread_would_do_is_done_before_the_clock_goes_on() -> None:
+    def work(found: list[str]) -> str:
+        found.append("done")
+        return "answer"
+
+    async def main() -> None:
+        found: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 0.001)
+            assert await anyio.to_thread.run_sync(work, found) == "answer"
+            assert anyio.current_time() == 0.0
+        assert found == ["done"]
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await anyio.to_thread.run_sync(work, found)
+        assert found == ["done"]  # as a thread that never started
+
+    real = anyio.to_thread.run_sync
+    virtual_time.run(main)
+    assert anyio.to_thread.run_sync is real
+
+
+def test_a_deadlock_is_told() -> None:
+    with pytest.raises(virtual_time.Deadlock):
+        virtual_time.run(anyio.Event().wait)

@@ -1,0 +1,125 @@
+"""Evaluating with the real parts: the small model, its tools, and the service as an endpoint."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_serve import start, stop
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("docker_engine"),
+]
+
+TOLD = [
+    "tasks.levels=[3, 6]",
+    "tasks.seed=5",
+    "reward.function=exact",
+    "budget.max_response_tokens=400",
+    "evaluate.num_samples=4",
+]
+
+
+def command(path: Path, *arguments: str) -> Sequence[str]:
+    folder = [] if "--resume" in arguments else [f"run.folder='{path}'", "run.name=one", *TOLD]
+    return [sys.executable, "-m", "agentloop", "evaluate", *folder, *arguments]
+
+
+def evaluated(path: Path, *arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        command(path, "--json", *arguments), stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == 0
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    files = sorted((run / "trajectories").glob("group-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def service(docker_engine: None, sglang_url: str) -> Iterator[str]:
+    process, url = start(sglang_url)
+    yield f"{url}/v1"
+    stop(process, signal.SIGINT)
+
+
+def test_the_small_model_by_our_own_loop(sglang_url: str, tmp_path: Path) -> None:
+    found = evaluated(tmp_path, f'servers=["{sglang_url}"]', "evaluate.num_tasks=6")
+    (told,) = found["sets"].values()
+    assert (told["num_tasks"], told["num_samples"], told["num_missing"]) == (6, 24, 0)
+    assert told["avg_at_k"]["value"] > 0.7
+    assert told["avg_at_k"]["value"] <= told["pass_at_k"]["4"]["value"]
+    assert told["turns_mean"] > 1.5  # it calls its tools
+    assert told["tool_errors_in_correct"] is not None
+    for row in rows(tmp_path / "one"):
+        trajectory = row["trajectory"]
+        assert len(trajectory["ids"]) == len(trajectory["logprobs"]) == len(trajectory["mask"])
+        assert row["figures"]["num_tokens"] == sum(trajectory["mask"])
+        assert row["reward"] in (0, 1)
+
+
+def test_a_run_that_is_stopped_goes_on_and_samples_nothing_twice(
+    sglang_url: str, tmp_path: Path
+) -> None:
+    more = [f'servers=["{sglang_url}"]', "evaluate.num_tasks=40", "evaluate.max_open=2"]
+    process = subprocess.Popen(command(tmp_path, *more))
+    run = tmp_path / "one"
+    deadline = time.monotonic() + 120
+    while len(list(run.glob("trajectories/group-*.jsonl"))) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    before = {row["trajectory"]["id"]: row for row in rows(run)}
+    assert 12 <= len(before) < 160
+    found = evaluated(tmp_path, "--resume", str(run))
+    assert found["all"]["num_samples"] == 160
+    after = {row["trajectory"]["id"]: row for row in rows(run)}
+    assert len(after) == 160
+    assert {id: after[id] for id in before} == before
+
+
+def test_the_service_is_an_endpoint(service: str, tmp_path: Path) -> None:
+    more = ["evaluate.num_tasks=6", "sampling.seed=1"]
+    found = evaluated(tmp_path, f"endpoint.url={service}", *more)
+    assert (found["model"], found["by"]) == ("small", service)
+    (told,) = found["sets"].values()
+    assert (told["num_samples"], told["num_missing"]) == (24, 0)
+    assert told["avg_at_k"]["value"] > 0.7
+    assert told["length_mean"] > 10
+    for row in rows(tmp_path / "one"):
+        assert row["trajectory"]["stop_reason"] == "answered"
+        assert "<think>" in row["trajectory"]["turns"][0]["text"]
+
+
+def test_a_prompt_that_the_service_refuses_is_told(service: str, tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    tasks = [("What is 3 times 4?", "12"), ("1 " * 50_000, "1")]
+    lines = [json.dumps({"problem": problem, "answer": answer}) for problem, answer in tasks]
+    file.write_text("\n".join(lines), "utf-8")
+    done = subprocess.run(
+        command(tmp_path, "--json", "--tasks", str(file), f"endpoint.url={service}"),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert (found["all"]["num_refused"], found["all"]["num_missing"]) == (1, 4)
+    (reason,) = found["missing"]
+    assert "400 messages: they make" in reason
+    assert found["all"]["avg_at_k"]["num_tasks"] == 1

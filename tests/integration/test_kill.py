@@ -1,0 +1,30 @@
+"""`agentloop train`, killed by SIGKILL and gone on with, all parts real: one of bench/kill.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(900),  # servers and learner are started twice
+    pytest.mark.skipif(sys.platform != "linux", reason="SGLang's wheels are for Linux"),
+    pytest.mark.usefixtures("docker_engine", "sglang_installed"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_killed_run_goes_on_from_its_journal(tmp_path: Path) -> None:
+    """The runtime is killed in the second of four steps; a checkpoint is made after every other."""
+    command = [sys.executable, "-m", "bench.kill", "--real", "1", "--seed", "1", "--steps", "4"]
+    told = ["--victims", "runtime", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *told], cwd=ROOT, capture_output=True, text=True, timeout=880, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 real runs, 2 lives" in done.stdout
+    assert "Killed: runtime 1" in done.stdout
