@@ -1,40 +1,58 @@
-"""How long new weights take to the servers, by disk and by group.
+"""How long new weights take to the servers, by disk and by group, and what streams see of it.
 
-    python -m bench.handover [--layers 8] [--hidden 1024] [--servers 1] [--ranks 2] [--zero 3]
+    python -m bench.handover load [--layers 8] [--hidden 1024] [--servers 1] [--ranks 2] [--zero 3]
+    python -m bench.handover stream [--streams 8] [--prompt 200] [--tokens 400] [--rounds 5]
 
-A model of random weights, in float32, with the small model's tokenizer; real SGLang servers and a
-real learner. Each round hands over once by disk (in the temporary folder), once by disk in
-/dev/shm, and once by group, in turn; the servers are idle. What is reported is the time from asking
-the learner until the last server serves again, and of it what the servers took.
+A model of random weights, in float32, with the small model's tokenizer (`--layers 0`: the small
+model itself); real SGLang servers and a real learner.
+
+load: each round hands over once by disk (in the temporary folder), once by disk in /dev/shm, and
+once by group, in turn; the servers are idle. What is reported is the time from asking the learner
+until the last server serves again, and of it what the servers took.
+
+stream: on each server so many requests are streamed while weights are handed over, once a round, in
+every way in turn. What is reported: for how long a server is paused (from asking for the pause to
+the answer to going on), the longest time in which it sends no token at all, and the longest silence
+of any of its streams, as ratios to that pause; from the pause on, until each stream has had five
+more tokens. A stream that lacks tokens, or whose version spans do, counts as lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import shutil
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 
-from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang import SGLangServer, http_session
+from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
-from agentloop.training.handover import WeightsSettings, hand_over, publisher
-from agentloop.training.learner import RanksSettings, started
+from agentloop.training.handover import Publisher, WeightsSettings, hand_over, publisher
+from agentloop.training.learner import Learner, RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
 
 TIMEOUT_S = 300.0
+AFTER = 5  # tokens of each stream after a hand-over that still belong to it
 
 
 def make_model(folder: Path, layers: int, hidden: int) -> None:
     """Configuration and tokenizer alone: the learner draws the weights."""
+    if not layers:
+        shutil.copytree(SMALL, folder)
+        return
     shutil.copytree(SMALL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     config |= {
@@ -49,20 +67,48 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-async def measure(options: argparse.Namespace, folder: Path, shm: Path) -> None:
+class TimedServer(SGLangServer):
+    """Notes its pauses; what it generates goes on to the end."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.pauses: list[tuple[float, float]] = []
+        self._paused_s = 0.0
+
+    async def generate(self, ids: Sequence[int], params: dict[str, Any], **more: Any) -> None:
+        await super().generate(ids, params | {"ignore_eos": True}, **more)
+
+    async def _control(self, method: str, path: str, *arguments: Any) -> Any:
+        if path == "/pause_generation":
+            self._paused_s = time.monotonic()
+        answer = await super()._control(method, path, *arguments)
+        if path == "/continue_generation":
+            self.pauses.append((self._paused_s, time.monotonic()))
+        return answer
+
+
+@dataclass
+class Parts:
+    learner: Learner
+    router: Router
+    servers: list[TimedServer]
+    folder: Path
+
+    def publisher(self, settings: WeightsSettings) -> Publisher:
+        return publisher(settings, self.learner, self.folder / "run")
+
+
+@asynccontextmanager
+async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> AsyncIterator[Parts]:
+    """A learner, servers with `tokens` of KV cache, and a router."""
     make_model(folder / "model", options.layers, options.hidden)
     learner_settings = LearnerSettings(
         model=folder / "model",
-        init="random",
+        init="random" if options.layers else "pretrained",
         zero_stage=options.zero,
         publish_dtype="float32",
         bucket_mib=options.bucket_mib,
     )
-    ways = {
-        "disk": WeightsSettings(),
-        "disk, /dev/shm": WeightsSettings(folder=shm),
-        "group": WeightsSettings(by="group"),
-    }
     async with AsyncExitStack() as stack:
         learner, _ = await stack.enter_async_context(
             started(
@@ -75,21 +121,36 @@ async def measure(options: argparse.Namespace, folder: Path, shm: Path) -> None:
         first = folder / "first"
         said = await learner.ask("publish", timeout_s=TIMEOUT_S, folder=str(first), version="0")
         print(f"{said['num_bytes'] / 1e6:.0f} MB of weights")
-        settings = ServerSettings(count=options.servers, max_total_tokens=4096)
+        settings = ServerSettings(
+            count=options.servers,
+            max_total_tokens=tokens,
+            dtype="float32",
+            extra_args=("--disable-overlap-schedule",),  # for in_place
+        )
         processes = await stack.enter_async_context(
             sglang_servers(first, settings, log_dir=folder / "logs", on_progress=print)
         )
         session = await stack.enter_async_context(http_session())
-        servers = [SGLangServer(process.url, session) for process in processes]
+        servers = [TimedServer(process.url, session) for process in processes]
         router = await stack.enter_async_context(Router.open(servers, RouterSettings()))
-        publishers = {name: publisher(way, learner, folder / "run") for name, way in ways.items()}
+        yield Parts(learner, router, servers, folder)
+
+
+async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
+    ways = {
+        "disk": WeightsSettings(),
+        "disk, /dev/shm": WeightsSettings(folder=shm),
+        "group": WeightsSettings(by="group"),
+    }
+    async with parts(options, folder, 4096) as here:
+        publishers = {name: here.publisher(way) for name, way in ways.items()}
         times: dict[str, list[tuple[float, float]]] = defaultdict(list)
         checksums = set()
         for number in range(options.rounds):
             for name, way in publishers.items():
                 begun = time.monotonic()
                 published = await way.publish(f"{number} {name[-1]}", timeout_s=TIMEOUT_S)
-                came = await hand_over(router, published, timeout_s=TIMEOUT_S)
+                came = await hand_over(here.router, published, timeout_s=TIMEOUT_S)
                 times[name].append((time.monotonic() - begun, came.seconds))
                 checksums.add(came.checksum)
                 await way.tidy()
@@ -103,11 +164,128 @@ async def measure(options: argparse.Namespace, folder: Path, shm: Path) -> None:
             )
 
 
+@dataclass
+class Stream:
+    """One request: when its tokens came, and under which versions they were sampled."""
+
+    server: str = ""
+    came_s: list[float] = field(default_factory=list)
+    last: Chunk | None = None
+
+    async def run(self, router: Router, number: int, options: argparse.Namespace) -> None:
+        def take(chunk: Chunk) -> None:
+            self.came_s += [time.monotonic()] * len(chunk.ids)
+            if chunk.end is not None:
+                self.last = chunk
+
+        def placed(server: str, _: Any) -> None:
+            self.server = server
+
+        name = f"{number}-{random.random()}"
+        prompt = random.choices(range(3, 500), k=options.prompt)
+        generation = Generation(name, name, prompt, Sampling(), options.tokens, ())
+        await router.generate(
+            generation,
+            vocab_size=512,
+            on_chunk=take,
+            on_placed=placed,
+            on_moved=lambda _, why: print("moved:", why),
+        )
+
+    def is_whole(self, num_tokens: int, num_versions: int) -> bool:
+        """All tokens are there, and every hand-over is in the server's account of them."""
+        assert self.last is not None
+        spans = self.last.versions
+        edges = [0, *(edge for span in spans for edge in (span.start, span.end)), num_tokens]
+        covered = all(left == right for left, right in zip(edges[::2], edges[1::2], strict=True))
+        return covered and (len(self.came_s), len(spans)) == (num_tokens, num_versions)
+
+
+def longest(came_s: Sequence[float], begin_s: float, end_s: float) -> float:
+    """The longest time between two tokens that reaches into these."""
+    pairs = itertools.pairwise(came_s)
+    return max(b - a for a, b in pairs if b > begin_s and a < end_s)
+
+
+async def stream_once(
+    here: Parts, way: WeightsSettings, options: argparse.Namespace
+) -> tuple[list[tuple[float, float, float, float]], int]:
+    """For each hand-over and server: its pause, its silence, that of a stream of it, and how long
+    a token takes otherwise [s]; and how many streams are lost."""
+    source = here.publisher(way)
+    streams = [Stream() for _ in range(options.streams * options.servers)]
+    for server in here.servers:
+        server.pauses.clear()
+    async with anyio.create_task_group() as tasks:
+        for number, stream in enumerate(streams):
+            tasks.start_soon(stream.run, here.router, number, options)
+        for number in range(options.rounds):
+            published = await source.publish(str(time.monotonic()), timeout_s=TIMEOUT_S)
+            wanted = (number + 1) * options.tokens // (options.rounds + 1)
+            while min(len(stream.came_s) for stream in streams) < wanted:
+                await anyio.sleep(0.01)
+            await hand_over(here.router, published, timeout_s=TIMEOUT_S)
+            await source.tidy()
+    found = []
+    for server in here.servers:
+        own = [stream for stream in streams if stream.server == server.url]
+        whole = sorted(itertools.chain(*(stream.came_s for stream in own)))
+        for begin_s, end_s in server.pauses:
+            after = [[came for came in stream.came_s if came > end_s] for stream in own]
+            paused_s = end_s - begin_s
+            end_s = max(came[min(AFTER, len(came)) - 1] for came in after if came)
+            found.append(
+                (
+                    paused_s,
+                    longest(whole, begin_s, end_s),
+                    max(longest(stream.came_s, begin_s, end_s) for stream in own),
+                    statistics.median(b - a for a, b in itertools.pairwise(own[0].came_s)),
+                )
+            )
+    lost = sum(not s.is_whole(options.tokens, options.rounds + 1) for s in streams)
+    return found, lost
+
+
+async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
+    room = 2 * options.streams * (options.prompt + options.tokens) + 4096
+    ways = {
+        (by, pause): WeightsSettings(by=by, pause=pause, folder=shm if by == "disk" else None)
+        for by in ("disk", "group")
+        for pause in ("retract", "in_place")
+    }
+    async with parts(options, folder, room) as here:
+        found: dict[Any, list[tuple[float, float, float, float]]] = defaultdict(list)
+        lost: dict[Any, int] = defaultdict(int)
+        for _ in range(options.repeats):
+            for name, way in ways.items():
+                rows, num_lost = await stream_once(here, way, options)
+                found[name] += rows
+                lost[name] += num_lost
+    print("| by | pause | paused, ms | a token else, ms | server silent | a stream silent | lost |")
+    print("|---|---|---|---|---|---|---|")
+    for (by, pause), rows in found.items():
+        paused, _, _, token = (statistics.median(column) for column in zip(*rows, strict=True))
+        silent, stream_silent = ([row[index] / row[0] for row in rows] for index in (1, 2))
+        print(
+            f"| {by} | {pause} | {paused * 1e3:.0f} | {token * 1e3:.0f} | "
+            f"{_ratio(silent)} | {_ratio(stream_silent)} | {lost[by, pause]} |"
+        )
+
+
+def _ratio(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.handover", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.handover",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=("load", "stream"))
     for name, value in (
         ("layers", 8), ("hidden", 1024), ("servers", 1), ("ranks", 2), ("zero", 3), ("rounds", 5),
-        ("bucket-mib", 512),
+        ("bucket-mib", 512), ("streams", 8), ("prompt", 200), ("tokens", 400), ("repeats", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
@@ -115,7 +293,8 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as shm,
     ):
-        anyio.run(measure, options, Path(folder), Path(shm))
+        run = load if options.what == "load" else stream
+        anyio.run(run, options, Path(folder), Path(shm))
 
 
 if __name__ == "__main__":

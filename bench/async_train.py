@@ -1,0 +1,587 @@
+"""What it gains to let rollouts and learner go on at once, by how stale a sample may be.
+
+    python -m bench.async_train model                        models of servers, in virtual time
+    python -m bench.async_train model --regimes balanced --seeds 1 --staleness 0,1
+    python -m bench.async_train real --model runs/latest/start/model      real ones, on this machine
+
+`model`: the training loop itself (slots, queue, run folder, rewards, Resample-on-Correct, gate of
+groups) around what is only played: a learner that sleeps in proportion to the tokens of its batch,
+and models of servers (bench/virtual_servers.py), in virtual time. Rollouts are those of
+bench/router.py: turns of log-normal lengths with tools between them. New weights stop a server for
+`--load-s`; what ran there is computed again, as SGLang's pause by retraction has it. A token's id
+is the version that sampled it, so a batch says by itself how stale it is.
+
+The regimes say how long the learner is busy with a step (learning and publishing), to how long the
+servers are if they are always full: 0.5, 1 and 2 times as long. The bound by the busier side is the
+longer of
+
+    learner   what it was busy for, for each step of this very run
+    servers   tokens sampled for each step of this run, by the tokens a second of the same servers
+              when groups follow each other without a learner, as fast as the gate lets them in;
+              plus the pause for new weights. What is computed again is not in it.
+
+so it is what a loop would need that loses nothing but the work itself. Steps count from the end of
+step `--warm-up` to the end of the last one, and the run is broken off there, so that neither the
+filling nor the emptying of the pipeline is measured.
+
+With staleness 0 half of the devices always wait. Those who let one set of devices do both in turns
+do not have that loss; the table says nothing of them.
+
+`real`: `agentloop train` again and again, one run for each staleness, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+
+from agentloop.groups.queue import GroupQueue
+from agentloop.groups.reward import Reward, Scorer
+from agentloop.groups.roc import RocSettings
+from agentloop.groups.tasks import Task, TaskSource, TasksSettings
+from agentloop.inference.router import Router
+from agentloop.training.handover import Served
+from agentloop.training.learner import Learner
+from agentloop.training.loop import TrainingLoop
+from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.rollouts import Rollouts
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.standing import Standing
+from agentloop.trajectory import Trajectory
+from bench import virtual_time
+from bench.router import RolloutSpec, make_trace
+from bench.server_model import ServerParams
+from bench.virtual_servers import TOKENS_PER_ID, Server, Servers
+
+REGIMES = {"rollout-bound": 0.5, "balanced": 1.0, "learner-bound": 2.0}
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all runs have in common. The defaults are near a 14B model on GPUs of 141 GB, with half
+    as many rollouts a step for each GPU as in the paper; of eight such servers they are two."""
+
+    num_servers: int = 2
+    params: ServerParams = field(default_factory=lambda: ServerParams(capacity=600_000))
+    tasks_per_step: int = 16
+    group_size: int = 16
+    max_turns: int = 10
+    budget: int = 12_288
+    load_s: float = 10.0
+    publish_s: float = 10.0
+    warm_up: int = 5
+    steps: int = 13  # with those of the warm-up
+    evaluate_every: int = 0
+    enough: int = 0  # of a group: then the others are stopped
+
+    def group(self, seed: int, number: int) -> list[RolloutSpec]:
+        """The rollouts of the group that is admitted as the `number`-th, whatever the staleness."""
+        return make_trace(
+            1_000_000 * seed + number,
+            num_groups=1,
+            group_size=self.group_size,
+            max_turns=self.max_turns,
+            budget=self.budget,
+        )
+
+    def servers(self, seed: int) -> Servers:
+        """All of them, still without weights."""
+        each = [
+            Server(f"server{index}", self.params, self.load_s) for index in range(self.num_servers)
+        ]
+        return Servers(each, partial(self.group, seed), longest=self.budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """The servers without a learner.
+
+    Attributes:
+        tokens_per_s: sampled by all of them together.
+        step_s: for the rollouts of a step, at that rate.
+        num_learned: tokens that a step's batch has, prompts and observations with them.
+    """
+
+    tokens_per_s: float
+    step_s: float
+    num_learned: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run, for each step of those that count: seconds of virtual time, and shares of it.
+
+    Attributes:
+        bound_s: by the busier side; see the module's docstring.
+        recompute_s: of a server, for what it had in its cache before new weights.
+        length: tokens of a sample, in the mean.
+        staleness: how many samples were so many versions behind, by their oldest token.
+    """
+
+    regime: str
+    max_staleness: int
+    seed: int
+    step_s: float
+    learner_s: float
+    servers_s: float
+    recompute_s: float
+    servers_idle: float
+    learner_idle: float
+    length: float
+    staleness: dict[int, int]
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.learner_s, self.servers_s)
+
+
+# --- the learner ----------------------------------------------------------------------------------
+
+
+class _Enough(Exception):
+    """All steps that count are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where everything stands."""
+
+    now_s: float
+    learner_s: float
+    servers_s: float
+    num_sampled: int
+    num_recomputed: int
+
+
+class _SleepingLearner:
+    """`learn_s_per_token` of a batch, prompts and observations with it."""
+
+    def __init__(self, shape: Shape, servers: Sequence[Server], learn_s_per_token: float) -> None:
+        self.staleness: Counter[int] = Counter()  # of samples, by their oldest token
+        self.lengths: list[int] = []  # of samples, in ids
+        self.marks: list[_Mark] = []  # after each step
+        self._shape = shape
+        self._servers = servers
+        self._learn_s_per_token = learn_s_per_token
+        self._version = 0
+        self._busy_s = 0.0
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        if op == "step":
+            await self._step(Path(arguments["batch"]))
+            return {"loss": 0.0}
+        if op == "publish":
+            Path(arguments["folder"]).mkdir(parents=True)  # in memory
+            await self._work(self._shape.publish_s)
+        return {}
+
+    async def _step(self, batch: Path) -> None:
+        from safetensors.numpy import load_file
+
+        arrays = load_file(batch)
+        begin, num_steps = 0, len(self.marks)
+        for length in arrays["lengths"].tolist():
+            here = slice(begin, begin := begin + length)
+            oldest = int(arrays["ids"][here][arrays["mask"][here] == 1].min())
+            if num_steps >= self._shape.warm_up:
+                self.staleness[self._version - oldest] += 1
+                self.lengths.append(length)
+        num_tokens = TOKENS_PER_ID * len(arrays["ids"])
+        await self._work(num_tokens * self._learn_s_per_token)
+        self._version += 1
+        self.marks.append(
+            _Mark(
+                anyio.current_time(),
+                self._busy_s,
+                statistics.fmean(server.busy_s for server in self._servers),
+                sum(server.num_sampled for server in self._servers),
+                sum(server.num_recomputed for server in self._servers),
+            )
+        )
+        if len(self.marks) == self._shape.steps:
+            raise _Enough
+
+    async def _work(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
+        self._busy_s += seconds
+
+
+class _Half:
+    """A scorer: every other rollout is right."""
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Reward:
+        return Reward(float(int(trajectory.id.rpartition(".")[2]) % 2), None, "")
+
+
+class _Silent:
+    """Nobody is told."""
+
+    def __call__(self, line: str) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def show(self, standing: Standing) -> None:
+        pass
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def full(shape: Shape, seed: int) -> Full:
+    """What the servers can do, and what a step asks for."""
+    specs = [
+        [
+            spec
+            for number in range(shape.tasks_per_step)
+            for spec in shape.group(seed, first + number)
+        ]
+        for first in range(1, 1 + shape.steps * shape.tasks_per_step, shape.tasks_per_step)
+    ]
+    num_sampled = statistics.fmean(sum(spec.num_output for spec in step) for step in specs)
+    num_all = statistics.fmean(sum(map(_num_tokens, step)) for step in specs)
+    tokens_per_s = virtual_time.run(_tokens_per_s, shape, seed)
+    return Full(
+        tokens_per_s,
+        num_sampled / tokens_per_s,
+        num_all / 2,  # Resample-on-Correct keeps half
+    )
+
+
+def _num_tokens(spec: RolloutSpec) -> int:
+    """With its prompt, and what its tools answered."""
+    return spec.num_prompt + spec.num_output + sum(turn.num_tool for turn in spec.turns[:-1])
+
+
+async def _tokens_per_s(shape: Shape, seed: int) -> float:
+    """From the second step's rollouts on, for the length of three steps."""
+    servers = shape.servers(seed)
+    for server in servers.servers:
+        server.version = "0"
+        servers.weights_loaded(server.url, "0")
+    num_step = shape.tasks_per_step * shape.group_size
+    marks: list[tuple[float, int]] = []
+
+    async def watch() -> None:
+        for num_steps in (2, 5):
+            while servers.num_ended < num_steps * num_step:
+                await anyio.sleep(1.0)
+            marks.append((anyio.current_time(), sum(one.num_sampled for one in servers.servers)))
+        tasks.cancel_scope.cancel()
+
+    async def run_group(number: int, *, task_status: Any) -> None:
+        name, at_gate = f"{number}-x", task_status.started
+        await servers.run_group("", size=shape.group_size, name=name, budget=None, at_gate=at_gate)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        tasks.start_soon(servers.keep_told)
+        for number in range(1, 100 * shape.tasks_per_step):
+            await servers.has_room(shape.group_size)
+            await tasks.start(run_group, number)
+    (begin_s, num_before), (end_s, num_after) = marks
+    return (num_after - num_before) / (end_s - begin_s)
+
+
+def train(shape: Shape, regime: str, max_staleness: int, seed: int, at_best: Full) -> Result:
+    """The loop, until its last step that counts."""
+    learner_s = REGIMES[regime] * (at_best.step_s + shape.load_s)
+    learn_s_per_token = max(0.0, learner_s - shape.publish_s) / at_best.num_learned
+    learner = virtual_time.run(_train, shape, max_staleness, seed, learn_s_per_token)
+    first, last = learner.marks[shape.warm_up - 1], learner.marks[-1]
+    num_steps = shape.steps - shape.warm_up
+    took_s = last.now_s - first.now_s
+    learner_s = (last.learner_s - first.learner_s) / num_steps
+    num_sampled = (last.num_sampled - first.num_sampled) / num_steps
+    num_recomputed = (last.num_recomputed - first.num_recomputed) / num_steps
+    return Result(
+        regime,
+        max_staleness,
+        seed,
+        step_s=took_s / num_steps,
+        learner_s=learner_s,
+        servers_s=num_sampled / at_best.tokens_per_s + shape.load_s,
+        recompute_s=num_recomputed * shape.params.prefill_s_per_token / shape.num_servers,
+        servers_idle=1 - (last.servers_s - first.servers_s) / took_s,
+        learner_idle=1 - (last.learner_s - first.learner_s) / took_s,
+        length=TOKENS_PER_ID * statistics.fmean(learner.lengths),
+        staleness=dict(sorted(learner.staleness.items())),
+    )
+
+
+async def _train(
+    shape: Shape, max_staleness: int, seed: int, learn_s_per_token: float
+) -> _SleepingLearner:
+    servers = shape.servers(seed)
+    learner = _SleepingLearner(shape, servers.servers, learn_s_per_token)
+    settings = LoopSettings(
+        steps=shape.steps + max_staleness + 2,  # admission must not run dry before the end
+        tasks_per_step=shape.tasks_per_step,
+        group_size=shape.group_size,
+        max_staleness=max_staleness,
+        evaluate_every=shape.evaluate_every,
+        checkpoint_every=0,
+        seed=seed,
+    )
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+        run = RunFolder(Path(folder) / "run", "")
+        async with (
+            GroupQueue.open(run.path / "queue.sqlite") as queue,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(servers.keep_told)
+            with suppress(_Enough):
+                await TrainingLoop(
+                    settings,
+                    rollouts=Rollouts(
+                        servers.run_group,
+                        servers.has_room,
+                        cast(Scorer, _Half()),
+                        RocSettings(down_sample_to_n=shape.group_size // 2),
+                        seed=settings.seed,
+                        enough=shape.enough,
+                    ),
+                    serving=Served(cast(Router, servers)),
+                    learner=cast(Learner, learner),
+                    tasks=TaskSource.open(TasksSettings(kind="arithmetic", held_out=64)),
+                    queue=queue,
+                    folder=run,
+                    report=_Silent(),
+                ).run()
+            tasks.cancel_scope.cancel()
+    return learner
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+_HEAD = """\
+| regime | staleness | steps/h | to synchronous | s a step | bound s | to the bound | \
+recomputing s | servers idle | learner idle | tokens of a sample | staleness of samples |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def table(results: Sequence[Result]) -> str:
+    """Medians over the seeds, as markdown; ratios are taken seed by seed."""
+    alone = {(one.regime, one.seed): one.step_s for one in results if not one.max_staleness}
+    rows = [_HEAD]
+    for regime, max_staleness in dict.fromkeys((one.regime, one.max_staleness) for one in results):
+        mine = [
+            one for one in results if (one.regime, one.max_staleness) == (regime, max_staleness)
+        ]
+
+        def median(name: str, mine: Sequence[Result] = mine) -> float:
+            return float(statistics.median(getattr(one, name) for one in mine))
+
+        gains = [alone[key] / one.step_s for one in mine if (key := (regime, one.seed)) in alone]
+        gain = f"{statistics.median(gains):.2f}" if gains else ""
+        to_bound = statistics.median(one.step_s / one.bound_s for one in mine)
+        rows.append(
+            f"| {regime} | {max_staleness} | {3600 / median('step_s'):.2f} | {gain} | "
+            f"{median('step_s'):.0f} | {median('bound_s'):.0f} | {to_bound:.2f} | "
+            f"{median('recompute_s'):.0f} | "
+            f"{100 * median('servers_idle'):.0f}% | {100 * abs(median('learner_idle')):.0f}% | "
+            f"{median('length'):,.0f} | "
+            f"{_shares(mine)} |"
+        )
+    return "\n".join(rows)
+
+
+def _shares(results: Sequence[Result]) -> str:
+    """Such as "1: 20%, 2: 80%", of all samples."""
+    counts = sum((Counter(one.staleness) for one in results), Counter[int]())
+    total = max(1, counts.total())
+    return ", ".join(f"{age}: {100 * count / total:.0f}%" for age, count in sorted(counts.items()))
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Steps an hour over the staleness, and the bound, by regime."""
+    from matplotlib.figure import Figure
+
+    regimes = list(dict.fromkeys(one.regime for one in results))
+    figure = Figure(figsize=(4 * len(regimes), 3.2), layout="constrained")
+    grid = figure.subplots(1, len(regimes), squeeze=False)[0]
+    for axes, regime in zip(grid, regimes, strict=True):
+        mine = [one for one in results if one.regime == regime]
+        ages = sorted({one.max_staleness for one in mine})
+        for name, style, label in (("step_s", "o-", "measured"), ("bound_s", ":", "bound")):
+            hourly = [
+                3600
+                / statistics.median(getattr(one, name) for one in mine if one.max_staleness == age)
+                for age in ages
+            ]
+            axes.plot(ages, hourly, style, label=label)
+        axes.set_title(regime, fontsize=10, loc="left")
+        axes.set_xlabel("max_staleness")
+        axes.set_xticks(ages)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    grid[0].set_ylabel("steps an hour")
+    grid[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+# --- the real thing -------------------------------------------------------------------------------
+
+
+def run_real(
+    recipe: Path, model: str, max_staleness: int, steps: int, folder: Path, overrides: Sequence[str]
+) -> list[dict[str, Any]]:
+    """`agentloop train`, and the metrics of its steps. Raises CalledProcessError: it failed."""
+    name = f"staleness-{max_staleness}"
+    settings = {
+        "model": model,
+        "loop.steps": steps,
+        "loop.max_staleness": max_staleness,
+        "loop.evaluate_every": 0,
+        "run.folder": folder,
+        "run.name": name,
+    }
+    given = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
+    command = [sys.executable, "-m", "agentloop", "train", str(recipe), *given]
+    print(" ".join(command), file=sys.stderr)
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "step_s" in row]
+
+
+_REAL_HEAD = """\
+| staleness | steps/h | to synchronous | s a step | waiting | learning | handing over | \
+tokens/s | staleness mean | max | reward, last quarter |
+|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def real_table(runs: dict[int, list[dict[str, Any]]], warm_up: int) -> str:
+    """Means over the steps that count, as markdown: those after the warm-up, and without the last
+    ones, beside which no rollouts start any more."""
+    rows, alone = [_REAL_HEAD], None
+    for max_staleness, metrics in sorted(runs.items()):
+        counted = metrics[warm_up : len(metrics) - max_staleness]
+
+        def mean(name: str, rows: Sequence[dict[str, Any]] = counted) -> float:
+            return statistics.fmean(row.get(name) or 0.0 for row in rows)
+
+        step_s = mean("step_s")
+        alone = step_s if max_staleness == 0 else alone
+        gain = f"{alone / step_s:.2f}" if alone else ""
+        tokens_per_s = mean("num_sampled_tokens") / step_s
+        reward = mean("reward", metrics[-max(1, len(metrics) // 4) :])
+        rows.append(
+            f"| {max_staleness} | {3600 / step_s:.0f} | {gain} | {step_s:.1f} | "
+            f"{mean('wait_s'):.1f} | {mean('learn_s'):.1f} | {mean('hand_over_s'):.1f} | "
+            f"{tokens_per_s:,.0f} | {mean('staleness_mean'):.2f} | "
+            f"{max(row['staleness_max'] for row in counted)} | {reward:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    model = commands.add_parser("model", help="models of servers, in virtual time")
+    usual = Shape()
+    add = model.add_argument
+    add("--regimes", type=_words, default=list(REGIMES), help=f"of {', '.join(REGIMES)}")
+    add("--seeds", type=_numbers, default=[1, 2, 3], help="of lengths, by commas")
+    add("--servers", type=int, default=usual.num_servers)
+    add("--capacity", type=int, default=usual.params.capacity, help="tokens of KV of a server")
+    add("--tasks", type=int, default=usual.tasks_per_step, help="of a step")
+    add("--group-size", type=int, default=usual.group_size)
+    add("--max-turns", type=int, default=usual.max_turns)
+    add("--budget", type=int, default=usual.budget, help="tokens of a rollout at most")
+    add("--load-s", type=float, default=usual.load_s, help="a server's pause for new weights")
+    add("--publish-s", type=float, default=usual.publish_s, help="the learner's, before it")
+    add("--evaluate-every", type=int, default=usual.evaluate_every, help="steps")
+    add("--enough", type=int, default=0, help="rollouts of a group, then the others are stopped")
+    add("--steps", type=int, default=usual.steps, help="with those of the warm-up")
+    add("--plot", type=Path, help="a picture (needs matplotlib)")
+    real = commands.add_parser("real", help="agentloop train, on this machine")
+    real.add_argument("--model", required=True, help="a folder, such as runs/latest/start/model")
+    real.add_argument("--recipe", type=Path, default=Path("docs/recipes/laptop-rl.toml"))
+    real.add_argument("--steps", type=int, default=16, help="with all that do not count")
+    real.add_argument("--folder", type=Path, default=Path("runs/async"), help="of the runs")
+    real.add_argument("overrides", nargs="*", metavar="name=value", help="other settings")
+    for one in (model, real):
+        one.add_argument("--staleness", type=_numbers, default=[0, 1, 2, 4], help="by commas")
+        one.add_argument("--warm-up", type=int, default=usual.warm_up, help="of its steps")
+        one.add_argument("--out", type=Path, help="a JSON file with all figures")
+    args = parser.parse_args(argv)
+    if args.steps <= args.warm_up + (args.command == "real") * max(args.staleness):
+        parser.error("--steps: none of them counts")
+    figures: Any
+    if args.command == "model":
+        if unknown := set(args.regimes) - set(REGIMES):
+            parser.error(f"no regime {sorted(unknown)}")
+        shape = Shape(
+            num_servers=args.servers,
+            params=ServerParams(capacity=args.capacity),
+            tasks_per_step=args.tasks,
+            group_size=args.group_size,
+            max_turns=args.max_turns,
+            budget=args.budget,
+            load_s=args.load_s,
+            publish_s=args.publish_s,
+            warm_up=args.warm_up,
+            steps=args.steps,
+            evaluate_every=args.evaluate_every,
+            enough=args.enough,
+        )
+        results = run_all(shape, args.regimes, args.staleness, args.seeds)
+        print(table(results))
+        figures = [asdict(one) | {"bound_s": one.bound_s} for one in results]
+        if args.plot:
+            plot(results, args.plot)
+    else:
+        figures = {
+            age: run_real(args.recipe, args.model, age, args.steps, args.folder, args.overrides)
+            for age in args.staleness
+        }
+        print(real_table(figures, args.warm_up))
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def run_all(
+    shape: Shape, regimes: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]
+) -> list[Result]:
+    """All of them, over the same rollouts for a seed."""
+    best = {seed: full(shape, seed) for seed in seeds}
+    results = []
+    for regime in regimes:
+        for age in staleness:
+            for seed in seeds:
+                result = train(shape, regime, age, seed, best[seed])
+                results.append(result)
+                print(f"{regime}, {age}, seed {seed}: {result.step_s:.0f} s", file=sys.stderr)
+    return results
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,458 @@
+"""Training runs that are killed at random moments, gone on with, and held against undisturbed ones.
+
+    python -m bench.kill --runs 90      played model and learner, real control loop: a minute for 20
+    python -m bench.kill --fleet 40     the same by a fleet, around a real Redis
+    python -m bench.kill --real 10      all parts real: minutes each
+
+A run is a sequence of lives of the runtime. In each one something is killed by SIGKILL: the
+runtime, its learner, a server; with a fleet Redis, or one of the two that roll out; at a moment of
+the clock's, or between two effects that outlive it (kill_parts.Fuse). A runtime that has ended is
+started again as by `agentloop train --resume`, the others as by whoever has them, until the run is
+through. Then all of this must hold:
+
+    journal    each group was trained on in one step or given back; the tasks are the source's, none
+               left out, none twice; no sample was too stale
+    lineage    the final weights descend from one update for each step, of that step's groups: the
+               learner's own record, walked back from the last checkpoint; what was learned and lost
+               does not count
+    metrics    a row for each step, a row for each evaluation
+    leftovers  no process, nothing half-written, no weights but the last
+
+and in synchronous mode weights, batches and all metrics but times are those of a run that nothing
+was killed in. With more staleness what is in a batch depends on timing, and all else holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from agentloop.errors import AgentLoopError
+from agentloop.models import SMALL
+from agentloop.training.launch import free_port
+from bench.kill_checks import (
+    adopt_orphans,
+    played_problems,
+    problems,
+    processes_left,
+    tail,
+)
+from bench.kill_learner import PID
+from bench.kill_parts import STRUCK, TICKS, Fuse, learner_of, live, roll_out, serve, strike
+from bench.kill_real import VICTIMS, play_real
+
+__all__ = ["main"]
+
+_NUM_SERVERS = 2  # in a fleet one for each of those that roll out
+_LIFE_S = 60.0
+_MAX_LIVES = 12
+_POLL_S = 0.003
+_PR_SET_PDEATHSIG = 1
+
+_COMMON = [
+    f"model={SMALL}",
+    "tasks.held_out=4",
+    "reward.function=exact",
+    "roc.down_sample_to_n=4",
+    "loop.tasks_per_step=3",
+    "loop.group_size=6",
+    "loop.evaluate_tasks=4",
+    "loop.evaluate_every=3",
+    "loop.checkpoint_every=2",
+    "router.probe_interval_s=0.02",
+]
+_STAGES = [
+    "stages.short.steps=3",
+    "stages.hard.steps=3",
+    "stages.hard.reset_optimizer=true",
+    "stages.hard.filter_tasks=8",
+    "stages.hard.filter_rollouts=3",
+    "stages.rest.steps=2",
+]
+VARIANTS = {
+    "in step": ["loop.steps=8"],
+    "in step, replaced": ["loop.steps=8", "loop.dynamic_sampling=true"],
+    "in step, stages": _STAGES,
+    "staleness 1": ["loop.steps=8", "loop.max_staleness=1", "weights.folder={folder}/lent"],
+    "staleness 2, replaced": [
+        "loop.steps=8", "loop.max_staleness=2", "loop.dynamic_sampling=true"
+    ],
+    "staleness 2, stages": [*_STAGES, "loop.max_staleness=2", "loop.dynamic_sampling=true"],
+}  # fmt: skip
+
+FLEETS = {
+    f"fleet{how}, Redis {data}": [
+        "loop.steps=8", *own, "fleet.lease_s=2", f"fleet.give_up_s={_LIFE_S - 10}"
+    ]
+    for how, own in {
+        "": [],
+        ", staleness 2": ["loop.max_staleness=2", "loop.dynamic_sampling=true"],
+    }.items()
+    for data in ("forgets", "keeps")
+}  # fmt: skip
+_NARROW = [  # so that tickets wait, and can be lost
+    "router.admission.target=0.001",
+    "router.admission.growth=0",
+]
+_VICTIMS = {"runtime": 5, "learner": 3, "server": 2}  # how often, among each other
+_VICTIMS_OF_A_FLEET = {"redis": 5, "member": 2, "runtime": 2, "learner": 1}
+_OUTLIVED = ("redis", "member")  # by the runtime
+
+
+# --- what happens ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """What is killed in a life, and when: at so many effects, or after so many seconds."""
+
+    victim: str
+    at: int | None = None
+    after_s: float | None = None
+
+    def __str__(self) -> str:
+        when = f"effect {self.at}" if self.after_s is None else f"{self.after_s:.2f} s"
+        return f"{self.victim} at {when}"
+
+
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """A run in which nothing was killed."""
+
+    run: Path
+    num_ticks: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Played:
+    """A run that is through, or is not."""
+
+    run: Path
+    variant: str
+    blows: list[Blow] = field(default_factory=list)  # those that fell
+    num_lives: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+def blows(seed: int, usual: Undisturbed, victims: Mapping[str, int]) -> list[Blow]:
+    draw, found = Random(seed), []
+    for life in range(draw.randint(1, 3)):
+        victim = draw.choices([*victims], [*victims.values()])[0]
+        share = draw.random() ** (life + 1)  # there is less left to do
+        if draw.random() < 0.75:
+            found.append(Blow(victim, at=int(share * usual.num_ticks)))
+        else:
+            found.append(Blow(victim, after_s=share * usual.seconds))
+    return found
+
+
+class Around:
+    """Processes that whoever has them starts again at once, at the same address."""
+
+    def __init__(self, log: Path) -> None:
+        self.problems: list[str] = []
+        self._log = log
+        self._works: list[tuple[str, Callable[[], object]]] = []
+        self._pids: list[int] = []  # 0: it has come to its end
+        self._ports: list[int] = []
+
+    def add(self, kind: str, work: Callable[[], object], port: int | None = None) -> None:
+        """Start it; it is ready when `port` is open, where it has one."""
+        self._works.append((kind, work))
+        self._pids.append(0)
+        self._ports += [] if port is None else [port]
+        self._start(len(self._pids) - 1)
+
+    @property
+    def pids(self) -> list[int]:
+        return [pid for pid in self._pids if pid]
+
+    def one(self, kind: str) -> int:
+        mine = zip(self._works, self._pids, strict=True)
+        return random.choice([pid for work, pid in mine if work[0] == kind])
+
+    def wait_ready(self) -> None:
+        for index, pid in enumerate(self._pids):
+            if not pid:
+                self._start(index)
+        for port in self._ports:
+            while True:
+                self.keep()
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(_POLL_S)
+
+    def keep(self) -> None:
+        """Who has come to an end in peace is not started again before the next life."""
+        for index, pid in enumerate(self._pids):
+            ended, status = os.waitpid(pid, os.WNOHANG) if pid else (0, 0)
+            if ended:
+                self._pids[index] = 0
+                if status:
+                    self._start(index)
+                if status not in (0, signal.SIGKILL):
+                    kind = self._works[index][0]
+                    self.problems.append(f"a {kind} ended by itself: {tail(self._log)}")
+
+    def stop(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    def _start(self, index: int) -> None:
+        self._pids[index] = _fork(self._works[index][1], self._log)
+
+
+def _servers(around: Around) -> list[str]:
+    ports = [free_port() for _ in range(_NUM_SERVERS)]
+    for port in ports:
+        around.add("server", partial(serve, port), port)
+    return [f"http://127.0.0.1:{port}" for port in ports]
+
+
+def _fleet(around: Around, run: Path, *, keeps: bool) -> list[str]:
+    """Redis, and for each server one that rolls out; returns what a trainer is told of it."""
+    if (redis := shutil.which("redis-server")) is None:
+        raise SystemExit("missing: redis-server: apt-get install redis-server")
+    port, folder = free_port(), run.with_name(f"{run.name}.redis")
+    folder.mkdir(exist_ok=True)
+    command = [redis, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+    command += ["--save", "", "--appendonly", "yes" if keeps else "no", "--appendfsync", "always"]
+    around.add("redis", partial(os.execv, redis, command), port)
+    met = [f"fleet.redis=redis://127.0.0.1:{port}/0"]
+    for url in _servers(around):
+        told = [*met, f"fleet.run={run.name}", f"fleet.give_up_s={_LIFE_S}", f'servers=["{url}"]']
+        told += [*(one for one in _COMMON if one.startswith("router.")), *_NARROW]
+        around.add("member", partial(roll_out, told))
+    return met
+
+
+def play(run: Path, variant: str, told: Sequence[Blow]) -> Played:
+    """From nothing to the end, with a blow in each of the first lives."""
+    played, begun, left = Played(run, variant), time.monotonic(), list(told)
+    around = Around(run.with_name(f"{run.name}.around.log"))
+    try:
+        own = [setting.format(folder=run.parent) for setting in {**VARIANTS, **FLEETS}[variant]]
+        if variant in FLEETS:
+            own += _fleet(around, run, keeps=variant.endswith("keeps"))
+        else:
+            own.append(f"servers={json.dumps(_servers(around))}")
+        overrides = [*_COMMON, *own, f"run.folder={run.parent}", f"run.name={run.name}"]
+        while played.num_lives < _MAX_LIVES:
+            blow = left.pop(0) if left else None
+            status = _live_once(played, overrides, around, blow)
+            fell = blow is not None and (run / STRUCK).exists()
+            if blow is not None and fell:
+                played.blows.append(blow)
+            if status and (blow is None or not fell or blow.victim in _OUTLIVED):
+                played.problems.append(f"life {played.num_lives} ended with status {status}")
+            if not status or played.problems:
+                break
+        played.problems += [*around.problems, *processes_left(around.pids)]
+    finally:
+        around.stop()
+    played.seconds = time.monotonic() - begun
+    return played
+
+
+def _live_once(
+    played: Played, overrides: list[str], around: Around, blow: Blow | None
+) -> int | None:
+    """Its exit status, or the signal that ended it, negative; None: it hung."""
+    run = played.run
+    played.num_lives += 1
+    for name in (PID, STRUCK):  # that process may be another's by now
+        (run / name).unlink(missing_ok=True)
+    victims: Mapping[str, Callable[[Path], int]] = {
+        "runtime": lambda _: os.getpid(),
+        "learner": learner_of,
+        "server": lambda _: around.one("server"),
+        "redis": lambda _: around.one("redis"),
+        "member": lambda _: around.one("member"),
+    }
+    around.wait_ready()
+    fuse = Fuse() if blow is None else Fuse(blow.at, victims[blow.victim])
+    log = run.with_name(f"{run.name}.{played.num_lives}.log")
+    runtime = _fork(lambda: live(run, overrides, fuse), log)
+    begun = time.monotonic()
+    falls_s = None if blow is None else blow.after_s
+    while time.monotonic() - begun < _LIFE_S:
+        if falls_s is not None and blow and time.monotonic() - begun >= falls_s:
+            falls_s = None
+            strike(run, runtime if blow.victim == "runtime" else victims[blow.victim](run))
+        pid, status = os.waitpid(runtime, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        around.keep()
+        time.sleep(_POLL_S)
+    played.problems.append(f"life {played.num_lives} hung: {tail(log)}")
+    os.kill(runtime, signal.SIGKILL)
+    os.waitpid(runtime, 0)
+    return None
+
+
+def _fork(work: Callable[[], object], log: Path) -> int:
+    """A process that does `work` and leaves nothing of ours behind; all is imported already."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        work()
+        status = 0
+    except AgentLoopError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        status = 2
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+# --- told -----------------------------------------------------------------------------------------
+
+
+def run_many(folder: Path, seeds: Sequence[int], *, by_fleet: bool = False) -> int:
+    """How many of them failed."""
+    variants = FLEETS if by_fleet else VARIANTS
+    victims = _VICTIMS_OF_A_FLEET if by_fleet else _VICTIMS
+    usual: dict[str, Undisturbed] = {}
+    fell: Counter[str] = Counter()
+    num_lives = num_failed = 0
+    for seed in seeds:
+        variant = [*variants][seed % len(variants)]
+        if variant not in usual:
+            usual[variant] = _undisturbed(folder, variant)
+        name = f"fleet-{seed}" if by_fleet else f"run-{seed}"
+        played = play(folder / name, variant, blows(seed, usual[variant], victims))
+        if not played.problems:
+            played.problems += problems(played.run)
+            played.problems += played_problems(played.run, usual[variant].run)
+        num_lives += played.num_lives
+        num_failed += bool(played.problems)
+        fell.update(f"{variant}|{blow.victim}" for blow in played.blows)
+        _tell(seed, played)
+        if not played.problems:
+            shutil.rmtree(played.run)
+    print(f"\n{len(seeds)} runs, {num_lives} lives, {num_failed} failed. Killed:")
+    for key, num in sorted(fell.items()):
+        print(f"    {key.replace('|', ', '):44} {num}")
+    return num_failed
+
+
+def _undisturbed(folder: Path, variant: str) -> Undisturbed:
+    played = play(
+        folder / f"undisturbed-{variant.replace(', ', '-').replace(' ', '-')}", variant, []
+    )
+    found = played.problems or [*problems(played.run), *played_problems(played.run, played.run)]
+    if found:
+        raise SystemExit(f"{variant}, undisturbed: {'; '.join(found)}; see {played.run}")
+    ticks = int((played.run / TICKS).read_text())
+    return Undisturbed(played.run, ticks, played.seconds)
+
+
+def _tell(seed: int, played: Played) -> None:
+    fell = "; ".join(map(str, played.blows)) or "nothing in time"
+    verdict = "FAILED" if played.problems else "ok"
+    print(
+        f"{seed:4} {played.variant:33} {played.num_lives} lives {played.seconds:5.1f} s  {verdict}"
+    )
+    print(f"     {fell}", flush=True)
+    for problem in played.problems:
+        print(f"     - {problem}")
+    if played.problems:
+        kind = "--fleet" if played.variant in FLEETS else "--runs"
+        print(f"     again: python -m bench.kill {kind} 1 --seed {seed}; see {played.run}")
+
+
+def run_real(folder: Path, seeds: Sequence[int], *, num_steps: int, victims: Sequence[str]) -> int:
+    """How many of them failed."""
+    num_failed = num_again = num_lives = 0
+    fell: Counter[str] = Counter()
+    for seed in seeds:
+        staleness = seed // len(VICTIMS) % 2
+        print(f"{seed:4} all parts real, staleness {staleness}", flush=True)
+        run = folder / f"real-{seed}"
+        played = play_real(run, seed, num_steps=num_steps, max_staleness=staleness, victims=victims)
+        num_failed += bool(played.problems)
+        num_again += played.num_again
+        num_lives += played.num_lives
+        fell.update(one.split()[0] for one in played.fell)
+        verdict = "FAILED" if played.problems else "ok"
+        told = f"{played.num_lives} lives, {played.num_again} steps done again"
+        told += f", {played.num_calls} calls of tools, {played.num_broken} rollouts broken"
+        print(f"     {told}, {played.seconds:.0f} s  {verdict}", flush=True)
+        for problem in played.problems:
+            print(f"     - {problem}")
+        if played.problems:
+            print(f"     again: python -m bench.kill --real 1 --seed {seed}; see {run}")
+        else:
+            shutil.rmtree(run)
+    killed = ", ".join(f"{victim} {num}" for victim, num in sorted(fell.items()))
+    again = f"{num_again} steps done again with the loss that they had"
+    print(f"\n{len(seeds)} real runs, {num_lives} lives, {again}, {num_failed} failed")
+    print(f"Killed: {killed}")
+    return num_failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=0, help="of played parts")
+    parser.add_argument("--fleet", type=int, default=0, help="of played parts, by a fleet")
+    parser.add_argument("--real", type=int, default=0, help="of real parts")
+    parser.add_argument("--steps", type=int, default=6, help="of each real run")
+    parser.add_argument(
+        "--victims", nargs="+", choices=VICTIMS, default=VICTIMS, help="in the real runs"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first one; others follow")
+    parser.add_argument("--folder", type=Path, help="for the runs; those that fail stay there")
+    options = parser.parse_args()
+    adopt_orphans()
+    root = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="agentloop-kill-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    num_failed = 0
+    if options.runs:
+        num_failed += run_many(folder, range(options.seed, options.seed + options.runs))
+    if options.fleet:
+        seeds = range(options.seed, options.seed + options.fleet)
+        num_failed += run_many(folder, seeds, by_fleet=True)
+    if options.real:
+        num_failed += run_real(
+            folder,
+            range(options.seed, options.seed + options.real),
+            num_steps=options.steps,
+            victims=options.victims,
+        )
+    if not num_failed and options.folder is None:
+        shutil.rmtree(folder)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""What must hold of a run that was killed, gone on with and is through: for bench/kill.py."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import signal
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentloop.config import load_settings
+from agentloop.groups.tasks import TaskSource
+from agentloop.train import TrainSettings
+from bench.kill_learner import FIRST, LOG
+
+__all__ = [
+    "Journal",
+    "adopt_orphans",
+    "last_checkpoint",
+    "lines",
+    "played_problems",
+    "problems",
+    "processes_left",
+    "tail",
+]
+
+_POLL_S = 0.01
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def problems(run: Path) -> Iterator[str]:
+    """Of any run."""
+    settings = load_settings(TrainSettings, [run / "config.toml"])
+    yield from _leftovers(run, settings)
+    journal = Journal.of(run)
+    yield from _of_journal(run, journal, settings)
+    yield from _of_metrics(run, journal, settings)
+
+
+def played_problems(run: Path, usual: Path) -> Iterator[str]:
+    """Of one with a played learner; `usual` is the undisturbed one in the same mode."""
+    journal, undisturbed = Journal.of(run), Journal.of(usual)
+    yield from _of_lineage(run, journal)
+    if load_settings(TrainSettings, [run / "config.toml"]).loop.max_staleness:
+        return
+    if [one["task"] for one in journal.groups] != [one["task"] for one in undisturbed.groups]:
+        yield "other tasks than undisturbed"
+    if last_checkpoint(run)["digest"] != last_checkpoint(usual)["digest"]:
+        yield "other weights than undisturbed"
+    yield from _differences(_figures(run), _figures(usual))
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What stands in queue.sqlite, as it stands there."""
+
+    groups: list[dict[str, Any]]
+    steps: dict[int, dict[str, Any]]  # their notes
+    results: dict[int, dict[str, Any]]
+
+    @classmethod
+    def of(cls, run: Path) -> Journal:
+        """Raises sqlite3.Error: there is none."""
+        # A reader leaves files of its own beside a journal, unless it is told that all is there.
+        is_whole = not (run / "queue.sqlite-wal").exists()
+        how = "immutable=1" if is_whole else "mode=ro"
+        with closing(sqlite3.connect(f"file:{run / 'queue.sqlite'}?{how}", uri=True)) as db:
+            db.row_factory = sqlite3.Row
+            rows = db.execute("SELECT * FROM groups ORDER BY number").fetchall()
+            groups = [dict(row) | {"task": json.loads(row["task"])["id"]} for row in rows]
+            steps = db.execute("SELECT step, notes, result FROM steps ORDER BY step").fetchall()
+        return cls(
+            groups,
+            {row["step"]: json.loads(row["notes"]) for row in steps},
+            {row["step"]: json.loads(row["result"]) for row in steps if row["result"]},
+        )
+
+    def of_step(self, step: int) -> list[dict[str, Any]]:
+        mine = [g for g in self.groups if g["step"] == step and g["state"] != "given back"]
+        return sorted(mine, key=lambda group: group["place"])
+
+
+def _of_journal(run: Path, journal: Journal, settings: TrainSettings) -> Iterator[str]:
+    for group in journal.groups:
+        if group["state"] not in ("trained", "given back"):
+            yield f"group {group['number']} is {group['state']}"
+    num_steps = sum(stage.steps for stage in settings.stages.values()) or settings.loop.steps
+    if [*journal.steps] != [*range(1, num_steps + 1)]:
+        yield f"steps {[*journal.steps]}"
+    if not settings.stages:  # where there is a filter, tasks come from it, over and over
+        source = TaskSource.open(settings.tasks)
+        expected = [task.id for task in itertools.islice(source, len(journal.groups))]
+        if [group["task"] for group in journal.groups] != expected:
+            yield "the tasks are not those of the source, in its order"
+    for step, notes in journal.steps.items():
+        groups = journal.of_step(step)
+        if len(groups) != settings.loop.tasks_per_step:
+            yield f"step {step} has {len(groups)} groups"
+        for group in groups:
+            oldest = min([group["version"], *_versions(run, group)])
+            if not 0 <= notes["version"] - oldest <= settings.loop.max_staleness:
+                yield f"group {group['number']} of version {oldest} is in step {step}"
+
+
+def _versions(run: Path, group: Mapping[str, Any]) -> set[int]:
+    """Of the weights that sampled what is learned of a group."""
+    return {
+        int(version)
+        for row in _learned_rows(run, group)
+        for version in row["trajectory"]["versions"]
+        if version is not None
+    }
+
+
+def _learned_rows(run: Path, group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = [] if group["path"] is None else lines(run / group["path"])
+    return [row for row in rows if row["advantage"] is not None]
+
+
+def last_checkpoint(run: Path) -> dict[str, Any]:
+    """What its state.json says."""
+    kept = [json.loads(path.read_bytes()) for path in run.glob("checkpoints/*/state.json")]
+    return max(kept, key=lambda one: int(one["state"]["step"]))
+
+
+def _of_lineage(run: Path, journal: Journal) -> Iterator[str]:
+    made = {line["after"]: line for line in lines(run / LOG)}
+    digest, learned = last_checkpoint(run)["digest"], list[set[tuple[int, ...]]]()
+    while digest != FIRST:
+        line = made[digest]
+        if line["prompts"]:  # else the optimizer was reset
+            learned.insert(0, {tuple(prompt) for prompt in line["prompts"]})
+        digest = line["before"]
+    expected = []
+    for step in journal.steps:
+        groups = [group for group in journal.of_step(step) if _learned_rows(run, group)]
+        expected.append({(one["number"], int(one["task"].rpartition("-")[2])) for one in groups})
+    if learned != [groups for groups in expected if groups]:
+        yield f"the weights have learned {learned}, the journal says {expected}"
+
+
+def _of_metrics(run: Path, journal: Journal, settings: TrainSettings) -> Iterator[str]:
+    rows = lines(run / "metrics.jsonl")
+    steps = [row["step"] for row in rows if "reward" in row]
+    if steps != [*journal.steps]:
+        yield f"metrics of the steps {steps}"
+    evaluated = Counter(row["step"] for row in rows if "held_out/reward" in row)
+    ends = set(itertools.accumulate(stage.steps for stage in settings.stages.values()))
+    every = settings.loop.evaluate_every
+    expected = {s for s in journal.steps if s % every == 0} | ends | {0, max(journal.steps)}
+    if evaluated != Counter(expected):
+        yield f"evaluations after the steps {sorted(evaluated.elements())}, not {sorted(expected)}"
+
+    num_filtered = sum("filter/num_tasks" in row for row in rows)
+    if num_filtered != sum(stage.filter_tasks > 0 for stage in settings.stages.values()):
+        yield f"tasks were filtered {num_filtered} times"
+
+
+def _leftovers(run: Path, settings: TrainSettings) -> Iterator[str]:
+    halves = ("**/*.partial", "**/*.old", "batches/*", "queue.sqlite-*", "fleet")
+    left = [path for pattern in halves for path in run.glob(pattern)]
+    if settings.weights.folder is not None:
+        left += settings.weights.folder.glob(f"{run.name}-*")
+    for path in left:
+        yield f"{path} is left"
+    weights = sorted(path.name for path in (run / "weights").iterdir())
+    if len(weights) != 1:
+        yield f"weights of the versions {weights} are left"
+
+
+def _figures(run: Path) -> dict[str, dict[str, Any]]:
+    """What metrics.jsonl says of each step, less what depends on time."""
+    rows = lines(run / "metrics.jsonl")
+    return {
+        f"step {row['step']}" + (" held out" if "held_out/reward" in row else ""): {
+            name: value
+            for name, value in row.items()
+            if not name.endswith("_s") and not name.startswith("weights/")
+        }
+        for row in rows
+    }
+
+
+def _differences(
+    found: Mapping[str, Mapping[str, Any]], usual: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    for row in usual:
+        names = usual[row].keys() | found.get(row, {}).keys()
+        for name in sorted(names):
+            now, then = found.get(row, {}).get(name), usual[row].get(name)
+            if now != then:
+                yield f"{row}: {name} is {now}, undisturbed {then}"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def processes_left(ours: Collection[int], *, within_s: float = 5.0) -> list[str]:
+    """Whatever came of a run's processes is ours by now, for orphans are this process's children:
+    who is left after a while, but for `ours`; those are killed."""
+    deadline = time.monotonic() + within_s
+    while left := set(_children()) - set(ours):
+        for pid in left:
+            if time.monotonic() > deadline:
+                name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return [f"a process was left: {name}"]
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(_POLL_S)
+    return []
+
+
+def adopt_orphans() -> None:
+    """From now on."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _children() -> list[int]:
+    pid = os.getpid()
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def tail(log: Path) -> str:
+    return " | ".join(log.read_text("utf-8", "replace").splitlines()[-6:])

@@ -1,0 +1,134 @@
+"""A learner for bench/kill.py: the real protocol and files, and for a model a chain of digests.
+
+    step   digest = sha256(digest + sha256(the batch file's bytes)); the loss is read off it
+
+So two runs have the same losses exactly where they learned the same batches in the same order, and
+`learned.jsonl`, which is only ever appended to, says what was learned on the way to any digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import socket
+import struct
+import sys
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from learner.files import appear, fresh_partial
+
+__all__ = ["FIRST", "LOG", "PID"]
+
+FIRST = "0" * 64  # the digest of a model that has learned nothing
+LOG = Path("logs/learned.jsonl")  # in the run's folder
+PID = Path("logs/learner.pid")
+_KEEP_CHECKPOINTS = 2
+_MOST_S = 0.004
+
+
+class PlayedLearner:
+    def __init__(self, run: Path) -> None:
+        self._log = run / LOG
+        self._digest = FIRST
+        self._num_updates = 0
+        self._saved: str | None = None
+
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request:
+            case {"op": "step", "batch": str(path)}:
+                return self._step(Path(path).read_bytes())
+            case {"op": "reset_optimizer"}:
+                self._learn(b"reset", [])
+                return {}
+            case {"op": "publish", "folder": str(folder), "version": _}:
+                self._write(Path(folder), {"config.json": {}, "digest.json": self._digest})
+                return {}
+            case {"op": "save", "folder": str(folder), "state": state}:
+                kept = {"state": state, "digest": self._digest, "num_updates": self._num_updates}
+                self._write(Path(folder), {"rank-0.json": {}, "state.json": kept})
+                _remove_older(Path(folder))
+                self._saved = folder
+                return {}
+            case {"op": "saved"}:
+                return {"folder": self._saved, "writing": None, "failed": None}
+            case {"op": "load", "folder": str(folder)}:
+                kept = json.loads((Path(folder) / "state.json").read_bytes())
+                self._digest, self._num_updates = kept["digest"], kept["num_updates"]
+                return {"state": kept["state"]}
+            case {"op": "close"}:
+                return {}
+        raise ValueError(f"unknown request: {request}")
+
+    def _step(self, batch: bytes) -> dict[str, Any]:
+        _work()
+        self._num_updates += 1
+        self._learn(hashlib.sha256(batch).digest(), prompts_in(batch))
+        _work()
+        return {"loss": int(self._digest[:12], 16) / 16**12, "num_updates": self._num_updates}
+
+    def _learn(self, what: bytes, prompts: list[list[int]]) -> None:
+        before = self._digest
+        self._digest = hashlib.sha256(before.encode() + what).hexdigest()
+        line = {"before": before, "after": self._digest, "prompts": prompts}
+        with self._log.open("ab", buffering=0) as file:  # in one write: whole, or not at all
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def _write(self, folder: Path, files: dict[str, Any]) -> None:
+        partial = fresh_partial(folder)
+        for name, content in files.items():
+            _work()
+            (partial / name).write_text(json.dumps(content))
+        appear(partial, folder, durable=False)
+
+
+def prompts_in(batch: bytes) -> list[list[int]]:
+    """The first two ids of each sample, which are its group and its task, once each."""
+    (length,) = struct.unpack("<Q", batch[:8])
+    header, data = json.loads(batch[8 : 8 + length]), batch[8 + length :]
+
+    def ints(name: str) -> array[int]:
+        start, end = header[name]["data_offsets"]
+        return array("i", data[start:end])
+
+    ids, at, found = ints("ids"), 0, dict[tuple[int, ...], None]()
+    for num in ints("lengths"):
+        found[tuple(ids[at : at + 2])] = None
+        at += num
+    return [list(prompt) for prompt in found]
+
+
+def _work() -> None:
+    time.sleep(random.uniform(0, _MOST_S))
+
+
+def _remove_older(folder: Path) -> None:
+    whole = sorted(path.parent for path in folder.parent.glob("*/state.json"))
+    for one in whole[:-_KEEP_CHECKPOINTS]:
+        shutil.rmtree(one)
+
+
+def main() -> None:
+    run = Path(sys.argv[1]).parent.parent  # of logs/learner.json
+    learner = PlayedLearner(run)
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(os.environ["AGENTLOOP_LEARNER_SOCKET"])
+    (run / PID).write_text(str(os.getpid()))
+    with link.makefile("rwb") as file:
+        file.write(b'{"ok": true}\n')
+        file.flush()
+        for line in file:
+            request = json.loads(line)
+            file.write(json.dumps({"ok": True, **learner.handle(request)}).encode() + b"\n")
+            file.flush()
+            if request["op"] == "close":
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""Played parts for bench/kill.py, around the real `agentloop.train`: servers, engine, fuse.
+In a fleet the engine is in processes of their own, around the real `agentloop.rollouts`.
+
+    train ──> TrainingLoop, GroupQueue, RunFolder, Rollouts, Router, hand-over      real
+                 ├─> PlayedRuntime.run_group ──> serve(): what it says is a function of the prompt
+                 │                                and of the weights that it has loaded
+                 └─> Learner ──> guardian ──> bench.kill_learner
+
+The weights are a digest (kill_learner.py), so a rollout depends on all that was learned before it,
+and on nothing else: not on time, nor on the server.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+from aiohttp import web
+
+from agentloop import rollouts as rollouts_module
+from agentloop import train as train_module
+from agentloop.agent.rollout import Budget
+from agentloop.config import load_settings
+from agentloop.errors import RequestError, ServerUnavailable
+from agentloop.groups.queue import GroupQueue
+from agentloop.inference.router import Generation, Router
+from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
+from agentloop.runtime import Settings
+from agentloop.training import learner as learner_module
+from agentloop.training.fleet import Fleet
+from agentloop.training.learner import KeptLearner
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.standing import Standing
+from agentloop.trajectory import (
+    CallStatus,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnEnd,
+    VersionSpan,
+)
+from bench.kill_learner import PID
+
+__all__ = ["STRUCK", "TICKS", "Fuse", "learner_of", "live", "roll_out", "serve", "strike"]
+
+TICKS = Path("logs/ticks")  # in the run's folder: how often the fuse was asked
+STRUCK = Path("logs/struck")  # whether anybody was killed in this life
+_VOCAB_SIZE = 1 << 24
+_NUM_PROMPT = 3  # ids: the group's number, the task's, the sibling's
+_NUM_REPLY = 6
+_MOST_S = 0.008
+
+
+# --- a server -------------------------------------------------------------------------------------
+
+
+class PlayedServer:
+    """What the router and the hand-over ask of SGLang. Without weights it serves nothing."""
+
+    def __init__(self) -> None:
+        self._version, self._digest = "default", ""
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/update_weights_from_disk", self._load)
+        app.router.add_post("/weights_checker", self._checksum)
+        for path in ("/pause_generation", "/continue_generation", "/abort_request"):
+            app.router.add_post(path, _nothing)
+        return app
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        size = 100_000
+        info = {"model_path": "played", "version": "0.5.23", "max_total_num_tokens": size}
+        return web.json_response(info)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"max_model_len": 10_000}]})
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self._version})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        path = Path(asked["model_path"]) / "digest.json"
+        try:
+            self._digest = json.loads(path.read_bytes())
+        except OSError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        self._version = asked["weight_version"]
+        return web.json_response({"success": True, "message": ""})
+
+    async def _checksum(self, _: web.Request) -> web.Response:
+        ranks = [{"per_gpu_checksum": self._digest, "checksums": {}}]
+        return web.json_response({"success": True, "ranks": ranks})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """Two frames, each with the weights that are there by then."""
+        if not self._digest:
+            return web.json_response({"error": {"message": "loading"}}, status=503)
+        ids = (await request.json())["input_ids"]
+        had = len(ids) - _NUM_PROMPT  # more than none: it goes on from another server
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for end in {max(had, _NUM_REPLY // 2), _NUM_REPLY}:
+            await anyio.sleep(random.uniform(0, _MOST_S))
+            told = reply(ids[:_NUM_PROMPT], self._digest)[had:end]
+            meta = {
+                "finish_reason": {"type": "stop"} if end == _NUM_REPLY else None,
+                "weight_version": self._version,
+                "completion_tokens": end - had,
+                "output_token_logprobs": [[-token / 1000, token, None] for token in told],
+            }
+            frame = {"output_ids": told, "meta_info": meta}
+            await response.write(b"data: " + json.dumps(frame).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def reply(prompt: list[int], digest: str) -> list[int]:
+    drawn = hashlib.sha256(f"{prompt} {digest}".encode()).digest()
+    return [int.from_bytes(drawn[2 * i : 2 * i + 2]) % 1000 for i in range(_NUM_REPLY)]
+
+
+async def _nothing(_: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+def serve(port: int) -> None:
+    """Until it is killed."""
+
+    async def run() -> None:
+        runner = web.AppRunner(PlayedServer().app(), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+        await anyio.sleep_forever()
+
+    anyio.run(run)
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+class PlayedRuntime:
+    """`agentloop.runtime.Runtime`, as far as training asks it: the real router, no model."""
+
+    pool = chat = None
+
+    def __init__(self, settings: Settings, **_: Any) -> None:
+        self._settings = settings
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        session = await self._stack.enter_async_context(http_session())
+        servers = [SGLangServer(url, session) for url in self._settings.servers]
+        opened = Router.open(servers, self._settings.router)
+        self.router = await self._stack.enter_async_context(opened)
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> bool | None:
+        return await self._stack.__aexit__(*exc_info)
+
+    async def run_group(
+        self,
+        prompt: object,
+        *,
+        size: int,
+        name: str,
+        budget: Budget,
+        at_gate: Callable[[], None],
+        **_: Any,
+    ) -> list[Trajectory]:
+        """`name` begins with a number and ends with the task's."""
+        number, task = int(name.partition("-")[0]), int(name.rpartition("-")[2])
+        if task % 11 == 5 and "held-out" not in name:
+            raise RequestError(f"task {task} is one of those that cannot be asked")
+        found: dict[int, Trajectory] = {}
+
+        async def run(index: int, key: str) -> None:
+            found[index] = await self._rollout(str(prompt), key, name, [number, task, index])
+
+        at_gate()
+        async with self.router.group(name, size, _NUM_PROMPT) as group:
+            async with anyio.create_task_group() as tasks:
+                for index, key in enumerate(group.keys):
+                    tasks.start_soon(run, index, key)
+        return [found[index] for index in range(size)]
+
+    async def _rollout(self, question: str, key: str, group: str, prompt: list[int]) -> Trajectory:
+        turn = Turn(end=TurnEnd.STOP)
+
+        def take(chunk: Chunk) -> None:
+            start = len(turn.output_ids)
+            turn.output_ids += chunk.ids
+            turn.logprobs += chunk.logprobs
+            if chunk.ids:
+                turn.versions.append(VersionSpan(chunk.version, start, len(turn.output_ids)))
+
+        try:
+            await self.router.generate(
+                Generation(f"{key}.t", key, prompt, Sampling(), _NUM_REPLY + 1, (), group=group),
+                vocab_size=_VOCAB_SIZE,
+                on_chunk=take,
+                on_placed=lambda *_: None,
+                on_moved=lambda *_: None,
+            )
+        except ServerUnavailable as error:
+            return Trajectory(key, prompt, [turn], StopReason.INFRASTRUCTURE, str(error))
+        finally:
+            self.router.forget(key, whole=True)
+        is_easy = prompt[1] % 7 == 3  # all of such a group are right, and it teaches nothing
+        right, broken, failed = turn.output_ids[0] % 2, turn.output_ids[1], turn.output_ids[2]
+        answer = _answer(question) if is_easy or right else "wrong"
+        turn.text = f"\\boxed{{{answer}}}"
+        status = CallStatus.ERROR if failed % 3 == 0 else CallStatus.OK
+        turn.calls = [ToolCall("c", "python", {}, "", 0, 1)]
+        turn.results = [ToolResult("c", "python", status, "", 0, 0, 1)]
+        # Held-out tasks are asked once: a fleet would ask again for what is nothing but broken.
+        is_broken = broken % 13 == 0 and "held-out" not in group
+        reason = StopReason.INFRASTRUCTURE if is_broken else StopReason.ANSWERED
+        return Trajectory(key, prompt, [turn], reason)
+
+
+def _answer(question: str) -> str:
+    left, op, right = question.rstrip("?").split()[2:5]
+    value = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}[op]
+    return str(value(int(left), int(right)))
+
+
+# --- a life of the runtime ------------------------------------------------------------------------
+
+
+@dataclass
+class Fuse:
+    """Kills `victim` when it is asked for the `at`-th time: before and after each effect that
+    outlives the runtime. Never, where `at` is none."""
+
+    at: int | None = None
+    victim: Callable[[Path], int] = lambda _: os.getpid()
+    num_asked: int = 0
+
+    def ask(self, run: Path) -> None:
+        if self.num_asked == self.at:
+            strike(run, self.victim(run))
+        self.num_asked += 1
+
+
+def strike(run: Path, pid: int) -> None:
+    """Kill it, which is noted before; nothing, where there is nobody (0)."""
+    if pid:
+        (run / STRUCK).parent.mkdir(parents=True, exist_ok=True)
+        (run / STRUCK).touch()
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def learner_of(run: Path) -> int:
+    """Its pid; 0: there is none yet."""
+    try:
+        return int((run / PID).read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+class _Told:
+    """Progress, on stderr."""
+
+    def __call__(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    say = __call__
+
+    def show(self, standing: Standing) -> None:
+        pass
+
+
+def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
+    """A life of the runtime, with played parts in place of the heavy ones; in a process of its own.
+    As `agentloop train`, or where the run has begun as `agentloop train --resume`.
+
+    Raises:
+        AgentLoopError: what it cannot go on from.
+    """
+    parts: Any = train_module
+    parts.Runtime = PlayedRuntime
+    parts.plot_runs = lambda *_: None  # a second of matplotlib for nothing
+    commands: Any = learner_module
+    commands._COMMAND = (sys.executable, "-m", "bench.kill_learner")
+    asked = ((GroupQueue, "_do"), (KeptLearner, "ask"), (Fleet, "_add"), (Fleet, "_take"))
+    for owner, name in asked:
+        setattr(owner, name, _asking(getattr(owner, name), fuse, run))
+    for name in ("add_metrics", "add_group"):
+        setattr(RunFolder, name, _asking_now(getattr(RunFolder, name), fuse, run))
+    config = run / "config.toml"
+    resume = run if config.is_file() else None
+    told: tuple[list[Path], list[str]] = ([config], []) if resume else ([], overrides)
+    settings = load_settings(train_module.TrainSettings, *told)
+    anyio.run(functools.partial(parts.train, settings, _Told(), resume=resume))
+    (run / TICKS).write_text(str(fuse.num_asked))
+
+
+def roll_out(overrides: list[str]) -> None:
+    """As `agentloop rollouts`, with the same played parts; in a process of its own.
+
+    Raises:
+        AgentLoopError: what it cannot go on from.
+    """
+    parts: Any = rollouts_module
+    parts.Runtime = PlayedRuntime
+    settings = load_settings(rollouts_module.RolloutsSettings, [], overrides)
+    anyio.run(parts.roll_out, settings, _Told())
+
+
+def _asking(work: Any, fuse: Fuse, run: Path) -> Any:
+    @functools.wraps(work)
+    async def do(*arguments: Any, **named: Any) -> Any:
+        fuse.ask(run)
+        result = await work(*arguments, **named)
+        fuse.ask(run)
+        return result
+
+    return do
+
+
+def _asking_now(work: Any, fuse: Fuse, run: Path) -> Any:
+    @functools.wraps(work)
+    def do(*arguments: Any, **named: Any) -> Any:
+        fuse.ask(run)
+        result = work(*arguments, **named)
+        fuse.ask(run)
+        return result
+
+    return do

@@ -1,0 +1,346 @@
+"""`agentloop train` with all parts real, killed and gone on with: for bench/kill.py.
+
+What is killed: the runtime, a rank of the learner, a server, a container of the sandbox, the host
+of the sandbox (`python -m sandbox.serve`; where it is to be killed, all calls go to it); when the
+journal is so far, and up to a second later. Sampling is not repeatable, so there is no undisturbed
+run to compare with; but a step that is done again from its journal has the loss that it had before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from agentloop.groups.tasks import Task
+from agentloop.training.launch import free_port
+from agentloop.trajectory import CallStatus, StopReason, Trajectory
+from bench.kill_checks import Journal, last_checkpoint, lines, problems, processes_left, tail
+
+__all__ = ["VICTIMS", "RealRun", "coin", "play_real"]
+
+VICTIMS = ("runtime", "rank", "server", "container", "host")
+_OUTLIVED = ("container", "host")  # by the runtime, whatever it does
+_RECIPE = Path(__file__).resolve().parents[1] / "docs" / "recipes" / "small.toml"
+_TASKS_PER_STEP = 3
+_STILL_S = 300.0  # without a word: then it hangs
+_LEFT_S = 30.0
+_START_S = 120.0  # of a host
+_BUSY_S = 5.0  # it is killed when it has something to do, where that comes so soon
+_POLL_S = 0.1
+_SAME_LOSS = 1e-5  # relative
+_AGAIN = re.compile(r"Steps (\d+) to (\d+) are done again")
+_OWNER = "agentloop.sandbox.owner"
+_TOOLS = ("python_code_with_standard_io", "jupyter_code")  # a call, a session: seed after seed
+_RUN = (CallStatus.OK, CallStatus.ERROR, CallStatus.TIMEOUT)
+
+_OVERRIDES = [
+    f"loop.tasks_per_step={_TASKS_PER_STEP}",
+    "loop.group_size=6",
+    "loop.evaluate_every=2",
+    "loop.evaluate_tasks=4",
+    "loop.checkpoint_every=2",
+    "tasks.held_out=4",
+    "roc.down_sample_to_n=4",
+    "roc.reject_equal_reward=false",
+    "sampling.temperature=1.5",  # at which most calls are still such as can be run
+    "budget.max_response_tokens=128",
+    f"reward.function={__name__}:coin",
+]
+
+
+def coin(trajectory: Trajectory, task: Task) -> float:
+    """The small model is as good as always right, which would teach it nothing."""
+    return int(-sum(trajectory.logprobs) * 1e6) % 2
+
+
+@dataclass(slots=True)
+class RealRun:
+    """A run that is through, or is not."""
+
+    run: Path
+    num_lives: int = 0
+    num_again: int = 0  # steps that were done again
+    num_calls: int = 0  # that the sandbox has run, in the groups that came to their end
+    num_broken: int = 0  # rollouts there, by infrastructure
+    seconds: float = 0.0
+    fell: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def play_real(
+    run: Path, seed: int, *, num_steps: int, max_staleness: int, victims: Sequence[str]
+) -> RealRun:
+    """From nothing to the end, with one or two of `victims` killed on the way: each of them in its
+    turn, seed after seed."""
+    draw, begun = Random(seed), time.monotonic()
+    played = RealRun(run)
+    most = num_steps * (_TASKS_PER_STEP + 2)  # what `_progress` comes to
+    blows = [
+        (
+            victims[(seed + life) % len(victims)],
+            1 + int(most * (life + draw.random()) / 2),
+            draw.random(),
+        )
+        for life in range(draw.randint(1, 2))
+    ]
+    overrides = [*_OVERRIDES, f"loop.steps={num_steps}", f"loop.max_staleness={max_staleness}"]
+    overrides.append(f'tools=["{_TOOLS[seed % len(_TOOLS)]}"]')
+    told = [str(_RECIPE), *overrides, f"run.folder={run.parent}", f"run.name={run.name}"]
+    losses: dict[int, float] = {}
+    host = _Host(played) if any(victim == "host" for victim, *_ in blows) else None
+    if host is not None:
+        told.append(f'sandbox.hosts=["{host.url}"]')
+    while not played.problems:
+        resumes = (run / "config.toml").is_file()
+        arguments = ["--resume", str(run)] if resumes else told
+        status = _live_once(played, arguments, blows, draw, host)
+        now = _losses(run)
+        played.problems += _changed(losses, now)
+        losses |= now
+        if status == 0:
+            break
+        # Where it is the only one, a server may take the runtime with it: as weights are loaded.
+        if not played.fell or played.fell[-1].startswith(_OUTLIVED):
+            played.problems.append(f"life {played.num_lives} ended with status {status}")
+        if not blows and played.num_lives > len(played.fell) + 1:
+            played.problems.append(f"it does not come to an end: {played.num_lives} lives")
+    if host is not None:
+        host.stop()
+    if not played.problems:
+        played.problems += [*problems(run), *_of_the_learner(run, losses)]
+        played.problems += _of_infrastructure(played)
+    if not played.problems and not played.num_calls:
+        played.problems.append("the sandbox has run nothing")
+    played.seconds = time.monotonic() - begun
+    return played
+
+
+class _Host:
+    """A sandbox on another machine, as it were: whoever has it starts it again at once, at the same
+    address."""
+
+    def __init__(self, played: RealRun) -> None:
+        self._played = played
+        self._port = free_port()
+        self._lives: list[subprocess.Popen[bytes]] = []
+        self._start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        return self._lives[-1].pid
+
+    def keep(self) -> None:
+        if status := self._lives[-1].poll():
+            if status != -signal.SIGKILL:
+                self._played.problems.append(f"the host ended with status {status}")
+            self._start()
+
+    def wait_ready(self) -> None:
+        """It listens when its workers are there."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline and not self._played.problems:
+            self.keep()
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+                return
+            time.sleep(_POLL_S)
+        self._played.problems.append("the host of the sandbox does not start")
+
+    def is_busy(self) -> bool:
+        """Whether calls run there, or variables are kept."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/stats", timeout=_BUSY_S) as answer:
+                stats = json.load(answer)
+        except OSError:
+            return False
+        return bool(stats["busy"] or stats["sessions"])
+
+    def stop(self) -> None:
+        self._lives[-1].terminate()
+        self._lives[-1].wait(_LEFT_S)
+        for life in self._lives:
+            self._played.problems += _containers_left(life.pid)
+
+    def _start(self) -> None:
+        run = self._played.run
+        with run.with_name(f"{run.name}.host.log").open("ab") as out:
+            command = [sys.executable, "-m", "sandbox.serve", "--port", str(self._port)]
+            self._lives.append(subprocess.Popen(command, stdout=out, stderr=out))
+
+
+def _live_once(
+    played: RealRun,
+    arguments: list[str],
+    blows: list[tuple[str, int, float]],
+    draw: Random,
+    host: _Host | None,
+) -> int | None:
+    """To its end; its exit status, or the signal that ended it, negative. None: it hung."""
+    run = played.run
+    if host is not None:
+        host.wait_ready()
+    played.num_lives += 1
+    log = run.with_name(f"{run.name}.{played.num_lives}.log")
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "agentloop", "train", *arguments]
+        runtime = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    signs = (log, run / "queue.sqlite-wal")
+    heard, heard_s = list[int](), time.monotonic()
+    while runtime.poll() is None and time.monotonic() - heard_s < _STILL_S:
+        with suppress(FileNotFoundError):
+            if heard != (heard := [sign.stat().st_mtime_ns for sign in signs if sign.exists()]):
+                heard_s = time.monotonic()
+        # Only as long as need be: a reader as the journal is closed leaves files beside it.
+        if blows and _progress(run) >= blows[0][1]:
+            victim, at, later_s = blows.pop(0)
+            time.sleep(later_s)
+            if _kill(victim, runtime.pid, draw, host):
+                played.fell.append(f"{victim} at effect {at}")
+                print(f"     {played.fell[-1]}", flush=True)
+        if host is not None:
+            host.keep()
+        time.sleep(_POLL_S)
+    if runtime.poll() is None:
+        played.problems.append(f"life {played.num_lives} hung: {tail(log)}")
+        runtime.kill()
+    status = runtime.wait()
+    for first, last in _AGAIN.findall(log.read_text("utf-8", "replace")):
+        played.num_again += int(last) - int(first) + 1
+    ours = () if host is None else (host.pid,)
+    played.problems += processes_left(ours, within_s=_LEFT_S)
+    played.problems += _containers_left(runtime.pid)
+    return status
+
+
+def _progress(run: Path) -> int:
+    """How much the journal says was done."""
+    done = (
+        "SELECT (SELECT count(*) FROM groups WHERE state != 'open')"
+        " + (SELECT count(*) + count(result) FROM steps)"
+    )
+    try:
+        with closing(sqlite3.connect(f"file:{run / 'queue.sqlite'}?mode=ro", uri=True)) as db:
+            return int(db.execute(done).fetchone()[0])
+    except sqlite3.Error:  # it is not there yet
+        return -1
+
+
+def _kill(victim: str, runtime: int, draw: Random, host: _Host | None) -> bool:
+    """Whether there was anybody to kill."""
+    if victim == "host" and host is not None:
+        deadline = time.monotonic() + _BUSY_S
+        while not host.is_busy() and time.monotonic() < deadline:
+            time.sleep(_POLL_S / 10)
+        os.kill(host.pid, signal.SIGKILL)
+        return True
+    if victim == "container":
+        if containers := _containers(runtime if host is None else host.pid):
+            container = draw.choice(containers)
+            subprocess.run(["docker", "kill", container], capture_output=True, check=False)
+        return bool(containers)
+    said = {"rank": "learner", "server": "sglang.launch_server", "runtime": ""}[victim]
+    if victim == "runtime":
+        os.kill(runtime, signal.SIGKILL)
+        return True
+    pids = [pid for pid in _descendants(runtime) if said in _modules(pid)]
+    if pids:
+        os.kill(draw.choice(pids), signal.SIGKILL)
+    return bool(pids)
+
+
+def _modules(pid: int) -> list[str]:
+    """What stands behind -m on its command line; of a guardian, nothing."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+    is_guardian = any(word.endswith("guardian.py") for word in words)
+    return [] if is_guardian else [b for a, b in itertools.pairwise(words) if a == "-m"]
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    try:
+        threads = [*Path(f"/proc/{pid}/task").iterdir()]
+        children = [
+            int(one) for thread in threads for one in (thread / "children").read_text().split()
+        ]
+    except OSError:
+        return
+    for child in map(int, children):
+        yield child
+        yield from _descendants(child)
+
+
+def _containers(owner: int) -> list[str]:
+    """Of the sandbox of that runtime, or host, which leads their owner's name."""
+    told = ["--filter", f"label={_OWNER}", "--format", f'{{{{.ID}}}} {{{{.Label "{_OWNER}"}}}}']
+    done = subprocess.run(["docker", "ps", *told], capture_output=True, text=True, check=False)
+    rows = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    return [row[0] for row in rows if row[-1].startswith(f"{owner}-")]
+
+
+def _containers_left(owner: int) -> list[str]:
+    deadline = time.monotonic() + _LEFT_S
+    while left := _containers(owner):
+        if time.monotonic() > deadline:
+            return [f"containers were left: {left}"]
+        time.sleep(_POLL_S)
+    return []
+
+
+def _losses(run: Path) -> dict[int, float]:
+    """Of each step, as the journal has it now."""
+    try:
+        journal = Journal.of(run)
+    except sqlite3.Error:
+        return {}
+    return {
+        step: result["learner/loss"]
+        for step, result in journal.results.items()
+        if "learner/loss" in result
+    }
+
+
+def _changed(before: dict[int, float], now: dict[int, float]) -> Iterator[str]:
+    for step, loss in before.items():
+        if not math.isclose(loss, now[step], rel_tol=_SAME_LOSS):
+            yield f"step {step} had the loss {loss}, done again it has {now[step]}"
+
+
+def _of_the_learner(run: Path, losses: dict[int, float]) -> Iterator[str]:
+    kept = last_checkpoint(run)
+    if kept["num_updates"] != len(losses):
+        yield f"{kept['num_updates']} updates, {len(losses)} steps"
+
+
+def _of_infrastructure(played: RealRun) -> Iterator[str]:
+    """What it broke has no reward, and nothing is learned from it."""
+    for group in Journal.of(played.run).groups:
+        for row in lines(played.run / group["path"]) if group["path"] else ():
+            trajectory = row["trajectory"]
+            statuses = [one["status"] for turn in trajectory["turns"] for one in turn["results"]]
+            played.num_calls += sum(status in _RUN for status in statuses)
+            is_broken = trajectory["stop_reason"] == StopReason.INFRASTRUCTURE
+            played.num_broken += is_broken
+            if CallStatus.INFRASTRUCTURE in statuses and not is_broken:
+                yield f"{trajectory['id']}: a call broke, and the rollout went on"
+            if is_broken and (row["reward"], row["advantage"]) != (None, None):
+                yield f"{trajectory['id']}: it broke, and has the reward {row['reward']}"

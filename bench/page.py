@@ -1,0 +1,363 @@
+"""An hour of a run, sent to the page as fast as it reads: does what it keeps stay bounded?
+
+    python -m bench.page                          7,200 frames, the rollouts' view, a table
+    python -m bench.page --in-flight 1000 --view curves --json out.json
+    python -m bench.page --serve 8000             no browser: look at it yourself
+
+The board is that of the runtime, told of made-up rollouts, groups and steps by a clock that goes on
+half a second a frame; the frames are as `agentloop.observe.live` makes them. Measured are the heap
+of JavaScript after a collection of garbage, elements and listeners, at equal distances. They grow
+until the board has as many ended rollouts and groups as it keeps, and should not after that.
+Needs playwright, and a Chromium: the system's, or that of CHROMIUM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import anyio
+import orjson
+from aiohttp import web
+
+from agentloop.api.guard import ServeSettings
+from agentloop.api.http import bind, serving
+from agentloop.errors import NotThere
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    GroupFinished,
+    GroupStarted,
+    Measured,
+    RolloutFinished,
+    RolloutScored,
+    RolloutStarted,
+    TokensSampled,
+    TurnPlaced,
+    TurnSampled,
+    TurnStarted,
+    WeightsLoaded,
+)
+from agentloop.observe.board import Board
+from agentloop.observe.page import Page
+from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory
+
+__all__ = ["Replay", "shown"]
+
+FRAME_S = 0.5
+HOUR = 7_200  # frames
+_GROUP = 8  # rollouts
+_STEP = 20  # frames
+_MAX_ROWS = 500  # of a frame, as the runtime has it
+_MOVES = 0.3  # how likely a rollout goes on to something else within a frame
+_KEEP_ALIVE_S = 15.0
+_READ_S = 600.0  # that the page may take from one measurement to the next
+
+
+@dataclass
+class Replay:
+    """A run that is made up; an `agentloop.observe.page.Shown`, for one reader at a time.
+
+    Frames are sent as fast as they are read, up to the one that `let` has allowed. With `missed`
+    the next one tells the reader that it was too slow for so many, and replaces all.
+    """
+
+    in_flight: int = 100
+    num_frames: int = HOUR
+    seed: int = 0
+    max_ended: int = 2_000  # as the board keeps them
+    max_groups: int = 500
+    sent: int = 0  # frames
+    missed: int = 0
+    board: Board = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._begun_s = time.time()
+        self._allowed, self._changed = self.num_frames, anyio.Event()
+        self._random = random.Random(self.seed)
+        self._live: dict[str, tuple[Trajectory, int]] = {}  # and what it is at, by number
+        self._members: dict[str, list[str]] = {}
+        self._num_groups = 0
+        self.board = Board(
+            clock=lambda: self._begun_s + FRAME_S * self.sent,
+            max_ended=self.max_ended,
+            max_groups=self.max_groups,
+        )
+
+    def let(self, frame: int) -> None:
+        """Frames up to this one may be sent; without it, all may."""
+        self._allowed = min(frame, self.num_frames)
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Half a second goes by."""
+        self.sent += 1
+        while len(self._live) < self.in_flight:
+            self._begin_group()
+        for key, (record, at) in [*self._live.items()]:
+            if at == 1:  # it samples
+                ids = [*range(self._random.randrange(1, 20))]
+                self.board.seen(TokensSampled(key, 0, ids, "text"))
+            if self._random.random() < _MOVES:
+                self._move(key, record, at)
+        if self.sent % _STEP == 0:
+            self._measure(self.sent // _STEP)
+        self.board.tick()
+
+    def _begin_group(self) -> None:
+        self._num_groups += 1
+        group = f"{self._num_groups}-made-up"
+        self.board.seen(GroupStarted(group, f"task {self._num_groups}", "What?", "42", _GROUP))
+        self._members[group] = []
+        for number in range(_GROUP):
+            record = Trajectory(f"{group}.{number}", [1, 2, 3])
+            self.board.seen(RolloutStarted(record, group))
+            self.board.seen(TurnStarted(record.id, 0))
+            self._live[record.id] = record, 0
+            self._members[group].append(record.id)
+
+    def _move(self, key: str, record: Trajectory, at: int) -> None:
+        match at:
+            case 0:
+                server = f"http://127.0.0.1:{30_001 + self._random.randrange(4)}"
+                self.board.seen(TurnPlaced(key, 0, server, _NoWhy()))
+                self._live[key] = record, 1
+            case 1:
+                call = ToolCall(f"{self.sent}", "python", {}, "", 0, 0)
+                self.board.seen(CallStarted(key, 0, call))
+                self.board.seen(TurnSampled(key, 0))
+                self._live[key] = record, 2
+            case _:
+                status = self._random.choice([CallStatus.OK, CallStatus.OK, CallStatus.ERROR])
+                result = ToolResult("", "python", status, "", 0.0, 0.1, 0.2)
+                self.board.seen(CallFinished(key, 0, result))
+                if self._random.random() < 0.3:
+                    self._end(key, record)
+                else:
+                    self.board.seen(TurnStarted(key, 0))
+                    self._live[key] = record, 0
+
+    def _end(self, key: str, record: Trajectory) -> None:
+        record.stop_reason = StopReason.ANSWERED
+        self.board.seen(RolloutFinished(key, record))
+        del self._live[key]
+        group = key.rpartition(".")[0]
+        members = self._members[group]
+        if any(member in self._live for member in members):
+            return
+        del self._members[group]
+        for member in members:
+            reward = float(self._random.random() < 0.5)
+            self.board.seen(RolloutScored(member, reward, "42", "it says 42", 0.01))
+        kept = dict.fromkeys(members[: _GROUP // 2], 0.5)
+        dropped = dict.fromkeys(members[_GROUP // 2 :], "positive")
+        self.board.seen(GroupFinished(group, kept, dropped, 0.5, True))
+
+    def _measure(self, step: int) -> None:
+        names = ("reward", "tool_errors_in_correct", "learner/entropy", "wait_s", "learn_s")
+        row = {name: round(self._random.random(), 3) for name in names}
+        self.board.seen(Measured({"step": step, "step_s": 2.5, "length_mean": 300, **row}))
+        self.board.seen(WeightsLoaded(str(step), 0.1, [], []))
+
+    # --- as the page reads it ---------------------------------------------------------------------
+
+    async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
+        """See `Shown`."""
+        whole = await self.frame()
+        yield str(self.sent), orjson.dumps(whole)
+        while True:
+            while self.sent >= self._allowed:
+                with anyio.move_on_after(_KEEP_ALIVE_S):
+                    await self._changed.wait()
+                yield "", b""
+            self.tick()
+            if self.missed:
+                missed, self.missed = self.missed, 0
+                yield str(self.sent), orjson.dumps({**await self.frame(), "missed": missed})
+                self.board.skip()
+                continue
+            head = {"rev": self.sent, "t": self._t, "full": False, **self._moment()}
+            yield str(self.sent), orjson.dumps({**head, **self.board.take(_MAX_ROWS)})
+            await anyio.lowlevel.checkpoint()
+
+    async def frame(self) -> dict[str, Any]:
+        """See `Shown`."""
+        whole: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
+        for slice_ in self.board.all(_MAX_ROWS):
+            for name, rows in slice_.items():
+                whole[name] += rows
+        about = {"kind": "train", "title": "an hour", "version": "", "live": True, "controls": []}
+        about |= {"can_ask": False, "has_sandbox": True, "t0": self.board.t0}
+        head = {"rev": self.sent, "t": self._t, "full": True, "missed": 0, "about": about}
+        return {**head, **self._moment(), **whole}
+
+    async def rollout(self, key: str) -> dict[str, Any]:
+        """See `Shown`."""
+        raise NotThere(f"rollout {key!r}: it is made up")
+
+    async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        """See `Shown`."""
+        yield "end", await self.rollout(key)
+
+    async def group(self, name: str) -> dict[str, Any]:
+        """See `Shown`."""
+        raise NotThere(f"group {name!r}: it is made up")
+
+    async def runs(self) -> list[dict[str, Any]]:
+        """See `Shown`."""
+        return []
+
+    async def curves(self, run: str) -> list[dict[str, Any]]:
+        """See `Shown`."""
+        return [dict(row) for row in self.board.steps]
+
+    @property
+    def _t(self) -> float:
+        return self.board.t0 + FRAME_S * self.sent
+
+    def _moment(self) -> dict[str, Any]:
+        waits = [
+            {"who": key, "what": "python", "waited_s": round(1 + place / 7, 2)}
+            for place, key in enumerate([*self._live][:50])
+        ]
+        servers = [self._server(number) for number in range(4)]
+        sandbox = {"backend": "process", "workers": 1, "slots": 4, "busy": self.sent % 5}
+        return {
+            "now": {**self.board.now(), "num_waiting": self.sent % 7, "step": self.sent // _STEP},
+            "waits": waits,
+            "servers": servers,
+            "sandbox": {**sandbox, "waiting": 0, **self.board.tools()},
+        }
+
+    def _server(self, number: int) -> dict[str, Any]:
+        is_well = (self.sent // 100 + number) % 9 > 0
+        url = f"http://127.0.0.1:{30_001 + number}"
+        return {
+            "url": url,
+            "healthy": is_well,
+            "state": "healthy" if is_well else "dead",
+            "reason": "",
+            "num_running": 4,
+            "held": 9_000,
+            "reserved": 900,
+            "parked": 90,
+            "capacity": 20_000,
+            "version": str(self.sent // _STEP),
+            "cached_fraction": 0.5,
+        }
+
+
+class _NoWhy:
+    why = "there"
+
+    def explain(self) -> str:
+        return self.why
+
+
+@asynccontextmanager
+async def shown(replay: Replay, port: int = 0) -> AsyncIterator[str]:
+    """The page of it; yields the URL."""
+    with bind(ServeSettings(port=port)) as bound:
+        app = web.Application()
+        Page(replay).add_to(app)
+        async with serving(app, bound) as url:
+            yield url
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of the page, after a collection of garbage."""
+
+    frame: int
+    rollouts: int  # that the page knows
+    groups: int
+    steps: int
+    heap_mib: float
+    elements: int
+    listeners: int
+
+
+async def measure(replay: Replay, url: str, *, view: str, num_sizes: int) -> list[Size]:
+    """Sizes at equal distances. `url` is where the replay is shown."""
+    from playwright.async_api import async_playwright
+
+    sizes: list[Size] = []
+    replay.let(0)
+    async with async_playwright() as tools:
+        path = os.environ.get("CHROMIUM") or shutil.which("chromium")
+        browser = await tools.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = await browser.new_page()
+        page.on("pageerror", lambda error: print(f"error in the page: {error}", file=sys.stderr))
+        await page.goto(f"{url}/#/{view}")
+        devtools = await page.context.new_cdp_session(page)
+        for number in range(1, num_sizes + 1):
+            to = replay.num_frames * number // num_sizes
+            replay.let(to)
+            with anyio.fail_after(_READ_S):
+                while await page.evaluate("agentloop.app.store.rev") < to:
+                    await anyio.sleep(0.1)
+            await devtools.send("HeapProfiler.collectGarbage")
+            heap = await devtools.send("Runtime.getHeapUsage")
+            counters = await devtools.send("Memory.getDOMCounters")
+            known: list[int] = await page.evaluate(
+                "(({rollouts, groups, steps}) => [rollouts.size, groups.size, steps.length])"
+                "(agentloop.app.store)"
+            )
+            used = round(heap["usedSize"] / 2**20, 2)
+            rollouts, groups, steps = known
+            nodes, listeners = counters["nodes"], counters["jsEventListeners"]
+            sizes.append(Size(to, rollouts, groups, steps, used, nodes, listeners))
+            print(" ".join(f"{value:>10}" for value in asdict(sizes[-1]).values()), flush=True)
+        await browser.close()
+    return sizes
+
+
+async def _main(options: argparse.Namespace) -> None:
+    replay = Replay(options.in_flight, options.frames, options.seed)
+    async with shown(replay, options.serve or 0) as url:
+        if options.serve is not None:
+            print(f"It is shown at {url}/; Ctrl-C ends it.")
+            await anyio.sleep_forever()  # no deadline: until it is told to stop
+        print(" ".join(f"{name:>10}" for name in Size.__dataclass_fields__))
+        begun_s = time.monotonic()
+        sizes = await measure(replay, url, view=options.view, num_sizes=options.sizes)
+        took_s = time.monotonic() - begun_s
+    half = sizes[len(sizes) // 2 - 1].heap_mib
+    print(
+        f"{options.frames} frames in {took_s:.0f} s; the heap at the end is "
+        f"{sizes[-1].heap_mib / half:.2f} of that at half the time"
+    )
+    if options.json is not None:
+        with open(options.json, "w") as file:
+            json.dump({"options": vars(options), "sizes": [*map(asdict, sizes)]}, file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m bench.page")
+    parser.add_argument("--frames", type=int, default=HOUR)
+    parser.add_argument("--in-flight", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--view", default="rollouts", help="such as rollouts, curves; '' is now")
+    parser.add_argument("--sizes", type=int, default=12, help="how often it is measured")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="show it, and measure nothing")
+    parser.add_argument("--json", metavar="FILE")
+    anyio.run(_main, parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

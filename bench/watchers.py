@@ -1,0 +1,254 @@
+"""What it costs the loop that people look: the page's readers, at many rollouts in flight.
+
+    python -m bench.watchers --rollouts 10000 --readers 5 --seconds 30
+    python -m bench.watchers first --url http://127.0.0.1:8000      how soon the first view is there
+
+The first plays rollouts (events as of real ones, no servers) in one process with the board and the
+page's routes on loopback; readers are another process. The loop's lag is how late a timer of 5 ms
+fires. Three parts, one after the other, in one run: without a board, with one that nobody reads,
+and with the readers. The last part has one more reader that takes nothing.
+
+The second opens the page in Chromium a few times: from the request to the first numbers on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import anyio
+import httpx
+from aiohttp import web
+
+from agentloop.api.guard import ServeSettings
+from agentloop.api.http import bind, serving
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    Emit,
+    RolloutFinished,
+    RolloutStarted,
+    TokensSampled,
+    TurnFinished,
+    TurnPlaced,
+    TurnSampled,
+    TurnStarted,
+    ignore,
+)
+from agentloop.observe.board import Board
+from agentloop.observe.live import Live, Sources
+from agentloop.observe.page import Page
+from agentloop.observe.readers import Readers
+from agentloop.observe.stalls import Stalls
+from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory, Turn
+
+TICK_S = 0.005
+EVENTS_EVERY_S = 0.01
+
+
+class Decision:
+    why = "played"
+
+    def explain(self) -> str:
+        return self.why
+
+
+def rollout(number: int, draw: random.Random) -> Iterator[Any]:
+    """The events of one: turns of tokens, with a call between two of them."""
+    key = f"played-{number}"
+    record = Trajectory(key, [0] * 200, stop_reason=StopReason.ANSWERED)
+    yield RolloutStarted(record)
+    num_turns = draw.choice([1, 2, 3, 4])
+    for index in range(num_turns):
+        turn = Turn()
+        record.turns.append(turn)
+        yield TurnStarted(key, index)
+        yield TurnPlaced(key, index, f"http://server-{draw.randrange(8)}", Decision())
+        for _ in range(max(1, int(draw.lognormvariate(3.5, 0.8)))):
+            turn.output_ids += [1, 2, 3, 4, 5]
+            turn.logprobs += [0.0] * 5
+            yield TokensSampled(key, index, [1, 2, 3, 4, 5], "")
+        if index + 1 < num_turns:
+            call = ToolCall(f"{key}-{index}", "python", {}, "", 0, 5)
+            yield CallStarted(key, index, call)
+            yield TurnSampled(key, index)
+            result = ToolResult(call.id, "python", CallStatus.OK, "1", 0.0, 0.01, 0.05)
+            yield CallFinished(key, index, result)
+        yield TurnFinished(key, index, turn)
+    yield RolloutFinished(key, record)
+
+
+class Played:
+    """So many rollouts in flight, whose events come at a steady rate."""
+
+    def __init__(self, number: int, events_per_s: int) -> None:
+        self._draw = random.Random(1)
+        self._num = 0
+        self.emit: Emit = ignore
+        self._each = max(1, int(events_per_s * EVENTS_EVERY_S))
+        self._open = [self._next() for _ in range(number)]
+        self.num_events = 0
+
+    def _next(self) -> Iterator[Any]:
+        self._num += 1
+        return rollout(self._num, self._draw)
+
+    def begin(self) -> None:
+        """All of them are in flight, somewhere."""
+        for events in self._open:
+            self.emit(next(events))
+
+    async def run(self) -> None:
+        at = 0
+        while True:
+            await anyio.sleep(EVENTS_EVERY_S)
+            for _ in range(self._each):
+                at = (at + 1) % len(self._open)
+                event = next(self._open[at], None)
+                if event is None:
+                    self._open[at] = self._next()
+                    event = next(self._open[at])
+                self.emit(event)
+                self.num_events += 1
+
+
+async def lag(seconds: float) -> list[float]:
+    """How late each of many timers was, in milliseconds."""
+    late = []
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end:
+        await anyio.sleep(TICK_S)
+        late.append(1000 * (time.monotonic() - now - TICK_S))
+    return late
+
+
+def told(name: str, late: list[float], num_events: int, seconds: float) -> str:
+    ordered = sorted(late)
+    p99 = ordered[int(0.99 * (len(ordered) - 1))]
+    return (
+        f"{name:34} lag p50 {statistics.median(ordered):6.2f} ms, p99 {p99:6.2f} ms, "
+        f"max {ordered[-1]:6.2f} ms; {num_events / seconds:,.0f} events/s"
+    )
+
+
+async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) -> None:
+    board, stalls = Board(), Stalls()
+    live = Live(board, stalls, Sources({"kind": "serve", "title": "played"}))
+    settings = ServeSettings(port=0)
+    app = web.Application()
+    Page(live).add_to(app)
+    with bind(settings) as bound:
+        async with serving(app, bound) as url, anyio.create_task_group() as tasks:
+            tasks.start_soon(live.run)
+            played = Played(rollouts, events_per_s)
+            played.begin()
+            tasks.start_soon(played.run)
+            seen = Readers(stalls.seen, board.seen)
+            for name, emit in (("no board", ignore), ("a board that nobody reads", seen)):
+                played.emit = emit
+                if emit is not ignore:  # as if it had been there from the first event on
+                    played = Played(rollouts, events_per_s)
+                    played.emit = emit
+                    played.begin()
+                    tasks.start_soon(played.run)
+                before = played.num_events
+                late = await lag(seconds)
+                print(told(name, late, played.num_events - before, seconds), flush=True)
+            command = [sys.executable, "-m", "bench.watchers", "read", url, str(readers)]
+            async with await anyio.open_process(command) as process:
+                with anyio.fail_after(30):
+                    while live.num_readers <= readers:
+                        await anyio.sleep(0.1)
+                before = played.num_events
+                late = await lag(seconds)
+                name = f"{readers} readers, and one that sleeps"
+                print(told(name, late, played.num_events - before, seconds), flush=True)
+                process.terminate()
+                await process.wait()
+                if process.stdout is not None:
+                    print((await process.stdout.receive()).decode().strip())
+            print(f"{board.num_in_flight:,} rollouts in flight at the end")
+            tasks.cancel_scope.cancel()
+
+
+async def read(url: str, readers: int) -> None:
+    """Readers that take all, and one that takes nothing."""
+    sizes = [0] * readers
+    begun = time.monotonic()
+
+    async def one(index: int) -> None:
+        async with httpx.AsyncClient(timeout=None) as http:
+            async with http.stream("GET", f"{url}/api/stream") as answer:
+                async for data in answer.aiter_raw():
+                    sizes[index] += len(data)
+
+    async def sleeper() -> None:
+        async with httpx.AsyncClient(timeout=None) as http:
+            async with http.stream("GET", f"{url}/api/stream"):
+                await anyio.sleep_forever()
+
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        async with anyio.create_task_group() as tasks:
+            for index in range(readers):
+                tasks.start_soon(one, index)
+            tasks.start_soon(sleeper)
+            async for _ in signals:
+                tasks.cancel_scope.cancel()
+                break
+    rate = sum(sizes) / len(sizes) / (time.monotonic() - begun)
+    print(f"each reader was sent {rate / 1e6:.2f} MB/s", flush=True)
+
+
+def first(url: str, times: int) -> None:
+    from playwright.sync_api import sync_playwright
+
+    shown: list[float] = []
+    with sync_playwright() as playwright:
+        path = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        for _ in range(times):
+            context = browser.new_context()  # nothing is cached
+            page = context.new_page()
+            begun = time.monotonic()
+            page.goto(url)
+            page.get_by_text("tokens/s").first.wait_for()
+            shown.append(1000 * (time.monotonic() - begun))
+            context.close()
+        browser.close()
+    print(
+        f"first numbers after {statistics.median(shown):.0f} ms (median of {times}), "
+        f"{min(shown):.0f} to {max(shown):.0f} ms"
+    )
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["read"]:
+        anyio.run(partial(read, sys.argv[2], int(sys.argv[3])))
+        return 0
+    parser = argparse.ArgumentParser("python -m bench.watchers", description=__doc__)
+    parser.add_argument("command", nargs="?", choices=["load", "first"], default="load")
+    parser.add_argument("--rollouts", type=int, default=10_000)
+    parser.add_argument("--readers", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--events-per-s", type=int, default=20_000)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--times", type=int, default=9)
+    args = parser.parse_args()
+    if args.command == "first":
+        first(args.url, args.times)
+        return 0
+    load = partial(run, args.rollouts, args.readers, args.seconds, args.events_per_s)
+    anyio.run(load, backend_options={"use_uvloop": True})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
