@@ -127,7 +127,7 @@ class _RankZero:
                     answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
                     self._num_owed -= 1
         except TimeoutError as error:
-            late = f"{op}: no answer within {timeout_s:g} s"
+            late = f"{op}: no answer within {round(timeout_s, 1):g} s"
             raise LearnerLost(f"{late}; {self._processes.where()}") from error
         except _BROKEN as error:
             raise LearnerLost(f"{op}: {await self._processes.how_it_ended()}") from error

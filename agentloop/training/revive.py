@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from agentloop.inference.keep_alive import Restarts
 
@@ -84,7 +84,7 @@ def _run(command: Sequence[str]) -> tuple[int, str, bool]:
     """Its status, negative where a signal ended it, the run's folder, where there was one, and
     whether it was asked to end."""
     reader, writer = os.pipe()
-    with _PassedOn() as signals, open(reader, "rb") as told:
+    with _signals() as next_one, open(reader, "rb") as told:
         try:
             child = subprocess.Popen(
                 command,
@@ -94,37 +94,33 @@ def _run(command: Sequence[str]) -> tuple[int, str, bool]:
             )
         finally:
             os.close(writer)
-        signals.to(child)
-        run = os.fsdecode(told.read())  # until it has told, or is gone
-        return child.wait(), run, bool(signals.asked)
+        was_asked = False
+        while child.poll() is None:
+            number = next_one()
+            if number != signal.SIGCHLD:
+                was_asked = True
+                child.send_signal(number)
+        return child.returncode, os.fsdecode(told.read()), was_asked
 
 
-class _PassedOn:
-    """Signals that ask us to end, as they come, and those that came before there was a child.
-    From a terminal the child has them, too: twice is as once."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> _PassedOn:
-        ends = (signal.SIGINT, signal.SIGTERM)
-        self._before = {one: signal.signal(one, self._pass_on) for one in ends}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for one, handler in self._before.items():
-            signal.signal(one, handler)
-
-    def to(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
-        for number in self.asked:
-            child.send_signal(number)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.asked.append(number)
-        if self._child is not None:
-            self._child.send_signal(number)
+@contextmanager
+def _signals() -> Iterator[Callable[[], int]]:
+    """Waits for the next of what ends us, or of a child's end; none is lost, not one that came
+    before there was a child, and not one just before we waited, which a handler in Python would
+    hear only when the wait is over. From a terminal the child has them, too: twice is as once."""
+    heard, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+    before_fd = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield lambda: os.read(heard, 1)[0]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(before_fd)
+        os.close(heard)
+        os.close(wakeup)
 
 
 def _name(number: int) -> str:

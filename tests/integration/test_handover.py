@@ -83,7 +83,7 @@ class Endless(SGLangServer):
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
-NUM_PROMPT, NUM_TOKENS = 40, 400
+NUM_PROMPT, NUM_TOKENS = 40, 600
 
 
 @dataclass
@@ -334,7 +334,7 @@ async def test_what_runs_goes_on_under_the_new_weights(
             f"{by_new[cut]:.1e}, {by_new[cut:].mean():.1e}, most {by_new[cut:].max():.1e}"
         )
         assert by_old[:cut].max() < 1e-3
-        assert by_old[cut] > 1e-3
+        assert by_old[cut : cut + 10].max() > 1e-3  # of a token or two, both may be sure
         if pause == "retract":
             assert by_new[cut:].max() < 1e-3
         else:  # what the engine sampled from is of no weights alone

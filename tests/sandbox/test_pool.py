@@ -59,9 +59,9 @@ def kill_workers(spared: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-async def wait_until(happened: object) -> None:
+async def wait_until(happened: object, within_s: float = 15) -> None:
     assert callable(happened)
-    with anyio.fail_after(10):
+    with anyio.fail_after(within_s):
         while not happened():  # noqa: ASYNC110 - what happens in the kernel sets no event
             await anyio.sleep(0.01)
 

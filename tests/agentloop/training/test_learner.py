@@ -340,7 +340,7 @@ async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:
         old = await both_run(tmp_path)
-        with pytest.raises(LearnerLost, match=r"hang: no answer within 0\.1 s"):
+        with pytest.raises(LearnerLost, match="hang: no answer within"):
             await learner.ask("hang", timeout_s=0.1)
         answers: list[int] = []
 
