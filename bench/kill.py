@@ -61,7 +61,7 @@ from bench.kill_real import VICTIMS, play_real
 __all__ = ["main"]
 
 _NUM_SERVERS = 2  # in a fleet one for each of those that roll out
-_LIFE_S = 60.0
+_LIFE_S = 120.0
 _MAX_LIVES = 12
 _POLL_S = 0.003
 _PR_SET_PDEATHSIG = 1

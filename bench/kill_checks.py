@@ -204,7 +204,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def processes_left(ours: Collection[int], *, within_s: float = 5.0) -> list[str]:
+def processes_left(ours: Collection[int], *, within_s: float = 30.0) -> list[str]:
     """Whatever came of a run's processes is ours by now, for orphans are this process's children:
     who is left after a while, but for `ours`; those are killed."""
     deadline = time.monotonic() + within_s

@@ -23,8 +23,8 @@ from agentloop.errors import SettingsError
 
 __all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_going_on"]
 
-_LOCK_TRIES = 10
-_LOCK_WAIT_S = 0.01
+_LOCK_WAIT_S = 10.0
+_LOCK_POLL_S = 0.01
 
 
 class RunSettings(pydantic.BaseModel):
@@ -235,12 +235,9 @@ def is_going_on(run: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once
-    except BlockingIOError:
-        return True
+        return not _has(file, fcntl.LOCK_SH)  # given back at once
     finally:
         os.close(file)
-    return False
 
 
 def _lock(path: Path) -> int:
@@ -250,15 +247,24 @@ def _lock(path: Path) -> int:
         SettingsError: somebody has.
     """
     file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    for _ in range(_LOCK_TRIES):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOCK_WAIT_S)  # who asks `is_going_on` has it for a moment
-        else:
-            return file
-    os.close(file)
-    raise SettingsError(f"run.name: a run at {path} is going on")
+    deadline_s = time.monotonic() + _LOCK_WAIT_S
+    while not _has(file, fcntl.LOCK_EX):
+        # A run has it alone; who asks `is_going_on` has it with others, and for a moment.
+        if not _has(file, fcntl.LOCK_SH) or time.monotonic() > deadline_s:
+            os.close(file)
+            raise SettingsError(f"run.name: a run at {path} is going on")
+        fcntl.flock(file, fcntl.LOCK_UN)
+        time.sleep(_LOCK_POLL_S)
+    return file
+
+
+def _has(file: int, lock: int) -> bool:
+    """Whether we have this lock by now."""
+    try:
+        fcntl.flock(file, lock | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _write(path: Path, text: str) -> None:

@@ -271,6 +271,7 @@ def pids_of(script: Path) -> list[int]:
 
 
 @pytest.mark.anyio
+@pytest.mark.timeout(180)  # all processes of a run start, some of them twice
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Path) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
@@ -288,6 +289,7 @@ async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: 
 
 
 @pytest.mark.anyio
+@pytest.mark.timeout(180)  # all processes of a run start, some of them twice
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.parametrize("max_restarts", [0, 1])
 async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(

@@ -136,7 +136,7 @@ async def test_what_is_not_done_in_time_is_refused() -> None:
             await anyio.sleep_forever()
         await honest(generation, on_chunk)
 
-    figures = await Play(scripts_of(TRACE, 1), send, budget=50).run(deadline_s=0.2)
+    figures = await Play(scripts_of(TRACE, 1), send, budget=50).run(deadline_s=3)
     assert figures.num_refused == 1
     assert list(figures.errors.values()) == [1]
 

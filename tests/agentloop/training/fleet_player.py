@@ -20,7 +20,7 @@ from agentloop.training.fleet_member import Member, heard
 from agentloop.training.handover import Handover, Published
 from agentloop.training.rollouts import RolledOut, RollsOut
 
-LEASE_S = 2.0  # enough for a machine that is busy with other tests
+LEASE_S = 8.0  # a busy machine may stop us for seconds
 
 
 @dataclass

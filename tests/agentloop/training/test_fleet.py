@@ -35,7 +35,7 @@ from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner
 from tests.redis_server import RedisServer, redis_server
 from tests.support import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # a real Redis, and real deaths
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # a real Redis, and real deaths
 
 RECIPE = {"group_size": 2}
 BUDGET = Budget(max_turns=7)
@@ -48,7 +48,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def settings_for(server: RedisServer, **changes: Any) -> FleetSettings:
-    told = {"redis": server.url, "run": "test", "lease_s": LEASE_S, "give_up_s": 15}
+    told = {"redis": server.url, "run": "test", "lease_s": LEASE_S, "give_up_s": 60}
     return FleetSettings(**told | changes)
 
 
@@ -59,7 +59,7 @@ class Trainer:
         self.fleet = fleet
         self._folder = folder
 
-    async def hand_over(self, version: int = 0, *, timeout_s: float = 10) -> Any:
+    async def hand_over(self, version: int = 0, *, timeout_s: float = 30) -> Any:
         folder = self._folder / str(version)
         folder.mkdir(exist_ok=True)
         return await self.fleet.hand_over(InFolder(str(version), folder), timeout_s=timeout_s)
@@ -108,7 +108,7 @@ def whole(*names: str) -> dict[str, list[tuple[str, int]]]:
 
 
 async def until(found: Callable[[], Awaitable[Any]], expected: Any) -> None:
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         while await found() != expected:  # noqa: ASYNC110  # no event says so
             await anyio.sleep(0.02)
 
@@ -222,7 +222,7 @@ async def test_infrastructure_is_no_result_but_anothers_ticket(
             await eventually(lambda: bool(bad.asked))
             bad.room = anyio.Event()  # it takes nothing more
             good.room.set()
-            await eventually(lambda: bool(good.asked), within_s=10)
+            await eventually(lambda: bool(good.asked), within_s=30)
             tasks.cancel_scope.cancel()
 
 
@@ -252,7 +252,7 @@ async def test_a_runtime_that_is_killed_leaves_its_groups_to_others(
         async with await anyio.open_process(
             [*command, redis.url, "test", str(marks)], stdout=None, stderr=None
         ) as process:
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):  # an interpreter starts
                 await trainer.hand_over()
 
             async def ask() -> None:
@@ -260,11 +260,11 @@ async def test_a_runtime_that_is_killed_leaves_its_groups_to_others(
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(ask)
-                await eventually(lambda: len([*marks.iterdir()]) == 3, within_s=20)
+                await eventually(lambda: len([*marks.iterdir()]) == 3, within_s=30)
                 process.kill()
                 await process.wait()
                 async with playing(settings, player):
-                    await eventually(lambda: len(found) == 3, within_s=15)
+                    await eventually(lambda: len(found) == 3, within_s=30)
     assert told(found) == whole(*names)
     assert sorted(player.asked) == names  # each once
 
@@ -272,7 +272,9 @@ async def test_a_runtime_that_is_killed_leaves_its_groups_to_others(
 async def test_a_lease_is_renewed_for_as_long_as_it_takes(
     redis: RedisServer, tmp_path: Path
 ) -> None:
-    settings, one, two = settings_for(redis), Player("one"), Player("two")
+    lease_s = 4.0
+    settings = settings_for(redis, lease_s=lease_s)
+    one, two = Player("one"), Player("two")
     one.gate, two.room = anyio.Event(), anyio.Event()
     async with training(settings, tmp_path) as trainer, playing(settings, one, two):
         await trainer.hand_over()
@@ -280,7 +282,7 @@ async def test_a_lease_is_renewed_for_as_long_as_it_takes(
             tasks.start_soon(trainer.groups, "1")
             await eventually(lambda: bool(one.asked))
             two.room.set()
-            await anyio.sleep(2 * LEASE_S)  # whose lease would have run out
+            await anyio.sleep(1.6 * lease_s)  # whose lease would have run out
             one.gate.set()
     assert (one.asked, two.asked) == (["1"], [])
 
@@ -330,7 +332,7 @@ async def test_what_redis_lost_before_anybody_took_it_is_added_again(
             redis.start()
             async with playing(settings, player):
                 await trainer.hand_over()
-                await eventually(lambda: len(found) == 2, within_s=10)
+                await eventually(lambda: len(found) == 2, within_s=30)
     assert told(found) == whole("1", "2")
     assert sorted(player.asked) == ["1", "2"]
 
@@ -461,7 +463,7 @@ async def test_a_second_trainer_takes_the_run_and_the_first_says_so(
     ):
         async with training(settings, tmp_path):
             async with training(settings, tmp_path / "other"):
-                await anyio.sleep(10)
+                await anyio.sleep(60)
 
 
 async def test_a_runtime_that_comes_late_has_the_weights_before_it_takes_a_ticket(
@@ -485,11 +487,13 @@ async def test_a_runtime_that_cannot_load_rolls_out_nothing_until_it_can(
 ) -> None:
     monkeypatch.setattr("agentloop.training.fleet_member._RETRY_S", 0.05)
     settings, good, bad = settings_for(redis), Player("good"), Player("bad")
-    async with training(settings, tmp_path) as trainer, playing(settings, good, bad):
+    said: list[str] = []
+    async with training(settings, tmp_path, said) as trainer, playing(settings, good, bad):
         await trainer.hand_over(0)
         await eventually(lambda: bool(good.versions and bad.versions))
+        await eventually(lambda: sum("is there" in line for line in said) == 2)
         bad.fails = ServerError("the disk is gone")
-        came = await trainer.hand_over(1, timeout_s=1.0)
+        came = await trainer.hand_over(1, timeout_s=5.0)  # all of it: bad is never done
         assert came.loaded == ["good"]
         assert came.failed == {"bad": "the disk is gone"}
         await trainer.groups("1", "2", "3", oldest=1)
@@ -566,7 +570,7 @@ async def test_a_runtime_waits_for_a_trainer_but_not_for_ever(
 
 async def test_runtimes_go_home_when_the_run_is_over(redis: RedisServer, tmp_path: Path) -> None:
     settings, player = settings_for(redis), Player("one")
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             async with training(settings, tmp_path) as trainer:
                 tasks.start_soon(player.run, settings)

@@ -71,9 +71,9 @@ class Parts:
         self.learner = PlayedLearner()
         self.settings = SETTINGS
 
-    async def hand_over(self, version: str = "1", timeout_s: float = 5) -> Handover:
+    async def hand_over(self, version: str = "1", timeout_s: float = 15) -> Handover:
         way = publisher(self.settings, cast(Learner, self.learner), self.folder)
-        published = await way.publish(version, timeout_s=5)
+        published = await way.publish(version, timeout_s=15)
         return await hand_over(self.router, published, timeout_s=timeout_s)
 
     def states(self) -> list[str]:
@@ -179,7 +179,7 @@ async def test_who_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> N
         assert here.nobody_waits()
         # It is given a group of its own.
         here.fakes[1].at_bucket = None
-        assert await keep_up(here.router, came, timeout_s=5)
+        assert await keep_up(here.router, came, timeout_s=15)
         assert here.learner.joined == [4, 3, 2]
         assert here.states() == ["healthy"] * 3
 
@@ -257,7 +257,7 @@ async def test_weights_that_the_learner_no_longer_has_are_not_given(tmp_path: Pa
         here.router.require_weights("0")
         here.router.require_weights("1", verified=True)
         here.learner.num_updates += 1
-        checksums, failed = await came.published.give(here.router.servers, timeout_s=5)
+        checksums, failed = await came.published.give(here.router.servers, timeout_s=15)
         assert (checksums, list(failed.values())) == ({}, ["open: these are gone"])
         assert here.nobody_waits()
 
@@ -268,9 +268,9 @@ async def test_servers_elsewhere_need_an_address(tmp_path: Path) -> None:
         async with http_session() as session:
             far = SGLangServer(here.fakes[0].url, session)
             way = publisher(SETTINGS, cast(Learner, here.learner), tmp_path)
-            published = await way.publish("1", timeout_s=5)
+            published = await way.publish("1", timeout_s=15)
             with pytest.raises(SettingsError, match=r"weights\.address"):
-                await published.give([far], timeout_s=5)
+                await published.give([far], timeout_s=15)
             assert "open" not in here.learner.asked
 
 

@@ -31,6 +31,7 @@ from tests.support import FakeSGLang, Fault, eventually
 pytestmark = pytest.mark.anyio
 
 ANSWER = [5, 6, 99]
+LATE_S = 4.0  # for a server that never answers; the others have to, within it
 ONE, TWO = (InFolder(version, Path("weights") / version) for version in ("1", "2"))
 
 
@@ -53,7 +54,7 @@ def states(router: Router) -> list[str]:
 async def test_all_servers_serve_the_new_weights_at_once() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
-        came = await hand_over(router, ONE, timeout_s=5)
+        came = await hand_over(router, ONE, timeout_s=15)
         assert came.loaded == sorted(fake.url for fake in fakes)
         assert (came.failed, came.checksum, came.version) == ({}, "sum", "1")
         assert states(router) == ["healthy", "healthy"]
@@ -65,13 +66,13 @@ async def test_who_cannot_load_them_is_stale(weights: str | None) -> None:
     """They cannot be read, take too long, or are not those that the others have."""
     fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
-        came = await hand_over(router, ONE, timeout_s=0.2)
+        came = await hand_over(router, ONE, timeout_s=LATE_S)
         assert list(came.failed) == [fakes[0].url]
         assert states(router) == ["stale", "healthy", "healthy"]
         assert not any(fake.paused for fake in fakes)
         for fake in fakes:
             fake.weights = "sum"
-        assert not (await hand_over(router, TWO, timeout_s=5)).failed
+        assert not (await hand_over(router, TWO, timeout_s=15)).failed
         assert states(router) == ["healthy"] * 3
 
 
@@ -90,7 +91,7 @@ async def test_in_place_the_cache_is_kept_from_turns_to_come() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         for published in (ONE, replace(TWO, pause="in_place"), replace(ONE, pause="in_place")):
-            await hand_over(router, published, timeout_s=5)
+            await hand_over(router, published, timeout_s=15)
             await turn(router, [], [])
     assert fake.pauses == ["retract", "in_place", "in_place"]
     assert fake.flushes == [True, False, False]
@@ -103,9 +104,9 @@ async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
     fake = FakeSGLang(ANSWER, overlaps=True)
     async with routed(fake) as router:
         with pytest.raises(ServerError, match="--disable-overlap-schedule"):
-            await hand_over(router, replace(ONE, pause="in_place"), timeout_s=5)
+            await hand_over(router, replace(ONE, pause="in_place"), timeout_s=15)
         assert (fake.pauses, fake.version) == ([], "v0")
-        assert (await hand_over(router, ONE, timeout_s=5)).loaded
+        assert (await hand_over(router, ONE, timeout_s=15)).loaded
 
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
@@ -125,7 +126,7 @@ async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: st
     others = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(first) as router, AsyncExitStack() as stack:
         session = await stack.enter_async_context(http_session())
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             async with anyio.create_task_group() as tasks:
                 for number, ids in enumerate(received):
                     tasks.start_soon(turn, router, moved, ids, str(number))
@@ -133,7 +134,7 @@ async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: st
                 for fake in others:
                     await stack.enter_async_context(fake.serving())
                     await router.add(SGLangServer(fake.url, session))
-                came = await hand_over(router, ONE, timeout_s=1)
+                came = await hand_over(router, ONE, timeout_s=LATE_S)
                 assert list(came.failed) == [first.url]
         assert states(router) == ["stale", "healthy", "healthy"]
     assert received == [ANSWER] * 4
@@ -159,7 +160,7 @@ def test_what_was_sampled_by_weights_of_the_wrong_name_is_distrusted() -> None:
 async def test_without_any_server_it_is_an_error() -> None:
     async with routed(FakeSGLang(ANSWER, weights=None)) as router:
         with pytest.raises(ServerError, match="no server could load version 1"):
-            await hand_over(router, ONE, timeout_s=5)
+            await hand_over(router, ONE, timeout_s=15)
         assert states(router) == ["stale"]
 
 
@@ -177,13 +178,13 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
     monkeypatch.setattr(SGLangServer, "weight_version", weight_version)
     fakes = [FakeSGLang(ANSWER, weights="others"), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
-        came = await hand_over(router, ONE, timeout_s=5)
+        came = await hand_over(router, ONE, timeout_s=15)
         assert fakes[0].version == "1"
         probes.clear()
         await eventually(lambda: probes.count(fakes[0].url) > 3)
         assert states(router) == ["stale", "healthy", "healthy"]
         fakes[0].weights = "sum"
-        await keep_up(router, came, timeout_s=5)
+        await keep_up(router, came, timeout_s=15)
         assert states(router) == ["healthy"] * 3
         probes.clear()
         await eventually(lambda: probes.count(fakes[0].url) > 3)
@@ -193,21 +194,21 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
 async def test_two_that_differ_are_no_majority() -> None:
     async with routed(FakeSGLang(ANSWER), FakeSGLang(ANSWER, weights="others")) as router:
         with pytest.raises(ServerError, match="do not have the same weights 1"):
-            await hand_over(router, ONE, timeout_s=5)
+            await hand_over(router, ONE, timeout_s=15)
         assert states(router) == ["stale", "stale"]
 
 
 async def test_one_that_was_started_again_is_given_the_weights() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
-        came = await hand_over(router, ONE, timeout_s=5)
+        came = await hand_over(router, ONE, timeout_s=15)
         fakes[0].version = "default"
         await eventually(lambda: states(router) == ["stale", "healthy"])
         fakes[0].weights = None
-        assert not await keep_up(router, came, timeout_s=5)
+        assert not await keep_up(router, came, timeout_s=15)
         assert states(router) == ["stale", "healthy"]
         fakes[0].weights = "sum"
-        assert await keep_up(router, came, timeout_s=5)
+        assert await keep_up(router, came, timeout_s=15)
         assert states(router) == ["healthy", "healthy"]
         assert fakes[0].version == "1"
 
@@ -218,7 +219,7 @@ async def test_it_waits_for_a_server_that_is_started_again() -> None:
         fake.ready = False
         router.exited(fake.url, "killed")
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: hand_over(router, ONE, timeout_s=5))
+            tasks.start_soon(lambda: hand_over(router, ONE, timeout_s=15))
             await eventually(lambda: not router.servers)
             fake.ready = True
         assert states(router) == ["healthy"]
@@ -233,7 +234,7 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
     fake = Silent(ANSWER)
     async with routed(fake) as router:
         with pytest.raises(ServerError, match="no server could load"):
-            await hand_over(router, ONE, timeout_s=5)
+            await hand_over(router, ONE, timeout_s=15)
     assert not fake.paused
 
 
@@ -251,14 +252,14 @@ async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: 
     other = tmp_path / "elsewhere" / "run"  # another run of the same name
     settings = WeightsSettings(folder=shared if elsewhere else None)
     others = publisher(settings, cast(Learner, Played()), other)
-    kept = await others.publish("1", timeout_s=5)
+    kept = await others.publish("1", timeout_s=15)
     assert isinstance(kept, InFolder)
     way = publisher(settings, cast(Learner, Played()), run)
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         for version in ("0", "1", "2"):
-            published = await way.publish(version, timeout_s=5)
-            await hand_over(router, published, timeout_s=5)
+            published = await way.publish(version, timeout_s=15)
+            await hand_over(router, published, timeout_s=15)
             await way.tidy()
     assert isinstance(published, InFolder)
     mine = published.folder.parent

@@ -88,14 +88,13 @@ def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_who_waits_passes_signals_on_and_leaves_nobody(tmp_path: Path, number: int) -> None:
     child = """
-import os, signal, sys
-def end(number, frame):
-    os.write(1, str(number).encode()); os._exit(128 + number)
-for one in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(one, end)
+import os, signal
+ends = (signal.SIGTERM, signal.SIGINT)
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # none is lost just before we wait
 print(os.getpid(), flush=True)
-while True:
-    signal.pause()
+number = signal.sigwait(ends)
+os.write(1, str(int(number)).encode())
+os._exit(128 + number)
 """
     waits = (
         "import sys\nfrom agentloop.training.revive import revived\n"
