@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from agentloop.training.launch import free_port
 from agentloop.training.learner_settings import LearnerSettings
 from learner.batch import Batch
 
@@ -67,13 +68,6 @@ class Ranks:
         self._end.close()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 @contextmanager
 def started(
     folder: Path,
@@ -86,7 +80,7 @@ def started(
     file, log = folder / "settings.json", folder / "ranks.log"
     file.write_text(settings.model_dump_json())
     ours, theirs = socket.socketpair()
-    ours.settimeout(120)
+    ours.settimeout(250)
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

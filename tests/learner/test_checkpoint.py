@@ -18,7 +18,7 @@ from agentloop.training.learner_settings import LearnerSettings
 from learner.checkpoint import _held, _shape, read_state
 from learner.errors import LearnerError
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
 def policy(**settings: Any) -> Any:

@@ -15,7 +15,7 @@ from agentloop.training.learner import KeptLearner, LearnerLost, RanksSettings
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
 
-pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(300)]
 
 
 def rank_1(log_dir: Path) -> int:

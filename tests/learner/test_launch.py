@@ -26,7 +26,7 @@ from learner.weights import verify
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
 
-pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(300)]
 NODES = {"nodes": 2, "address": "127.0.0.1"}
 PDSH = """#!{python}
 import subprocess, sys
@@ -93,7 +93,7 @@ async def test_two_ranks_by_a_launcher(tmp_path: Path, launcher: Any) -> None:
 def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     try:
         yield
-        assert [process.wait(60) for process in processes] == [0]
+        assert [process.wait(100) for process in processes] == [0]
     finally:
         for process in processes:
             process.kill()
@@ -123,7 +123,7 @@ async def test_two_nodes_by_deepspeed(tmp_path: Path, hostfile: Path) -> None:
 async def test_why_the_ranks_of_a_launcher_do_not_start(tmp_path: Path, launcher: Any) -> None:
     settings = SETTINGS.model_copy(update={"model": tmp_path}).model_dump(mode="json")
     ranks = RanksSettings(launcher=launcher, count=2)
-    with anyio.fail_after(100), pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"):
+    with anyio.fail_after(250), pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"):
         async with started(settings, ranks, log_dir=tmp_path / "logs", on_progress=say_nothing):
             pass
 

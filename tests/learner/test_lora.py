@@ -27,7 +27,7 @@ from learner.small_model.qwen3 import Qwen3ForCausalLM
 from tests.learner import plain
 from tests.learner.ranks import Ranks, make_batch, started
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 SETTINGS = LearnerSettings(
     model=SMALL,
@@ -35,7 +35,7 @@ SETTINGS = LearnerSettings(
     head_chunk_tokens=16,
     publish_dtype="float32",
     max_shard_mib=1,
-    collective_timeout_s=20,
+    collective_timeout_s=60,
     optimizer=OptimizerSettings(lr=1e-3, warmup_steps=0, eps=1e-5),
     lora=LoraSettings(rank=4, alpha=8),
     deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},

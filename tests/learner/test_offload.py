@@ -19,7 +19,7 @@ from tests.learner.plain import Plain
 from tests.learner.ranks import Ranks, make_batch, started
 from tests.learner.test_ranks import SETTINGS
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 KINDS = [(1, 1, "optimizer"), (2, 2, "optimizer"), (3, 2, "optimizer+parameters")]
 
 

@@ -18,7 +18,7 @@ from agentloop.training.learner_settings import LearnerSettings
 from tests.learner.ranks import Ranks, make_batch, started
 from tests.learner.test_ranks import SETTINGS
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]  # two learners' starts
+pytestmark = [pytest.mark.real, pytest.mark.timeout(480)]  # two learners' starts
 
 WRITERS = [(1, 1), (2, 2), (3, 2)]  # (ZeRO stage, number of ranks)
 READERS = [(1, 2), (2, 1), (3, 1)]

