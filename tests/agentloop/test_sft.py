@@ -85,7 +85,7 @@ class Said:
 
 @pytest.mark.anyio
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_random_weights_learn_to_imitate(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
     model = tmp_path / "tiny"

@@ -17,7 +17,7 @@ from learner.small_model.episodes import sample
 from learner.small_model.evaluate import SKILLS, run
 from learner.small_model.train import Settings, encode, make_tokenizer, stages, train
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]  # it trains
 
 # Of ten dialogues, how many may fail: fewer where no name has to be copied.
 ALLOWED = {skill: 1 if "python" in skill.name or "jupyter" in skill.name else 4 for skill in SKILLS}

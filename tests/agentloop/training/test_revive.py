@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from agentloop.training.revive import revived
+
+pytestmark = pytest.mark.timeout(60)  # several interpreters start, one after the other
 
 CHILD = """
 import os, signal, sys
@@ -85,6 +89,21 @@ def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
     assert "before it had a run" in said
 
 
+@contextmanager
+def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that waits for another one, which does what `child` says."""
+    waits = (
+        "import sys\nfrom agentloop.training.revive import revived\n"
+        f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
+    )
+    command = [sys.executable, "-c", waits]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_who_waits_passes_signals_on_and_leaves_nobody(tmp_path: Path, number: int) -> None:
     child = """
@@ -96,18 +115,13 @@ number = signal.sigwait(ends)
 os.write(1, str(int(number)).encode())
 os._exit(128 + number)
 """
-    waits = (
-        "import sys\nfrom agentloop.training.revive import revived\n"
-        f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    os.kill(process.pid, number)
-    heard = signal.SIGTERM if number == signal.SIGKILL else number  # by the kernel's hand
-    assert process.stdout.read() == str(int(heard))  # to its end: the child is gone
-    assert process.wait(20) == (-number if number == signal.SIGKILL else 128 + number)
-    process.stdout.close()
+    with waiting(child) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        os.kill(process.pid, number)
+        heard = signal.SIGTERM if number == signal.SIGKILL else number  # by the kernel's hand
+        assert process.stdout.read() == str(int(heard))  # to its end: the child is gone
+        assert process.wait(20) == (-number if number == signal.SIGKILL else 128 + number)
 
 
 def test_who_asks_it_to_end_does_not_see_it_again(tmp_path: Path) -> None:
@@ -122,15 +136,11 @@ tell_run(Path("run"))
 print("told", flush=True)
 signal.pause()
 """
-    waits = (
-        "import sys\nfrom agentloop.training.revive import revived\n"
-        f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "told\n"
-    process.terminate()
-    assert process.stdout.readline() == "Ended by SIGTERM; to go on: agentloop train --resume run\n"
-    assert process.wait(20) == 128 + signal.SIGTERM
-    process.stdout.close()
+    with waiting(child) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "told\n"
+        process.terminate()
+        said = process.stdout.readline()
+        assert said == "Ended by SIGTERM; to go on: agentloop train --resume run\n"
+        assert process.wait(20) == 128 + signal.SIGTERM
     assert lives(tmp_path) == ["once"]
