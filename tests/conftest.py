@@ -8,9 +8,16 @@ from collections.abc import Generator
 from typing import Any
 
 import anyio
+import hypothesis
 import pytest
 
 _TO_CLEAN_UP_S = 3.0
+
+# Of any example: a machine may pause, which is no fault of the code's.
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

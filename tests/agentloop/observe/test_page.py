@@ -311,7 +311,7 @@ async def test_a_rollout_is_streamed_to_its_end() -> None:
 async def test_a_reader_that_leaves_is_counted_no_more(path: str) -> None:
     async with page(Played(cut_short=path != "/api/stream")) as at:
         async with at.http.get(at.url + path) as response:
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 await response.content.readuntil(b"\n\n")
             assert at.shown.num_readers == 1
             response.close()
@@ -385,7 +385,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         async with await anyio.connect_tcp(host, int(port)) as stream:
             head = f"POST /api/ask HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 9"
             await stream.send(f"{head}\r\n\r\n{{".encode())
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 answer = await stream.receive()
         assert b" 408 " in answer
         assert b'{"error":' in answer
@@ -427,7 +427,7 @@ async def test_who_has_not_may_not(given: str | None) -> None:
         head += f"Content-Length: {len(body)}\r\n\r\n"
         async with await anyio.connect_tcp(host, int(port)) as stream:
             await stream.send(head.encode("utf-8", "surrogateescape") + body)
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 answer = await stream.receive()
         assert answer.startswith(b"HTTP/1.1 403 ")
         assert b"control token" in answer
@@ -443,7 +443,7 @@ async def test_a_token_may_be_of_any_letters() -> None:
         )
         async with await anyio.connect_tcp(host, int(port)) as stream:
             await stream.send(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 assert (await stream.receive()).startswith(b"HTTP/1.1 200 ")
 
 
