@@ -204,7 +204,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_double(tmp_path: Path) -> None:
     for after in range(1, 5):
         path = tmp_path / str(after) / "queue.sqlite"
         path.parent.mkdir()
-        command = [sys.executable, "-c", CHILD, path]
+        command = [sys.executable, "-c", CHILD, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None
             told = 0
