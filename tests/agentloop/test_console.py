@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 import anyio
@@ -83,14 +84,15 @@ def test_what_is_over_soon_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "Halfway\n"
 
 
-def test_what_takes_long_is(capsys: pytest.CaptureFixture[str]) -> None:
-    said = ""
+def test_what_takes_long_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()  # capsys loses what another thread writes while it is read
+    monkeypatch.setattr(sys, "stderr", written)
     with Progress("Counting", after_s=0.001) as progress:
-        while said != "Counting\n":
-            said += capsys.readouterr().err
+        while written.getvalue() != "Counting\n":
+            time.sleep(0.001)
         progress("Counting on")
-        while said != "Counting\nCounting on\n":
-            said += capsys.readouterr().err
+        while written.getvalue() != "Counting\nCounting on\n":
+            time.sleep(0.001)
 
 
 ROWS = [("a", "1.5", "ended"), ("a long name", "12.25", "going on")]

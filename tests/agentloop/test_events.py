@@ -23,7 +23,7 @@ async def test_events_are_read_as_they_come() -> None:
         async for event in feed:
             read.append(event)
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(15):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reader)
             for number in range(3):

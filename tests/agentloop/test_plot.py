@@ -9,6 +9,8 @@ import pytest
 
 from agentloop.__main__ import main
 
+pytestmark = pytest.mark.timeout(120)  # on a new machine matplotlib looks for fonts first
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

@@ -288,6 +288,7 @@ def test_the_opened_thought_is_read_off_the_template() -> None:
     assert chat.opened_thought.strip() == "<think>"
 
 
+@pytest.mark.timeout(120)  # transformers is slow to import
 def test_a_model_folder_is_loaded_and_a_bad_one_refused(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token=END)

@@ -24,6 +24,7 @@ from agentloop.agent.tools import (
 )
 from agentloop.errors import RequestError
 from agentloop.trajectory import CallStatus
+from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -243,18 +244,19 @@ def test_threads_left_behind_by_one_event_loop_take_no_place_in_the_next() -> No
         started.append(threading.current_thread())
         release.wait(10)
 
-    async def fill() -> None:
-        tool = FunctionTool(hang, timeout_s=0.02)
+    async def fill(count: int) -> None:
+        tool = FunctionTool(hang)
         tool.MAX_THREADS = 1
-        async with Tools([tool]) as tools:
-            await tools.run("hang", {})
+        async with Tools([tool]) as tools, anyio.create_task_group() as tasks:
+            tasks.start_soon(tools.run, "hang", {})
+            await eventually(lambda: len(started) == count)
+            tasks.cancel_scope.cancel()
 
     for count in range(1, 6):
         release.clear()
-        anyio.run(fill)
-        assert len(started) == count
+        anyio.run(fill, count)
         release.set()
-        started[-1].join(5)
+        started[-1].join(10)
         gc.collect()  # so that the next loop may have this one's address
 
 

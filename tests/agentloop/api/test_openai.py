@@ -191,6 +191,7 @@ def message_of(chunks_: list[dict[str, Any]]) -> dict[str, Any]:
     return {**message, **lists}
 
 
+@pytest.mark.timeout(60)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(pieces, min_size=1, max_size=3), st.lists(st.integers(0, 150), max_size=8))
 async def test_the_chunks_joined_are_the_completions_message(

@@ -168,6 +168,7 @@ def test_tasks_with_too_few_samples_are_left_out() -> None:
 FEW = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)
 
 
+@pytest.mark.timeout(60)
 @ANY_TIME
 @given(st.lists(FEW, min_size=1, max_size=2))
 def test_the_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -201,18 +199,20 @@ anyio.run(main)
 """
 
 
+@pytest.mark.timeout(120)
 def test_killed_at_any_moment_nothing_is_lost_or_double(tmp_path: Path) -> None:
     for after in range(1, 5):
         path = tmp_path / str(after) / "queue.sqlite"
         path.parent.mkdir()
-        child = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        told = 0
-        while told < 3 * after:
-            told = int(child.stdout.readline())
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait(10)
-        child.stdout.close()
+        command = [sys.executable, "-c", CHILD, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            told = 0
+            try:
+                while told < 3 * after:
+                    told = int(child.stdout.readline())
+            finally:
+                child.kill()
         anyio.run(_check, path.parent, told)
 
 

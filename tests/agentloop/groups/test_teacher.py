@@ -54,6 +54,7 @@ def test_the_same_seed_writes_the_same() -> None:
 
 @pytest.mark.real
 @pytest.mark.anyio
+@pytest.mark.timeout(120)
 async def test_results_are_those_of_the_sandbox() -> None:
     """Local processes say what containers say, whatever they isolate."""
     ran: dict[str, str] = {}
@@ -64,7 +65,7 @@ async def test_results_are_those_of_the_sandbox() -> None:
                 ran[json.loads(call)["arguments"]["code"]] = result["content"]
     assert any(content.startswith("[stderr]") for content in ran.values())
     async with Pool(PoolSettings(backend="process", workers=1)) as pool:
-        async with PythonCode(pool).open() as run:
+        async with PythonCode(pool, timeout_s=60).open() as run:
             for code, content in ran.items():
                 assert (await run({"code": code})).content == content
 

@@ -49,7 +49,7 @@ class Flight(RuleBasedStateMachine):
         assert self.forecast.peak(3) >= self.forecast.peak()
 
 
-TestFlight = Flight.TestCase
+TestFlight = pytest.mark.timeout(60)(Flight.TestCase)
 TestFlight.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 

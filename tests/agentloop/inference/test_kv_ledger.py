@@ -134,7 +134,7 @@ class Ledger(RuleBasedStateMachine):
             assert prompts | shared == set(pool.prompts)
 
 
-TestLedger = Ledger.TestCase
+TestLedger = pytest.mark.timeout(60)(Ledger.TestCase)
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 

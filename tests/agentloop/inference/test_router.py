@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -71,7 +72,7 @@ async def read(
 
 @asynccontextmanager
 async def routed(
-    *fakes: FakeSGLang, stall_timeout_s: float = 5.0, **options: Any
+    *fakes: FakeSGLang, stall_timeout_s: float = 60.0, **options: Any
 ) -> AsyncIterator[Router]:
     given = {"probe_interval_s": 0.01, "stall_timeout_s": stall_timeout_s, **options}
     async with AsyncExitStack() as stack:
@@ -150,7 +151,7 @@ async def test_versions_of_a_moved_turn_count_from_its_first_token() -> None:
 async def test_silence_moves_a_turn() -> None:
     faults = deque([Fault("silence", after=3)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    async with routed(*fakes, stall_timeout_s=0.1) as router:
+    async with routed(*fakes, stall_timeout_s=0.5) as router:
         seen = await read(router, generation())
         assert idle(router)
     whole(seen)
@@ -191,8 +192,8 @@ async def test_with_every_server_dead_it_fails_in_time() -> None:
     fakes = [FakeSGLang(ANSWER, ready=False) for _ in range(2)]
     for fake in fakes:
         fake.faults.append(Fault("refuse", status=500))
-    async with routed(*fakes, wait_timeout_s=0.1) as router:
-        with pytest.raises(ServerUnavailable, match=r"no server had room within 0\.1 s"):
+    async with routed(*fakes, wait_timeout_s=0.5) as router:
+        with pytest.raises(ServerUnavailable, match=r"no server had room within 0\.5 s"):
             await read(router, generation())
         assert [view.healthy for view in router.view()] == [False, False]
         assert idle(router)
@@ -271,8 +272,8 @@ async def test_who_leaves_the_waiting_room_is_passed_over() -> None:
             scope("b").cancel()
             await eventually(lambda: router.num_waiting == 1)
             scope("a").cancel()  # its end admits the next
-            await eventually(lambda: router.num_waiting == 0)
-            assert len(reads["c"].placed) == 1
+            await eventually(lambda: len(reads["c"].placed) == 1)
+            assert router.num_waiting == 0
             gate.set()
         assert idle(router)
     assert reads["b"].placed == []
@@ -304,23 +305,29 @@ async def test_placed_and_cancelled_in_the_same_step_it_holds_nothing() -> None:
     whole(reads["c"])
 
 
-async def test_the_waiting_room_is_bounded_in_number_and_in_time() -> None:
+async def test_the_waiting_room_is_bounded_in_number() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    settings = {"reserve_tokens": 20, "max_waiting": 1, "wait_timeout_s": 0.2}
-    async with routed(fake, **settings) as router:
-        async with crowd(router, ["a"], reads=reads), anyio.create_task_group() as tasks:
-
-            async def too_late() -> None:
-                with pytest.raises(ServerUnavailable, match="no server had room"):
-                    await read(router, generation("b", max_new_tokens=20))
-                gate.set()
-
-            tasks.start_soon(too_late)
-            await eventually(lambda: router.num_waiting == 1)
+    async with routed(fake, reserve_tokens=20, max_waiting=1) as router:
+        async with crowd(router, ["a", "b"], reads=reads):
             with pytest.raises(ServerUnavailable, match="1 requests wait already"):
                 await read(router, generation("c", max_new_tokens=20))
+            gate.set()
+        assert idle(router)
+    for seen in reads.values():
+        whole(seen)
+
+
+async def test_the_waiting_room_is_bounded_in_time() -> None:
+    gate = anyio.Event()
+    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    reads: dict[str, Read] = {}
+    async with routed(fake, reserve_tokens=20, wait_timeout_s=0.2) as router:
+        async with crowd(router, ["a"], reads=reads):
+            with pytest.raises(ServerUnavailable, match="no server had room"):
+                await read(router, generation("b", max_new_tokens=20))
+            gate.set()
         assert idle(router)
     whole(reads["a"])
 
@@ -656,7 +663,7 @@ async def test_explain_logs_each_decision(caplog: pytest.LogCaptureFixture) -> N
         (seen,) = [await read(router, generation("t7"))]
     (record,) = caplog.records
     text = record.getMessage()
-    assert text.startswith("t7 (3 tokens, waited 0.00 s) kv: it costs the least there")
+    assert re.match(r"t7 \(3 tokens, waited \d+\.\d\d s\) kv: it costs the least there", text)
     assert f"-> {seen.placed[0]}#0 " in text
     assert all(fake.url in text for fake in fakes)
 
@@ -700,7 +707,7 @@ async def test_reports_that_never_come_hold_nobody_back() -> None:
         tasks.start_soon(read, router, generation(), seen)
         for name in "ab":
             tasks.start_soon(hold, name)
-        await eventually(lambda: router.num_waiting == 1)
+        await eventually(lambda: router.num_waiting == 1 and bool(inside))
         assert inside == ["a"]
         fake.ready, fake.max_total_num_tokens = True, 20_000
         await eventually(lambda: seen.ids == ANSWER and inside == ["a", "b"])
@@ -743,7 +750,7 @@ async def test_what_a_server_said_before_it_ended_is_not_believed() -> None:
         await eventually(lambda: num_asked == 1)
         router.exited(fake.url, "was killed by SIGKILL")
         answer.set()
-        await eventually(lambda: num_asked == 3)
+        await eventually(lambda: num_asked >= 3)
         assert router.view()[0].state is ServerState.DEAD
 
 

@@ -234,9 +234,11 @@ async def test_a_refusal_says_why_whatever_its_body(status: int, body: bytes, sa
 
 async def test_silence_is_noticed_before_and_amid_the_stream() -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=2)]))
+    received: list[int] = []
     async with client(fake, stall_timeout_s=0.05) as server:
 
         async def watch() -> None:
+            await eventually(lambda: len(received) == 2)
             while True:
                 await anyio.sleep(0.01)
                 server.close_stalled()
@@ -244,7 +246,7 @@ async def test_silence_is_noticed_before_and_amid_the_stream() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
             with pytest.raises(ServerUnavailable, match=r"silent for 0\.05 s, after 2 tokens"):
-                await stream(server)
+                await stream(server, received)
             tasks.cancel_scope.cancel()
         await eventually(lambda: fake.num_streaming == 0)
 

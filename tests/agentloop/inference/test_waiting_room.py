@@ -76,7 +76,7 @@ class Room(RuleBasedStateMachine):
         assert len(self.room) == len(self.plain)
 
 
-TestRoom = Room.TestCase
+TestRoom = pytest.mark.timeout(60)(Room.TestCase)
 TestRoom.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 

@@ -232,7 +232,7 @@ async def test_a_run_that_goes_on_is_looked_at_again(
     at = archive(run)
 
     async def next_frame() -> dict[str, Any]:
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             async for _, data in frames:
                 if data:
                     found: dict[str, Any] = orjson.loads(data)

@@ -55,7 +55,7 @@ def played(*, begins: bool = True) -> Played:
 
 async def test_who_asks_is_told_the_rollouts_id_as_it_begins() -> None:
     rollout = played()
-    with anyio.fail_after(5):
+    with anyio.fail_after(15):
         async with asking(rollout, rollout.events.append) as ask:
             assert await ask("why?") == "r1"
             assert rollout.questions == ["why?"]

@@ -49,7 +49,7 @@ def starts(at: Live, *keys: str) -> None:
 
 
 async def next_of(frames: Frames) -> tuple[str, dict[str, Any]]:
-    with anyio.fail_after(5):
+    with anyio.fail_after(15):
         name, data = await anext(frames)
     return name, orjson.loads(data)
 
@@ -290,9 +290,8 @@ async def test_a_reader_has_in_the_end_what_is_there_however_slow_it_is(
                         at.tick()
                         await read()
         at.tick()
-        with anyio.move_on_after(0.02):
-            while True:
-                await read()
+        while last != f"{at.life}-{at._rev}":
+            await read()
     finally:
         await frames.aclose()
     whole = await at.frame()
@@ -358,11 +357,11 @@ async def test_it_ticks_by_itself_and_a_silent_time_has_signs_of_life(
     at.every_s = 0.001
     async with aclosing(at.frames()) as frames:
         await all_of(frames)
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             assert await anext(frames) == ("", b"")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(at.run)
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 while not (await anext(frames))[1]:
                     pass
             tasks.cancel_scope.cancel()
@@ -382,7 +381,7 @@ async def grown(
     """What is told of a rollout, while `then` happens to it after its first event."""
     told: list[tuple[str, Any]] = []
     async with anyio.create_task_group() as tasks, aclosing(at.grows(key)) as events:
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             async for event in events:
                 told.append(event)
                 if len(told) == 1:

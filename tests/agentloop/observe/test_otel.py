@@ -89,7 +89,7 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 def settings(collector: Collector, **more: Any) -> OtelSettings:
-    return OtelSettings(endpoint=collector.url, every_s=0.001, **more)
+    return OtelSettings(endpoint=collector.url, **{"every_s": 0.001, "close_s": 15, **more})
 
 
 async def exported(
@@ -341,7 +341,7 @@ async def test_the_loop_does_not_notice_a_collector_that_is_away(
 async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
     gate = anyio.Event()
     async with Collector(gate=gate).serving() as collector:
-        with anyio.fail_after(10):
+        with anyio.fail_after(15):
             slow = settings(collector, timeout_s=60, close_s=0.05)
             async with Traces.open(slow, model="small") as traces:
                 for event in story.of_rollout(story.trajectory()):
