@@ -389,7 +389,9 @@ ATTACKS = [
         timeout_s=3,
     ),
     Attack("one large object", "x = bytearray(10**10)", (OOM,)),
-    Attack("memory bomb", "x = []\nwhile True: x.append(b'1' * 10**7)", (OOM, TIMEOUT), timeout_s=1),
+    Attack(
+        "memory bomb", "x = []\nwhile True: x.append(b'1' * 10**7)", (OOM, TIMEOUT), timeout_s=1
+    ),
     Attack("eight memory bombs", EIGHT_BOMBS, (TIMEOUT, OOM, KILLED), timeout_s=1, wall="cgroup"),
     Attack(
         "large file",
