@@ -446,7 +446,7 @@ def spans_cover(spans: Sequence[VersionSpan], length: int) -> bool:
     )
 
 
-async def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], *, within_s: float = 15.0) -> None:
     """Wait until `condition` holds, letting everything else run meanwhile."""
     with anyio.fail_after(within_s):
         while not condition():  # noqa: ASYNC110

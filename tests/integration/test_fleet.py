@@ -84,7 +84,7 @@ async def test_two_runtimes_roll_out_for_one_learner_and_one_is_killed(tmp_path:
             one.kill()
 
         overrides = [f"run.folder={run.parent}", "run.name=fleet", "loop.steps=2", *SMALL]
-        overrides += [f"fleet.redis={redis.url}", "fleet.lease_s=3"]
+        overrides += [f"fleet.redis={redis.url}", "fleet.lease_s=10"]
         settings = load_settings(TrainSettings, [RECIPE], overrides)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(kill_one)
