@@ -186,7 +186,7 @@ async def test_neighbours_do_not_notice(pool: Pool, noise: str) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(be_noisy)
             group.start_soon(be_noisy)
-            beside = []
+            beside: list[float] = []
             while not ends or len(beside) < 5:
                 beside.append(await quick(20))
                 assert (await session.run("x + 1", timeout_s=20)).result == "42"

@@ -31,7 +31,7 @@ from sandbox.serve import ServeSettings, serving
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
 CALL = {"code": FOREVER, "stdin": "", "timeout_s": 600}
 

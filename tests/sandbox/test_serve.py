@@ -21,7 +21,7 @@ from sandbox.guard import Guard
 from sandbox.serve import ServeSettings, load, main, serving
 from tests.sandbox.test_pool import FOREVER, wait_until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
 
 def settings(**more: Any) -> ServeSettings:

@@ -15,7 +15,7 @@ from sandbox import Pool
 from sandbox.serve import ServeSettings, serving
 from tests.sandbox.conftest import BARE
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
 CHEAP = {"trivial": 3.0, "failing": 1.0, "flooding": 0.2, "sleeping": 0.2}
 
