@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 15.0
 
 
 class RedisServer:

@@ -64,6 +64,8 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
     pid = os.getpid()
     num_cells = 0
     while True:
+        if num_cells:
+            signal.sigtimedwait(INTERRUPT, 0)  # one that came after its cell
         job = read_job()
         if job is None:
             return 0
@@ -80,7 +82,10 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
         name = f"<cell {num_cells}>" if job.lasting else NAME
         started_ns = time.monotonic_ns()
         area[: REPORT_HEAD.size] = REPORT_HEAD.pack(started_ns, 0)
-        status, report = run_cell(job.code, variables, name)
+        if job.lasting:
+            status, report = run_to_its_end(job.code, variables, name)
+        else:
+            status, report = run_cell(job.code, variables, name)
         if not job.lasting or os.getpid() != pid:  # a fork that came back ends here, unheard
             finish_threads()
             finish_variables(variables, job.code)
@@ -212,6 +217,20 @@ def compile_cell(code: str, name: str) -> tuple[types.CodeType, types.CodeType |
         return compile(code, name, "exec", dont_inherit=True), None
 
 
+INTERRUPT = (signal.SIGINT,)  # blocked by the zygote: out of a cell it would end the session
+
+
+def run_to_its_end(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
+    """Run a cell of a session. An interrupt is for it alone, however late it comes."""
+    try:
+        done = run_cell(code, variables, name)
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
+    except KeyboardInterrupt:  # as the cell ended
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
+        return 1, {}
+    return done
+
+
 def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
     """Run the code; the exit status that a script would have, and what to report."""
     report: dict[str, Any] = {}
@@ -220,6 +239,7 @@ def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     variables["__file__"] = name
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)  # one may have come already
         body, last = compile_cell(code, name)
         exec(body, variables)
         if last is not None:

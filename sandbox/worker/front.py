@@ -46,6 +46,7 @@ HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/p
 TOP_UP_DELAY_S = 0.002
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 CROWD_CHECK_S = 0.25
+HEED_S = 2.0  # for a cell to heed an interrupt, on a machine that is busy
 
 
 class Front:
@@ -178,7 +179,7 @@ class Front:
     def interrupt(self, child: Forked, call: Call) -> None:
         """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on."""
         call.verdict = "timeout"
-        heapq.heappush(self.deadlines, (time.monotonic() + 0.5, next(self.serial), call))
+        heapq.heappush(self.deadlines, (time.monotonic() + HEED_S, next(self.serial), call))
         with contextlib.suppress(OSError):
             os.kill(child.pid or 0, signal.SIGINT)
 

@@ -23,7 +23,7 @@ from sandbox.engine import connect
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
 ROOT = Path("/sys/fs/cgroup")
 
 

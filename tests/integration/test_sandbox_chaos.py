@@ -24,13 +24,14 @@ from sandbox import Pool, PoolSettings
 from sandbox.engine import connect
 from sandbox.errors import SandboxUnavailable
 from tests.integration.private_engine import PrivateEngine, private_engine
-from tests.sandbox.chaos import Tally, kill_an_owner, kill_at_random, run_load
+from tests.sandbox.chaos import Tally, answers, kill_an_owner, kill_at_random, run_load
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(900)]
 
 NUM_CALLS = 10_000
-KILL_EVERY_S = 0.4  # on average, one process
-KILL_CONTAINER_EVERY_S = 2.5
+KILL_EVERY = 250  # answers on average, one process
+KILL_CONTAINER_EVERY = 1000
+RECOVERY_S = 60  # what failed to start waits longer for the next try
 ENGINE_DOWN_S = 4.0
 
 
@@ -44,6 +45,9 @@ async def private(anyio_backend: str) -> AsyncIterator[PrivateEngine]:
 async def engine(private: PrivateEngine) -> PrivateEngine:
     if not private.running:  # an earlier test has killed it, and failed
         await private.start()
+    for group in private.cgroups():  # or has killed it at work
+        with contextlib.suppress(OSError):
+            os.rmdir(group)
     return private
 
 
@@ -63,10 +67,11 @@ def settings_for(engine: PrivateEngine) -> PoolSettings:
     )
 
 
-async def kill_containers(engine: PrivateEngine, dice: random.Random, killed: Counter[str]) -> None:
+async def kill_containers(
+    engine: PrivateEngine, tally: Tally, dice: random.Random, killed: Counter[str]
+) -> None:
     """Until cancelled, by the engine's own means."""
-    while True:
-        await anyio.sleep(dice.expovariate(1 / KILL_CONTAINER_EVERY_S))
+    async for _ in answers(tally, KILL_CONTAINER_EVERY, dice):
         with contextlib.suppress(SandboxUnavailable, aiodocker.DockerError, aiohttp.ClientError):
             async with connect(engine.url) as docker:
                 found = await docker.containers.list()
@@ -80,7 +85,7 @@ async def names(engine: PrivateEngine) -> list[str]:
         return [c["Names"][0] for c in await docker.containers.list(all=True)]
 
 
-async def wait_until(happened: Callable[[], Awaitable[bool]], within_s: float = 20) -> None:
+async def wait_until(happened: Callable[[], Awaitable[bool]], within_s: float = RECOVERY_S) -> None:
     with anyio.fail_after(within_s):
         while not await happened():  # noqa: ASYNC110 - the engine sets no event
             await anyio.sleep(0.05)
@@ -91,12 +96,15 @@ async def check_that_nothing_is_left(
 ) -> None:
     """No container, and of none a process, a control group or a directory. An engine that is
     killed while it makes a container forgets it, and its control group, empty, stays."""
-    assert await names(engine) == []
 
-    async def gone() -> bool:
-        return not engine.pids() and (killed_at_work or not engine.cgroups())
+    async def left() -> list[object]:
+        groups = [] if killed_at_work else engine.cgroups()
+        return [*await names(engine), *engine.pids(), *groups]
 
-    await wait_until(gone)
+    with anyio.move_on_after(RECOVERY_S):
+        while await left():  # noqa: ASYNC110 - the engine sets no event
+            await anyio.sleep(0.05)
+    assert await left() == []
     assert scratch is None or os.listdir(scratch) == []
 
 
@@ -109,9 +117,9 @@ async def test_calls_while_everything_is_killed(engine: PrivateEngine, scratch: 
 
             async def kill_engine() -> None:
                 async def a_third() -> bool:
-                    return sum(tally.num_answers) > NUM_CALLS / 3
+                    return tally.ends.total() > NUM_CALLS / 3
 
-                await wait_until(a_third, within_s=120)
+                await wait_until(a_third, within_s=300)
                 await engine.kill()
                 killed["engine"] += 1
                 await anyio.sleep(ENGINE_DOWN_S)
@@ -119,9 +127,9 @@ async def test_calls_while_everything_is_killed(engine: PrivateEngine, scratch: 
 
             group.start_soon(
                 kill_at_random, ["front", "zygote", "call", "call"], engine.fronts,
-                KILL_EVERY_S, dice, killed,
+                tally, KILL_EVERY, dice, killed,
             )  # fmt: skip
-            group.start_soon(kill_containers, engine, dice, killed)
+            group.start_soon(kill_containers, engine, tally, dice, killed)
             async with anyio.create_task_group() as calls:
                 calls.start_soon(kill_engine)
                 await run_load(pool, NUM_CALLS, tally)
@@ -158,7 +166,7 @@ async def test_what_an_engine_could_not_remove_is_removed_when_it_is_back(
     engine: PrivateEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pool whose engine is down waits for it, quietly, and tidies up itself."""
-    settings = settings_for(engine).model_copy(update={"workers": 1, "max_wait_s": 60.0})
+    settings = settings_for(engine).model_copy(update={"workers": 1, "max_wait_s": 200.0})
     async with Pool(settings) as pool:
         first = f"/agentloop-sandbox-{pool._room.workers[0].link.worker_id}"
         await engine.kill()
@@ -209,11 +217,11 @@ async def test_the_loss_of_one_of_two_engines(engine: PrivateEngine) -> None:
 
 
 async def test_a_pool_closes_while_its_engine_is_down(engine: PrivateEngine) -> None:
-    async with Pool(settings_for(engine)) as pool:
-        assert (await pool.run("print(1)")).ok
-        await engine.kill()
-        began = time.monotonic()
-    assert time.monotonic() - began < 15
+    with anyio.fail_after(2 * RECOVERY_S) as scope:
+        async with Pool(settings_for(engine)) as pool:
+            assert (await pool.run("print(1)")).ok
+            await engine.kill()
+            scope.deadline = anyio.current_time() + RECOVERY_S
 
     async def ended() -> bool:  # the workers have seen the end of their connections
         return not engine.pids()

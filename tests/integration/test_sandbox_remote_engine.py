@@ -7,6 +7,7 @@ import random
 import shutil
 import socket
 import subprocess
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ from sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable
 from sandbox.engine import connect
 from tests.integration.private_engine import PrivateEngine, private_engine
 from tests.sandbox.chaos import Tally, kill_an_owner, kill_at_random, run_load
-from tests.sandbox.test_pool import wait_until
+from tests.sandbox.test_pool import endless_before, wait_until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(300)]
 
 FOREVER = "import time\nwhile True: time.sleep(1)"
 
@@ -89,8 +90,9 @@ async def engine(
 @pytest.fixture(scope="module")
 def settings(engine: PrivateEngine, certs: Path, url: str) -> PoolSettings:
     return PoolSettings(
-        backend="docker", engines=[url], engine_certs=str(certs), workers=2, preload=[]
-    )
+        backend="docker", engines=[url], engine_certs=str(certs), workers=2, preload=[],
+        timeout_s=20,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ async def test_large_jobs_and_outputs(settings: PoolSettings) -> None:
         async def one(n: int) -> None:
             code = f"import sys\nx = {'x' * 2_000_000!r}\n"
             code += f"y = sys.stdin.read()\nprint({n}, len(x), len(y))\nprint('z' * 4_000_000)"
-            results.append((n, await pool.run(code, stdin="größe\n" * 400_000, timeout_s=20)))
+            results.append((n, await pool.run(code, stdin="größe\n" * 400_000, timeout_s=60)))
 
         async with anyio.create_task_group() as group:
             for n in range(6):
@@ -130,12 +132,13 @@ async def test_large_jobs_and_outputs(settings: PoolSettings) -> None:
 
 
 async def test_a_flood_and_a_cancelled_call(pool: Pool) -> None:
+    before = pool.stats()["replaced"]
     flood = await pool.run("import os\nwhile True: os.write(1, b'x' * 10**6)")
     assert flood.status is CallStatus.OUTPUT_LIMIT
     with anyio.move_on_after(0.3):
         await pool.run(FOREVER, timeout_s=600)
     await wait_until(lambda: pool.stats()["busy"] == 0)
-    assert pool.stats()["replaced"] == 0
+    assert pool.stats()["replaced"] == before
 
 
 async def test_a_session(pool: Pool) -> None:
@@ -148,10 +151,10 @@ async def test_a_worker_outlives_the_time_limit_of_requests(
     settings: PoolSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream is one long request, and may rest for as long as nobody calls."""
-    monkeypatch.setattr("sandbox.engine.REQUEST_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("sandbox.engine.REQUEST_TIMEOUT_S", 8.0)  # its start has as long
     async with Pool(settings.model_copy(update={"workers": 1})) as pool, pool.session() as session:
         await session.run("x = 41")
-        await anyio.sleep(3)
+        await anyio.sleep(9)
         assert (await session.run("x + 1")).result == "42"
         assert pool.stats()["replaced"] == 0
 
@@ -178,9 +181,10 @@ async def test_a_lost_container_is_replaced_and_its_call_runs_again(
 ) -> None:
     async with Pool(settings.model_copy(update={"workers": 1})) as pool:
         results = []
+        code = f"{endless_before(time.time())}\nprint('done')"
 
         async def call() -> None:
-            results.append(await pool.run("import time; time.sleep(1); print('done')"))
+            results.append(await pool.run(code, timeout_s=60))
 
         async with anyio.create_task_group() as group:
             group.start_soon(call)
@@ -200,13 +204,13 @@ async def test_calls_while_workers_are_killed(
         async with anyio.create_task_group() as group:
             kinds = ["front", "zygote", "call"]
             dice = random.Random(7)
-            group.start_soon(kill_at_random, kinds, engine.fronts, 0.5, dice, killed)
+            group.start_soon(kill_at_random, kinds, engine.fronts, tally, 100, dice, killed)
             await run_load(pool, 1000, tally)
             group.cancel_scope.cancel()
         print(dict(killed), dict(tally.ends), tally.second)
         tally.check()
         assert tally.ends["right"] > 900
-        await wait_until(lambda: pool.stats()["workers"] == 2, within_s=30)
+        await wait_until(lambda: pool.stats()["workers"] == 2, within_s=60)
 
 
 async def test_nothing_is_left(
@@ -222,7 +226,7 @@ async def test_nothing_is_left(
         assert len(await new()) == 2
     assert not await new()
     await kill_an_owner(settings, tmp_path)  # kill -9: the streams end, and with them the workers
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while await new():  # noqa: ASYNC110 - the engine sets no event
             await anyio.sleep(0.05)
 

@@ -16,7 +16,7 @@ import pytest
 from sandbox import Pool, PoolSettings
 from sandbox.container import LABEL
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 FOREVER = "import time\nwhile True: time.sleep(1)"
 
@@ -37,7 +37,7 @@ def command(*arguments: str, token: str = "") -> Iterator[tuple[subprocess.Popen
         yield process, line.split()[3]
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
 
 
@@ -57,7 +57,7 @@ def test_a_signal_ends_it_and_leaves_nothing(docker_engine: None, number: int, s
                 http.post("/v1/sessions")
                 assert len(containers(process.pid)) == 1
                 process.send_signal(number)
-                assert process.wait(30) == status
+                assert process.wait(90) == status
         assert containers(process.pid) == []
 
 
@@ -91,7 +91,7 @@ def test_it_says_what_is_wrong(docker_engine: None) -> None:
         ]:
             done = subprocess.run(
                 [sys.executable, "-m", "sandbox.serve", wrong],
-                capture_output=True, text=True, timeout=60, check=False,
+                capture_output=True, text=True, timeout=120, check=False,
             )  # fmt: skip
             assert done.returncode == 2
             assert says in done.stderr

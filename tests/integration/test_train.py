@@ -19,7 +19,7 @@ from agentloop.trajectory import Trajectory
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.real,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.usefixtures("docker_engine", "sglang_installed"),
 ]
 

@@ -25,8 +25,7 @@ class Attack:
     code: str
     statuses: tuple[CallStatus, ...]
     check: Callable[[CallResult], bool] = lambda result: True
-    timeout_s: float = 1.0
-    within_s: float = 2.5  # beyond timeout_s, measured by the worker
+    timeout_s: float = 30.0  # those that shall be late say when
     wall: str = ""
 
 
@@ -270,13 +269,15 @@ os._exit(0)
 
 HELD_LOCK = """
 import fcntl, os, time
+here, there = os.pipe()
 if os.fork() == 0:
     os.setsid()
     f = open("/dev/zero", "w")
     fcntl.lockf(f, fcntl.LOCK_EX)
     os.write(1, b"locked")
+    os.write(there, b"x")
     time.sleep(600)
-time.sleep(0.2)
+os.read(here, 1)
 """
 
 MEMORY_FILES = """
@@ -357,7 +358,7 @@ print(6 * 7, os.listdir("."), sum(name.isdigit() for name in os.listdir("/proc")
 
 async def check_after(pool: Pool, num_processes: int | None) -> None:
     """`num_processes`: as many as a call saw before; None where it sees the machine's own."""
-    for _ in range(50):
+    for _ in range(150):
         result = await pool.run(AFTER)
         assert result.ok, result
         number, files, seen, lock = result.stdout.split()
@@ -378,17 +379,20 @@ ATTACKS = [
         "fork bomb",
         "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
         (TIMEOUT, KILLED),
-        within_s=4,
+        timeout_s=1,
     ),
     Attack(
         "thread bomb",
         "import threading as t, time\nwhile True: t.Thread(target=time.sleep, args=(60,)).start()",
         (TIMEOUT,),
         says("can't start new thread"),
+        timeout_s=3,
     ),
     Attack("one large object", "x = bytearray(10**10)", (OOM,)),
-    Attack("memory bomb", "x = []\nwhile True: x.append(b'1' * 10**7)", (OOM, TIMEOUT)),
-    Attack("eight memory bombs", EIGHT_BOMBS, (TIMEOUT, OOM, KILLED), within_s=4, wall="cgroup"),
+    Attack(
+        "memory bomb", "x = []\nwhile True: x.append(b'1' * 10**7)", (OOM, TIMEOUT), timeout_s=1
+    ),
+    Attack("eight memory bombs", EIGHT_BOMBS, (TIMEOUT, OOM, KILLED), timeout_s=1, wall="cgroup"),
     Attack(
         "large file",
         "f = open('f', 'wb')\nwhile True: f.write(b'0' * 10**6)",
@@ -400,20 +404,18 @@ ATTACKS = [
         "for i in range(100):\n  with open(str(i), 'wb') as f: f.write(b'0' * 10**7)",
         (ERROR,),
         says("No space left"),
-        timeout_s=4,
     ),
     Attack(
         "no inodes",
         "for i in range(100_000): open(str(i), 'w').close()",
         (ERROR,),
         says("No space left"),
-        timeout_s=4,
     ),
     Attack("write to the root", "open('/x', 'w')", (ERROR,), says("Read-only")),
     Attack("other processes", PEEK, (OK,), prints("")),
     Attack("kill everybody", KILLS, (OK,), prints("alive"), wall="uid"),
     Attack("kill the group", "import os; os.kill(0, 9)", (KILLED, OK)),
-    Attack("stop itself", "import os; os.kill(0, 19)", (TIMEOUT, OK)),
+    Attack("stop itself", "import os; os.kill(0, 19)", (TIMEOUT, OK), timeout_s=1),
     Attack("become root", "import os; os.setuid(0)", (ERROR,), wall="uid"),
     Attack("privileges", PRIVILEGES, (OK,), prints("1 2 0 0 0 0"), wall="filter"),
     Attack("limits", LIMITS, (OK,), prints("")),
@@ -441,13 +443,11 @@ ATTACKS = [
         (OK,),
         prints("[]"),
     ),
-    Attack("flood", "while True: print('x' * 10_000)", (FLOOD,), timeout_s=10, within_s=-9),
+    Attack("flood", "while True: print('x' * 10_000)", (FLOOD,)),
     Attack(
         "a gigabyte",
         "import os\nfor _ in range(1000): os.write(1, b'x' * 10**6)",
         (FLOOD,),
-        timeout_s=10,
-        within_s=-9,
     ),
     Attack(
         "closed stdout", "import os; print('hi'); os.close(1); print('no')", (ERROR,), prints("hi")
@@ -459,30 +459,28 @@ ATTACKS = [
         lambda r: r.exit_code == 7 and r.stdout == "hi",
     ),
     Attack("exec", "import os; os.execv('/bin/echo', ['echo', 'hi'])", (OK,), prints("hi")),
-    Attack("deaf to signals", IGNORES, (TIMEOUT,), prints("deaf")),
+    Attack("deaf to signals", IGNORES, (TIMEOUT,), prints("deaf"), timeout_s=2),
     Attack(
         "partial output",
         "print('so far', end='')\nwhile True: pass",
         (TIMEOUT,),
         prints("so far"),
-        timeout_s=0.3,
+        timeout_s=2,
     ),
     Attack("null pointer", "import ctypes; ctypes.string_at(0)", (KILLED,)),
     Attack("recursion", "def f(): f()\nf()", (ERROR,), says("RecursionError")),
-    Attack("200,000 terms", "+".join("1" * 200_000), (ERROR, KILLED, OOM, OK), timeout_s=4),
+    Attack("200,000 terms", "+".join("1" * 200_000), (ERROR, KILLED, OOM, OK)),
     Attack("parentheses", "(" * 5000 + ")" * 5000, (ERROR, KILLED)),
     # Returns once its own process has: nobody waits for the twenty that hold the pipes.
-    Attack("daemons", DAEMONS, (OK,), prints("parent"), timeout_s=10, within_s=-8),
+    Attack("daemons", DAEMONS, (OK,), prints("parent")),
     Attack(
         "a daemon that writes on",
         STUBBORN_WRITER,
         (OK, FLOOD),
         lambda r: "parent" in r.stdout or r.truncated,
-        timeout_s=10,
-        within_s=-8,
     ),
     Attack("a lock that a daemon holds", HELD_LOCK, (OK,), prints("locked")),
-    Attack("memory in files", MEMORY_FILES, (OOM, KILLED, TIMEOUT), within_s=4, wall="cgroup"),
+    Attack("memory in files", MEMORY_FILES, (OOM, KILLED, TIMEOUT), timeout_s=1, wall="cgroup"),
     Attack(
         "zombies",
         "import os\nfor _ in range(20):\n  if os.fork() == 0: os._exit(0)\nprint(1)",
@@ -518,10 +516,9 @@ ATTACKS = [
 
 
 KEEPER = """
-import ctypes, os, time
+import ctypes, os
 secret = ctypes.create_string_buffer(b"s3cret")
 open("secret", "w").write("s3cret"); os.chmod("secret", 0o777)
-time.sleep(1.5)
 """
 
 SEEKER = """
@@ -559,13 +556,9 @@ for name in map(str, range(200)):
 
 
 async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
-    """One call holds a secret in memory and on disk; others beside it look for both. Files are
+    """A session holds a secret in memory and on disk; calls beside it look for both. Files are
     apart where each call has a uid."""
     found: list[str] = []
-    kept: list[CallResult] = []
-
-    async def keep() -> None:
-        kept.append(await pool.run(KEEPER))
 
     async def seek() -> None:
         result = await pool.run(SEEKER)
@@ -573,12 +566,13 @@ async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
         lines = result.stdout.splitlines()
         found.extend(line for line in lines if files_apart or not line.startswith("/"))
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(keep)
-        for _ in range(3):
-            group.start_soon(seek)
+    async with pool.session() as keeper:
+        assert (await keeper.run(KEEPER)).ok
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(seek)
+        assert (await keeper.run("secret.value")).result == "b's3cret'"
     assert found == []
-    assert kept[0].ok, kept
 
 
 async def check_that_the_next_finds_nothing(pool: Pool) -> None:

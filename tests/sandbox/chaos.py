@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import anyio
@@ -122,13 +122,22 @@ def kill_one(kind: str, fronts: list[int], dice: random.Random) -> bool:
     return bool(pids) and kill(dice.choice(pids))
 
 
+async def answers(tally: Tally, every: int, dice: random.Random) -> AsyncIterator[None]:
+    """Again and again, on average at each `every`th answer: by the clock, workers of a slow machine
+    would be killed before they are up."""
+    while True:
+        due = tally.ends.total() + dice.expovariate(1 / every)
+        while tally.ends.total() < due:  # noqa: ASYNC110 - the tally sets no event
+            await anyio.sleep(0.01)
+        yield
+
+
 async def kill_at_random(
-    kinds: list[str], fronts: Callable[[], list[int]], every_s: float, dice: random.Random,
-    killed: Counter[str],
+    kinds: list[str], fronts: Callable[[], list[int]], tally: Tally, every: int,
+    dice: random.Random, killed: Counter[str],
 ) -> None:  # fmt: skip
     """Until cancelled, some process of some worker."""
-    while True:
-        await anyio.sleep(dice.expovariate(1 / every_s))
+    async for _ in answers(tally, every, dice):
         kind = dice.choice(kinds)
         killed[kind] += kill_one(kind, fronts(), dice)
 

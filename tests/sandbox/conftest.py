@@ -8,8 +8,9 @@ import pytest
 
 from sandbox import Pool, PoolSettings
 
-# Bare zygotes alone: the tests start many workers.
-BARE = PoolSettings(backend="process", workers=1, preload=[])
+# Bare zygotes alone: the tests start many workers. No call takes as long as that, however slow the
+# machine; one that shall be late says when.
+BARE = PoolSettings(backend="process", workers=1, preload=[], timeout_s=15)
 
 
 # Of a module, not of the session: an async fixture keeps its event loop open for as long as it

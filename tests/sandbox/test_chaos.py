@@ -14,6 +14,7 @@ import pytest
 from sandbox import Pool, PoolSettings
 from tests.sandbox.chaos import (
     Tally,
+    answers,
     children,
     descendants,
     kill_an_owner,
@@ -22,7 +23,7 @@ from tests.sandbox.chaos import (
 )
 from tests.sandbox.test_pool import runs, wait_until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
 
 NUM_CALLS = 2_000
 RECOVERY_S = 60  # workers that were killed in their start wait longer for the next try
@@ -40,27 +41,26 @@ async def test_calls_while_workers_are_killed(scratch: Path) -> None:
     dice = random.Random(7)
     tally, killed = Tally([0] * NUM_CALLS), Counter[str]()
     others = set(children(os.getpid()))
+    seen: set[int] = set()
 
     def outers() -> list[int]:
         return [pid for pid in children(os.getpid()) if pid not in others]
 
     def fronts() -> list[int]:
+        seen.update(descendants(os.getpid()))
         return [front for outer in outers() for front in children(outer)]
 
-    seen: set[int] = set()
     async with Pool(SETTINGS) as pool:
         async with anyio.create_task_group() as group:
 
             async def kill_outers() -> None:
                 """The part that waits outside of the namespaces."""
-                while True:
-                    seen.update(descendants(os.getpid()))
-                    await anyio.sleep(1)
+                async for _ in answers(tally, 1000, dice):
                     with contextlib.suppress(ProcessLookupError, IndexError):
                         os.kill(dice.choice(outers()), 9)
 
             kinds = ["front", "zygote", "call", "call"]
-            group.start_soon(kill_at_random, kinds, fronts, 0.2, dice, killed)
+            group.start_soon(kill_at_random, kinds, fronts, tally, 80, dice, killed)
             group.start_soon(kill_outers)
             await run_load(pool, NUM_CALLS, tally)
             group.cancel_scope.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,9 +29,9 @@ from sandbox.protocol import FrameReader, encode
 from sandbox.remote import HostLink
 from sandbox.serve import ServeSettings, serving
 from tests.sandbox.conftest import BARE
-from tests.sandbox.test_pool import FOREVER, wait_until
+from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
 CALL = {"code": FOREVER, "stdin": "", "timeout_s": 600}
 
@@ -101,7 +102,7 @@ async def test_many_calls_over_two_hosts_each_its_own_answer() -> None:
     }
     shares = collections.Counter(answer.worker_id for answer in answers.values())
     assert len(shares) == 2
-    assert min(shares.values()) > 40
+    assert min(shares.values()) >= 2 * BARE.slots_per_worker  # what each was given at once
 
 
 async def test_calls_go_where_others_are_not() -> None:
@@ -116,24 +117,27 @@ async def test_calls_go_where_others_are_not() -> None:
 
 
 async def test_a_call_of_a_lost_host_runs_on_another() -> None:
-    async with host() as one, host() as two, over(one, two) as pool:
-        results: list[CallResult] = []
+    async with host() as one:
+        code = f"{endless_before(time.time())}\n7"
+        async with host() as two, over(one, two) as pool:
+            results: list[CallResult] = []
 
-        async def call() -> None:
-            results.append(await pool.run("import time; time.sleep(1); 7"))
+            async def call() -> None:
+                results.append(await pool.run(code))
 
-        async with anyio.create_task_group() as group:
-            for _ in range(4):
-                group.start_soon(call)
-            await wait_until(lambda: one.pool.stats()["busy"] == two.pool.stats()["busy"] == 2)
-            await one.stop()
-        assert [result.result for result in results] == ["7"] * 4
-        assert sorted(result.attempt for result in results) == [1, 1, 2, 2]
-        assert one.pool.stats()["busy"] == 0
-        assert pool.stats()["workers"] == 1
+            async with anyio.create_task_group() as group:
+                for _ in range(4):
+                    group.start_soon(call)
+                await wait_until(lambda: (one.pool.stats()["busy"], len(results)) == (2, 2))
+                await one.stop()
+            assert [result.result for result in results] == ["7"] * 4
+            assert [result.attempt for result in results] == [1, 1, 2, 2]
+            assert one.pool.stats()["busy"] == 0
+            assert pool.stats()["workers"] == 1
 
 
-async def test_a_host_that_comes_back_is_used_again() -> None:
+async def test_a_host_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox.pool.BACKOFF_S", (0.1,))
     async with host() as first, over(first) as pool, anyio.create_task_group() as group:
         await first.stop()
         await wait_until(lambda: pool.stats()["workers"] == 0)
@@ -194,7 +198,7 @@ async def test_a_session_on_a_host() -> None:
 
 
 async def until_lost(session: Session) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(15):
         while True:
             await session.run("1")
 
@@ -224,22 +228,24 @@ async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> N
         results: list[CallResult] = []
 
         async def call() -> None:
-            results.append(await pool.run("import time; time.sleep(0.3)"))
+            results.append(await pool.run("1"))
 
-        async with anyio.create_task_group() as group:
-            group.start_soon(call)
+        async with anyio.create_task_group() as group, anyio.create_task_group() as first:
+            first.start_soon(there.pool.run, FOREVER, "", 600)
             await wait_until(lambda: there.pool.stats()["busy"] == 1)
-            group.start_soon(there.pool.run, "1")
-            await wait_until(lambda: there.pool.stats()["waiting"] == 1)
+            began = time.monotonic()
             group.start_soon(call)
-    assert sorted(result.status for result in results) == ["ok", "overloaded"]
-    async with host(slots_per_worker=1) as there, over(there) as pool:
-        results.clear()
-        async with anyio.create_task_group() as group:
-            for _ in range(2):
-                group.start_soon(call)
-        waited, at_once = max(r.queue_s for r in results), min(r.queue_s for r in results)
-    assert at_once < 0.2 < waited
+            await wait_until(lambda: there.pool.stats()["waiting"] == 1)
+            refused = await pool.run("1")
+            waiting = time.monotonic()
+            await anyio.sleep(0.1)
+            held_s = time.monotonic() - waiting
+            first.cancel_scope.cancel()
+        took_s = time.monotonic() - began
+    assert refused.status is CallStatus.OVERLOADED
+    (result,) = results
+    assert result.ok
+    assert held_s <= result.queue_s <= took_s
 
 
 @pytest.mark.parametrize(
@@ -259,7 +265,7 @@ async def test_garbage_ends_its_own_connection_alone(garbage: bytes, says: str) 
     async with host() as there, over(there) as pool, aiohttp.ClientSession() as http:
         async with http.ws_connect(there.url + "/v1/link") as socket:
             await socket.send_bytes(garbage)
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 while (last := await socket.receive()).type is aiohttp.WSMsgType.BINARY:
                     pass
         assert (last.type, last.data) == (
@@ -290,7 +296,7 @@ async def test_a_wrong_call_is_answered_and_reaches_no_worker(wrong: Any, says: 
 
             async def done(frame: dict[str, Any]) -> dict[str, Any]:
                 await socket.send_bytes(encode({"op": "run", **CALL, "code": "6 * 7", **frame}))
-                with anyio.fail_after(5):
+                with anyio.fail_after(15):
                     while True:
                         for answer in reader.feed(await socket.receive_bytes()):
                             if answer["op"] == "done":

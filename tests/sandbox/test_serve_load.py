@@ -15,18 +15,19 @@ from sandbox import Pool
 from sandbox.serve import ServeSettings, serving
 from tests.sandbox.conftest import BARE
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
 CHEAP = {"trivial": 3.0, "failing": 1.0, "flooding": 0.2, "sleeping": 0.2}
 
 
+@pytest.mark.timeout(120)
 async def test_a_pool_under_load_loses_nothing_and_is_right() -> None:
     async with open_pool(BARE) as target:
         closed = await Load(target, CHEAP, 300, concurrency=200).run()
         opened = await Load(target, CHEAP, 40, rate=200).run()
     assert (closed["lost"], closed["wrong"], closed["most_outstanding"]) == (0, 0, 200)
     assert (opened["lost"], opened["wrong"]) == (0, 0)
-    assert closed["queue_ms"]["p50"] > opened["queue_ms"]["p50"]
+    assert closed["queue_ms"]["p50"] > closed["run_ms"]["p50"]  # of four slots
     cpu = closed["cpu_ms_per_call"]
     assert 0 < cpu["of these, the calls themselves"] < 1.5 * cpu["workers with their calls"]
 
