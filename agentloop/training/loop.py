@@ -260,11 +260,14 @@ class TrainingLoop:
             title = f"stage {number} of {len(self._stages)}: {name}" if name else "training"
             await self._run_stage(number, title, stage)
             if self.is_draining:
-                self._say(f"Drained after step {self.step}; it can be gone on with")
+                again = f"agentloop train --resume {self._folder.path}"
+                self._say(f"Drained after step {self.step}; it goes on by: {again}")
                 break
         if s.learn and self.step:
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()
+        if not self.is_draining:
+            self._folder.end()
 
     # --- stages -----------------------------------------------------------------------------------
 

@@ -268,7 +268,7 @@ def _state(path: Path, kind: RunKind, where: _Where, problems: list[str]) -> Run
     last = _changed(path / "metrics.jsonl")
     # What is written at the end; what was written before is of an earlier end.
     ends = {
-        RunKind.TRAIN: path / "plots.png",
+        RunKind.TRAIN: path / "ended",
         RunKind.SFT: path / "model" / "config.json",
         RunKind.EVALUATE: path / "results.json",
     }

@@ -98,7 +98,8 @@ def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "sign", "state"),
     [
-        (TRAIN, "plots.png", RunState.ENDED),  # a stage may have had nothing left to learn
+        (TRAIN, "ended", RunState.ENDED),  # a stage may have had nothing left to learn
+        (TRAIN, "plots.png", RunState.STOPPED),  # it may be drawn at any time
         (TRAIN, "collapse.md", RunState.COLLAPSED),
         (SFT, "model/config.json", RunState.ENDED),
         (SFT, "plots.png", RunState.STOPPED),
@@ -113,6 +114,14 @@ def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
     later(path / sign, path / "metrics.jsonl")
     assert summarize(path).state is state
     later(path / "metrics.jsonl", path / sign)  # it went on
+    assert summarize(path).state is RunState.STOPPED
+
+
+def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    RunFolder.again(path).end()
+    assert summarize(path).state is RunState.ENDED
+    RunFolder.again(path).tell(TRAIN)  # stopped before it wrote anything down
     assert summarize(path).state is RunState.STOPPED
 
 
