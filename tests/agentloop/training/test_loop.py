@@ -1192,6 +1192,55 @@ async def test_a_pause_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     await played(tmp_path, meanwhile=meanwhile, steps=1, evaluate_every=0)
 
 
+@pytest.mark.parametrize("num_filtered", [0, 2])
+@pytest.mark.parametrize("drained", [False, True])
+async def test_paused_it_filters_no_further_tasks(
+    tmp_path: Path, num_filtered: int, drained: bool
+) -> None:
+    stages = {"hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4)}
+    tasks = TaskSource.open(ARITHMETIC)
+    loops: list[TrainingLoop] = []
+
+    class Pausing(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            if len(self.names) + 1 == num_filtered:
+                loops[0].pause()
+            return await super().__call__(prompt, **options)
+
+    run_group = Pausing(tasks)
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        loops.append(loop)
+        if not num_filtered:
+            loop.pause()
+        await eventually(lambda: loop.is_paused and len(run_group.names) == num_filtered)
+        await settled()
+        assert len(run_group.names) == num_filtered
+        if drained:
+            loop.drain()
+        else:
+            loop.pause(False)
+        await anyio.sleep_forever()
+
+    told: dict[str, Any] = {"stages": stages, "evaluate_every": 0}
+    learner, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, **told
+    )
+    if not drained:
+        assert (len(learner.batches), run_group.sizes) == (1, [4] * 4 + [8] * 3)
+        return
+    assert (len(learner.batches), run_group.sizes) == (0, [4] * num_filtered)
+    loops.clear()
+    del run
+    gc.collect()
+    nothing = {"step": 0, "version": 0}
+    learner, again, _ = await played(
+        tmp_path, tasks=await whole_cursor(tmp_path), restored=nothing, **told
+    )
+    assert (len(learner.batches), again.sizes) == (1, [4] * 4 + [8] * 3)
+    assert again.prompts[:num_filtered] == run_group.prompts  # none was left out
+
+
 async def whole_cursor(folder: Path) -> TaskSource:
     """The tasks from where the run in this folder was."""
     async with GroupQueue.open(folder / "run" / "queue.sqlite") as queue:
