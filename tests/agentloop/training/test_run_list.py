@@ -229,9 +229,12 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     rows(tmp_path / ".hidden" / "metrics.jsonl", step(1))
     (tmp_path / "latest").symlink_to("a")
     (tmp_path / "notes").mkdir()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "config.toml").touch()
+    RunFolder(tmp_path / "c", TRAIN)  # it has not come to anything
     (tmp_path / "file.toml").touch()
     found = [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)]
-    assert found == ["a", "b", "deep/er/c"]
+    assert found == ["a", "b", "c", "deep/er/c"]
     assert list(find_runs(tmp_path / "latest")) == [tmp_path / "latest"]
     with pytest.raises(OSError, match="nowhere"):
         list(find_runs(tmp_path / "nowhere"))
