@@ -7,10 +7,25 @@ check of Host stops DNS rebinding, one of Origin stops cross-site requests.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
+from aiohttp import http_exceptions, web
+
 OPEN_PATHS = frozenset({"/healthz", "/ping"})
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether it tells of more than what somebody sent that is no HTTP: that has its 400, and a
+    port scanner would fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, http_exceptions.HttpProcessingError | web.RequestPayloadError)
+
+
+http_log = logging.getLogger("sandbox.http")
+"""For aiohttp's servers."""
+http_log.addFilter(_is_ours)
 
 
 def is_loopback(host: str) -> bool:

@@ -261,6 +261,8 @@ async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
             data = await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
+    except web.RequestPayloadError:
+        raise web.HTTPBadRequest(text="the body is not encoded as it says") from None
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
