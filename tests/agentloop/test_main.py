@@ -107,6 +107,19 @@ def test_what_is_no_question_is_said(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [(["view"], "run"), (["analyze", "entropy"], "RUN")],
+)
+def test_only_what_is_required_is_said_to_be(
+    arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"are required: {missing}\n")
+
+
 def test_help_is_quick_and_loads_nothing() -> None:
     program = (
         "import sys; from agentloop.__main__ import main; main(['--help']);"
