@@ -33,6 +33,12 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
+def url_at(host: str, port: int) -> str:
+    """Where a browser on this machine finds what listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class Guard:
     """Decides on a request before any handler sees it."""
 

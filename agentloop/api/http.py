@@ -11,7 +11,7 @@ from aiohttp import web
 
 from agentloop.api.guard import ServeSettings
 from agentloop.errors import SettingsError
-from sandbox.guard import http_log
+from sandbox.guard import http_log, url_at
 
 __all__ = ["bind", "serving"]
 
@@ -55,7 +55,7 @@ async def serving(app: web.Application, bound: socket.socket) -> AsyncIterator[s
     try:
         await web.SockSite(runner, bound, backlog=1024).start()
         host, port = bound.getsockname()[:2]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        yield url_at(host, port)
     finally:
         with anyio.move_on_after(10, shield=True):
             await runner.cleanup()

@@ -120,6 +120,16 @@ def test_only_what_is_required_is_said_to_be(
     assert capsys.readouterr().err.endswith(f"are required: {missing}\n")
 
 
+def test_an_interrupt_while_a_command_is_imported_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentloop.__main__.import_module", interrupted)
+    assert main(["serve"]) == 130
+
+
 def test_help_is_quick_and_loads_nothing() -> None:
     program = (
         "import sys; from agentloop.__main__ import main; main(['--help']);"
