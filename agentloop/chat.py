@@ -166,7 +166,8 @@ def main(arguments: list[str]) -> int:
 
 def _told_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Questions and settings. What comes first is a file only where it looks like one."""
-    questions, settings = [], []
+    questions: list[str] = []
+    settings: list[str] = []
     for index, text in enumerate(arguments):
         looks_like_one = " " not in text and ("=" in text or text.endswith(".toml"))
         is_setting = looks_like_one or (index > 0 and os.path.isfile(text))

@@ -848,7 +848,7 @@ async def test_the_end_is_told_to_all_who_are_there_and_is_no_fault_of_a_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake = FakeSGLang(ANSWER, gate=anyio.Event(), **ROOM_FOR_ONE)  # type: ignore[arg-type]
-    told = []
+    told: list[str] = []
 
     async def ask(key: str) -> None:
         with pytest.raises(ServerUnavailable, match="shutting down"):
