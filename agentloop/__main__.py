@@ -38,7 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     if command not in _COMMANDS:
         print(f"agentloop: error: unknown command {command!r}\n\n{_help()}", file=sys.stderr)
         return 2
-    status: int = import_module(f"agentloop.{command}").main(rest)
+    try:
+        status: int = import_module(f"agentloop.{command}").main(rest)
+    except KeyboardInterrupt:  # before the command had begun to listen for it
+        return 130
     return status
 
 

@@ -372,7 +372,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("what", choices=("entropy",), help="what is looked at")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/latest")
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="in place of the run's, as ranks.count=1"
+        "settings",
+        nargs="*",
+        default=[],  # else argparse says that it is required
+        metavar="key=value",
+        help="in place of the run's, as ranks.count=1",
     )
     parser.add_argument(
         "--groups",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os.path
 import sys
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 
 import anyio
@@ -150,17 +151,28 @@ def main(arguments: list[str]) -> int:
     )
     commands.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
-    question, settings = options.question, list(options.settings)
-    if question is not None and _is_setting(question):
-        question, settings = None, [question, *settings]
     if options.list_settings:
         print(commands.settings_text(Settings))
         return 0
+    given = [] if options.question is None else [options.question, *options.settings]
+    questions, settings = _told_apart(given)
+    if len(questions) > 1:
+        parser.error(f"one question is expected, in quotes, not {', '.join(map(repr, questions))}")
+    question = questions[0] if questions else None
+    if question is not None and not question.strip():
+        parser.error("the question is empty")
     return commands.run(lambda: _chat(question, settings, options.run), explain=options.explain)
 
 
-def _is_setting(text: str) -> bool:
-    return " " not in text and ("=" in text or text.endswith(".toml"))
+def _told_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Questions and settings. What comes first is a file only where it looks like one."""
+    questions: list[str] = []
+    settings: list[str] = []
+    for index, text in enumerate(arguments):
+        looks_like_one = " " not in text and ("=" in text or text.endswith(".toml"))
+        is_setting = looks_like_one or (index > 0 and os.path.isfile(text))
+        (settings if is_setting else questions).append(text)
+    return questions, settings
 
 
 def settings_of(arguments: list[str], run: Path | None) -> Settings:

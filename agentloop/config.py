@@ -249,9 +249,9 @@ def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str
     lines = []
     for problem in error.errors(include_url=False):
         path = ".".join(map(str, problem["loc"]))
-        inside = (sources[at] for at in sources if at.startswith(f"{path}."))
-        named = next((sources[at] for at in _parents(path) if at in sources), next(inside, None))
-        where = f" (from {named})" if named else ""
+        source = next((sources[at] for at in _parents(path) if at in sources), None)
+        source = source or _sources_within(path, problem["msg"], sources)
+        where = f" (from {source})" if source else ""
         # Not a section as a whole: a token may stand in it.
         plain = isinstance(problem["input"], str | int | float | None)
         given = f", not {problem['input']!r}" if plain else ""
@@ -262,6 +262,15 @@ def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str
         line = f"{path or 'settings'}: {message}{given}{where}"
         lines.append(re.sub(r"://[^\s'\"]*@", "://...@", line))  # a URL's password
     return "; ".join(lines)
+
+
+def _sources_within(path: str, message: str, sources: Mapping[str, str]) -> str:
+    """Where the keys of a section come from that a message about it names, or all that are set."""
+    keys = [at for at in sources if at.startswith(f"{path}.")]
+    named = [at for at in keys if re.search(rf"\b{re.escape(at.rpartition('.')[2])}\b", message)]
+    # An override without its value: a token may stand there.
+    found = (re.sub(r"^(override '[^=]*)=.*", r"\1'", sources[at]) for at in named or keys)
+    return ", ".join(dict.fromkeys(found))
 
 
 def _parents(path: str) -> Iterator[str]:

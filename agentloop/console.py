@@ -53,6 +53,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "settings",
         nargs="*",
+        default=[],  # else argparse says that it is required
         metavar="FILE.toml | key=value",
         help="settings files, later ones win, and dotted overrides, such as server.count=2",
     )

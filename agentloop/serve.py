@@ -407,6 +407,8 @@ class App:
                 return await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
+        except web.RequestPayloadError:
+            raise web.HTTPBadRequest(text="the body is not encoded as it says") from None
 
     async def _send(self, request: web.Request, response: web.StreamResponse, body: Any) -> None:
         await self._write(request, response, b"data: " + orjson.dumps(body) + b"\n\n")

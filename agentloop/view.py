@@ -84,7 +84,7 @@ async def _view(run: Path, arguments: list[str]) -> int:
 
 
 async def _export(run: Path, out: Path, num_rollouts: int) -> int:
-    with console.Progress(f"Reading {run}") as progress:
+    with console.Progress(f"Reading {run}", after_s=2.0) as progress:
         archive = await _opened(run)
         whole = await archive.frame()
         bodies: dict[str, Any] = {"api/frame": whole, "api/runs": {"runs": []}}

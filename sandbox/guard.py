@@ -7,15 +7,36 @@ check of Host stops DNS rebinding, one of Origin stops cross-site requests.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
+from aiohttp import http_exceptions, web
+
 OPEN_PATHS = frozenset({"/healthz", "/ping"})
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether it tells of more than what somebody sent that is no HTTP: that has its 400, and a
+    port scanner would fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, http_exceptions.HttpProcessingError | web.RequestPayloadError)
+
+
+http_log = logging.getLogger("sandbox.http")
+"""For aiohttp's servers."""
+http_log.addFilter(_is_ours)
 
 
 def is_loopback(host: str) -> bool:
     """Whether an address or name stays on this machine."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def url_at(host: str, port: int) -> str:
+    """Where a browser on this machine finds what listens there."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Guard:

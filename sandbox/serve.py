@@ -39,7 +39,7 @@ from sandbox.api import (
     to_line,
 )
 from sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
-from sandbox.guard import Guard, is_loopback
+from sandbox.guard import Guard, http_log, is_loopback, url_at
 from sandbox.host import Guest
 from sandbox.openapi import document
 from sandbox.pool import Pool
@@ -361,7 +361,11 @@ async def serving(pool: Pool, settings: ServeSettings) -> AsyncIterator[str]:
     address cannot be used."""
     async with App(pool, settings) as app:
         runner = web.AppRunner(
-            app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=0.3
+            app.build(),
+            handler_cancellation=True,
+            access_log=None,
+            logger=http_log,
+            shutdown_timeout=0.3,
         )
         await runner.setup()
         try:
@@ -372,7 +376,7 @@ async def serving(pool: Pool, settings: ServeSettings) -> AsyncIterator[str]:
                 why = error.strerror or error
                 raise SandboxUnavailable(f"cannot listen on {where}: {why}") from error
             host, port = runner.addresses[0][:2]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            yield url_at(host, port)
         finally:
             with anyio.move_on_after(10, shield=True):
                 await runner.cleanup()

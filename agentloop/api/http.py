@@ -11,6 +11,7 @@ from aiohttp import web
 
 from agentloop.api.guard import ServeSettings
 from agentloop.errors import SettingsError
+from sandbox.guard import http_log, url_at
 
 __all__ = ["bind", "serving"]
 
@@ -47,12 +48,14 @@ def _bound(host: str, port: int) -> socket.socket:
 @asynccontextmanager
 async def serving(app: web.Application, bound: socket.socket) -> AsyncIterator[str]:
     """Serve on a socket that is bound, until the context is left; yields the URL."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=5.0
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, bound, backlog=1024).start()
         host, port = bound.getsockname()[:2]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        yield url_at(host, port)
     finally:
         with anyio.move_on_after(10, shield=True):
             await runner.cleanup()

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO; off by default
 
 _MAX_ORDERS = 100_000  # trajectories and groups whose place in line is remembered
+_CLOSED = "the runtime is shutting down"
 
 
 class RouterSettings(pydantic.BaseModel):
@@ -181,6 +182,7 @@ class Router:
         self._verified = False  # whether their own word for it is not enough
         self._orders: OrderedDict[str, int] = OrderedDict()
         self._num_orders = 0
+        self._closed = False
         self._tasks: TaskGroup
 
     @classmethod
@@ -205,6 +207,7 @@ class Router:
             try:
                 yield router
             finally:
+                router._close()
                 tasks.cancel_scope.cancel()
 
     # --- servers --------------------------------------------------------------------------------
@@ -496,6 +499,8 @@ class Router:
             except (ServerUnavailable, ServerRefused) as error:
                 if isinstance(error, ServerRefused) and not _worth_moving(error):
                     raise RequestError(str(error)) from error
+                if self._closed:  # our servers end with us: that is no fault of theirs
+                    raise ServerUnavailable(_CLOSED) from error
                 # One that is given weights loses what runs there, where they do not come whole.
                 if seat.health.state is not ServerState.STALE:
                     self._note(seat, seat.health.request_failed, str(error))
@@ -521,6 +526,8 @@ class Router:
 
     async def _place(self, generation: Generation, *, first: bool) -> tuple[_Seat, Decision]:
         """Wait for room; `first` goes before those who wait already: it has begun."""
+        if self._closed:
+            raise ServerUnavailable(_CLOSED)
         if len(self._room) >= self._settings.max_waiting:
             raise ServerUnavailable(f"{len(self._room)} requests wait already")
         now = time.monotonic()
@@ -552,6 +559,8 @@ class Router:
                     f"no server had room within {self._settings.wait_timeout_s:g} s{why}"
                 ) from error
             raise
+        if request.seat is None and self._closed:
+            raise ServerUnavailable(_CLOSED)
         if request.seat is None:
             raise ServerUnavailable(f"no server that is left can hold {num_tokens} tokens")
         assert request.decision is not None
@@ -591,10 +600,11 @@ class Router:
 
     def _try(self, waiting: Waiting[_Request], places: list[Place], most: int, now: float) -> bool:
         """Whether it waits no longer: it has a seat, or is told that there will be none, since no
-        server holds more than `most` tokens."""
+        server holds more than `most` tokens, or this is the end."""
         request = waiting.request
         generation, ask = request.generation, request.ask
-        if ask.num_tokens >= most:  # it would wait in vain, and others behind it
+        # It would wait in vain, and others behind it.
+        if self._closed or ask.num_tokens >= most:
             request.placed.set()
             return True
         home = self._ledger.home(generation.key)
@@ -627,6 +637,13 @@ class Router:
                 decision.explain(),
             )
         return True
+
+    def _close(self) -> None:
+        """Whose turns still run or wait is told so at once."""
+        self._closed = True
+        for seat in self._seats.values():
+            seat.server.break_streams(_CLOSED)
+        self._admit()
 
     # --- watching -------------------------------------------------------------------------------
 

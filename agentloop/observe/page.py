@@ -11,9 +11,10 @@ What is shown is a `Shown`: what goes on (live.py) or a run's folder (archive.py
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,6 +113,7 @@ class Page:
         self._control = control
         self.control_token = control_token or secrets.token_urlsafe(9)
         self._io_timeout_s = io_timeout_s
+        self._streaming: set[asyncio.Transport] = set()
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/", self._index)
@@ -130,6 +132,7 @@ class Page:
             app.router.add_get(path, _told(handler))
         app.router.add_post("/api/ask", _told(self._asked))
         app.router.add_post("/api/control", _told(self._controlled))
+        app.on_shutdown.append(self._end_streams)
 
     # --- the page itself --------------------------------------------------------------------------
 
@@ -162,8 +165,10 @@ class Page:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         last_id = request.headers.get("Last-Event-ID")
-        async with aclosing(self._shown.frames(last_id)) as frames:
-            response = await self._begin(request)
+        async with (
+            aclosing(self._shown.frames(last_id)) as frames,
+            self._begun(request) as response,
+        ):
             with suppress(ConnectionResetError):  # the reader has left
                 async for frame_id, data in frames:  # no deadline: until then
                     if not data:
@@ -177,11 +182,11 @@ class Page:
     async def _grows(self, request: web.Request) -> web.StreamResponse:
         async with aclosing(self._shown.grows(request.match_info["id"])) as events:
             first = await anext(events)  # no deadline: it is there, or it is not; raises NotThere
-            response = await self._begin(request)
-            with suppress(ConnectionResetError):  # the reader has left
-                await self._event(request, response, *first)
-                async for name, data in events:  # no deadline: the rollout has one
-                    await self._event(request, response, name, data)
+            async with self._begun(request) as response:
+                with suppress(ConnectionResetError):  # the reader has left
+                    await self._event(request, response, *first)
+                    async for name, data in events:  # no deadline: the rollout has one
+                        await self._event(request, response, name, data)
             return response
 
     # --- what it does -----------------------------------------------------------------------------
@@ -212,11 +217,25 @@ class Page:
 
     # --- streams ----------------------------------------------------------------------------------
 
-    async def _begin(self, request: web.Request) -> web.StreamResponse:
+    @asynccontextmanager
+    async def _begun(self, request: web.Request) -> AsyncIterator[web.StreamResponse]:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        return response
+        transport = request.transport
+        if transport is None:  # the reader has left
+            yield response
+            return
+        self._streaming.add(transport)
+        try:
+            yield response
+        finally:
+            self._streaming.discard(transport)
+
+    async def _end_streams(self, app: web.Application) -> None:
+        """They have no end of their own, and would be waited for."""
+        for transport in self._streaming:
+            transport.abort()
 
     async def _event(
         self, request: web.Request, response: web.StreamResponse, name: str, data: dict[str, Any]
@@ -261,6 +280,8 @@ async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
             data = await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
+    except web.RequestPayloadError:
+        raise web.HTTPBadRequest(text="the body is not encoded as it says") from None
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from agentloop.__main__ import main
+from agentloop.runtime import Settings
+from agentloop.trajectory import Message, StopReason, Trajectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +60,74 @@ def test_a_bad_setting_ends_a_command_before_anything_starts(
 ) -> None:
     assert main([command, setting]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["What is a = b?", "serve.port=1"],
+        ["serve.port=1", "What is a = b?"],
+        ["serve.port=1", "more.conf", "What is a = b?"],
+    ],
+)
+def test_a_question_is_found_wherever_it_stands(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def started(settings: Settings) -> AsyncIterator[None]:
+        assert settings.serve.port == 1
+        yield
+
+    async def ask(runtime: object, messages: list[Message], out: object) -> Trajectory:
+        asked.extend(messages)
+        return Trajectory("r", [], stop_reason=StopReason.ANSWERED)
+
+    asked: list[Message] = []
+    monkeypatch.chdir(tmp_path)
+    Path("more.conf").touch()
+    monkeypatch.setattr("agentloop.console.started", started)
+    monkeypatch.setattr("agentloop.chat.ask", ask)
+    assert main(["chat", *arguments]) == 0
+    assert asked == [{"role": "user", "content": "What is a = b?"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve.port=1", ""], "the question is empty"),
+        (["What", "serve.port=1", "is"], "one question is expected, in quotes, not 'What', 'is'"),
+    ],
+)
+def test_what_is_no_question_is_said(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [(["view"], "run"), (["analyze", "entropy"], "RUN")],
+)
+def test_only_what_is_required_is_said_to_be(
+    arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"are required: {missing}\n")
+
+
+def test_an_interrupt_while_a_command_is_imported_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentloop.__main__.import_module", interrupted)
+    assert main(["serve"]) == 130
 
 
 def test_help_is_quick_and_loads_nothing() -> None:

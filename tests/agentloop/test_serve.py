@@ -335,6 +335,32 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
             assert b" 408 " in await stream.receive()
 
 
+NO_GZIP = "Host: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n\r\n",  # how TLS begins
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nno header\r\n\r\n",
+        f"POST /v1/rollouts HTTP/1.1\r\n{NO_GZIP}".encode(),
+        f"POST /api/ask HTTP/1.1\r\n{NO_GZIP}".encode(),
+    ],
+)
+async def test_what_is_no_http_has_its_answer_and_is_not_logged(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service() as at:
+        host, port = at.url.removeprefix("http://").split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(sent)
+            with anyio.fail_after(15):
+                assert b" 400 " in await stream.receive()
+    assert not caplog.records
+
+
 async def test_a_client_that_reads_nothing_is_not_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

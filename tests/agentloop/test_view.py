@@ -120,6 +120,16 @@ def test_so_many_texts_are_in_the_file_the_newest(tmp_path: Path, number: int) -
     assert texts == ["api/rollouts/2-x.1"][:number]
 
 
+def test_without_a_terminal_little_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = run_in(tmp_path / "run"), tmp_path / "out.html"
+    lines = [json.dumps(rollout(f"2-x.{number}") | {"group": 2}) for number in range(50)]
+    (run / "trajectories" / "group-0000002.jsonl").write_text("\n".join(lines))
+    assert main(["view", str(run), "--export", str(out)]) == 0
+    assert len(capsys.readouterr().err.splitlines()) < 10
+
+
 def test_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -257,6 +257,16 @@ async def test_a_body_that_cannot_be_decoded(
     assert not caplog.records
 
 
+async def test_what_is_no_http_has_its_answer_and_is_not_logged(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = client.url.removeprefix("http://").split(":")
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert b" 400 " in await stream.receive()
+    assert not caplog.records
+
+
 async def test_a_batch_that_nobody_reads_ends_quietly(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:

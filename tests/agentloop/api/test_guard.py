@@ -8,8 +8,9 @@ import pytest
 from aiohttp import web
 
 from agentloop.api.guard import Guard, ServeSettings
+from agentloop.api.http import bind, serving
 from agentloop.inference.sglang import http_session
-from sandbox.guard import is_loopback
+from sandbox.guard import is_loopback, url_at
 
 LOCAL = ServeSettings()
 NAMED = ServeSettings(allowed_hosts=["Agent.example"])
@@ -123,6 +124,30 @@ def test_another_address_than_loopback_needs_a_token(host: str, token: str | Non
 )  # fmt: skip
 def test_what_is_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost"])
+async def test_what_is_said_to_be_the_address_can_be_opened(host: str) -> None:
+    settings = ServeSettings(host=host, port=0, token=pydantic.SecretStr("x"))
+    app = web.Application(middlewares=[Guard(settings).middleware])
+    with bind(settings) as bound:
+        async with serving(app, bound) as url, http_session() as session:
+            assert not url.startswith("http://0.0.0.0")
+            async with session.get(f"{url}/nothing", headers={"Authorization": "Bearer x"}) as got:
+                assert got.status == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("::", "http://[::1]:8"),
+        ("10.0.0.1", "http://10.0.0.1:8"),
+        ("a.example", "http://a.example:8"),
+    ],
+)
+def test_where_a_service_is_found(host: str, url: str) -> None:
+    assert url_at(host, 8) == url
 
 
 @pytest.mark.anyio

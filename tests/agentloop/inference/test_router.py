@@ -842,3 +842,26 @@ async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
             router.exited(silent.url, "ended with exit status 1")
         await eventually(lambda: [view.url for view in router.view()] == [other.url])
     whole(seen)
+
+
+async def test_the_end_is_told_to_all_who_are_there_and_is_no_fault_of_a_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = FakeSGLang(ANSWER, gate=anyio.Event(), **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    told: list[str] = []
+
+    async def ask(key: str) -> None:
+        with pytest.raises(ServerUnavailable, match="shutting down"):
+            await read(router, generation(key, max_new_tokens=20))
+        told.append(key)
+
+    with anyio.fail_after(15):
+        async with anyio.create_task_group() as tasks:
+            async with routed(fake, reserve_tokens=20) as router:
+                tasks.start_soon(ask, "runs")
+                await eventually(lambda: fake.num_streaming == 1)
+                tasks.start_soon(ask, "waits")
+                await eventually(lambda: router.num_waiting == 1)
+            await ask("comes later")
+    assert sorted(told) == ["comes later", "runs", "waits"]
+    assert not caplog.records

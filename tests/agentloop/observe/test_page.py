@@ -342,6 +342,20 @@ async def test_a_reader_that_takes_nothing_is_left(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
+@pytest.mark.parametrize("path", ["/api/stream", "/api/rollouts/r/stream"])
+async def test_a_service_that_ends_does_not_wait_for_its_readers(path: str) -> None:
+    shown, settings = Played(cut_short=path != "/api/stream"), ServeSettings(port=0)
+    app = web.Application()
+    Page(shown).add_to(app)
+    with bind(settings) as bound:
+        async with serving(app, bound) as url, aiohttp.ClientSession() as http:
+            async with http.get(url + path) as response:
+                await response.content.readuntil(b"\n\n")
+                assert shown.num_readers == 1
+                await app.shutdown()  # what comes first, and before others are waited for
+                await eventually(lambda: shown.num_readers == 0)
+
+
 async def test_the_end_of_the_service_ends_its_readers() -> None:
     shown = Played()
     with anyio.fail_after(15):
