@@ -274,6 +274,17 @@ def test_a_group_that_was_forgotten_and_begins_anew_is_there() -> None:
     assert [*reader.groups] == ["1-a"]
 
 
+def test_groups_of_which_nobody_learns_leave_the_others_their_room() -> None:
+    made, _ = board(max_groups=2)
+    reader = Reader().read_all(made, 9, taken=True)
+    for number in range(3):
+        made.seen(GroupStarted(f"{number}-a", "a", "why?", "42", 8))
+        for task in range(3):
+            made.seen(GroupStarted(f"{number}-held-out-{task}-b", "b", "?", "1", 1, False))
+    reader.apply(made.take(9))
+    assert [*reader.groups] == ["1-a", "2-a", "2-held-out-1-b", "2-held-out-2-b"]
+
+
 def test_lanes_tell_what_a_rollout_is_at() -> None:
     made, clock = board()
     key = "1-a.0"
