@@ -142,6 +142,7 @@ class TurnFinished:
 class RolloutFinished:
     rollout_id: str
     trajectory: Trajectory
+    num_tokens: int | None = None  # as an endpoint of others counts them, whose ids nobody knows
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,8 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         lanes.append(("wait", at(turn["started_s"])))
         if turn["first_token_s"] is not None:
             lanes.append(("decode", at(turn["first_token_s"])))
-        if turn["calls"]:
+        never = {one["call_id"] for one in turn["results"] if not CallStatus(one["status"]).ran}
+        if any(call["id"] not in never for call in turn["calls"]):
             lanes.append(("tool", at(turn["generated_s"])))
     results = [result for turn in one["turns"] for result in turn["results"]]
     return {
@@ -246,7 +247,8 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         "state": "done",
         "stop": one["stop_reason"],
         "turn": len(one["turns"]),
-        "tokens": sum(len(turn["output_ids"]) for turn in one["turns"]),
+        "tokens": sum(len(turn["output_ids"]) for turn in one["turns"])
+        or row.get("figures", {}).get("num_tokens", 0),  # as an endpoint counts them
         "calls": sum(len(turn["calls"]) for turn in one["turns"]),
         "failed_calls": sum(CallStatus(result["status"]).failed for result in results),
         "server": next(

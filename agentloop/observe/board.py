@@ -223,7 +223,8 @@ class Board:
                 self._enter(row, "wait")
             case CallStarted(call=call):
                 row.calls += 1
-                row.open_calls.add(call.id)
+                if call.error is None:  # else it is answered without a tool
+                    row.open_calls.add(call.id)
                 self._grown[row.id] = None
             case CallFinished(result=result):
                 row.open_calls.discard(result.call_id)
@@ -239,6 +240,9 @@ class Board:
                 self._see_cache(row, turn)
             case RolloutFinished(trajectory=trajectory):
                 row.stop = str(trajectory.stop_reason)
+                row.turn = max(row.turn, len(trajectory.turns))
+                if event.num_tokens is not None:
+                    row.tokens = event.num_tokens
                 self._end(row, "done")
             case RolloutAbandoned():
                 self._end(row, "abandoned")

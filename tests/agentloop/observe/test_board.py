@@ -6,6 +6,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -308,6 +309,21 @@ def test_lanes_tell_what_a_rollout_is_at() -> None:
     ]  # fmt: skip
     assert (row["start"], row["end"]) == (1000, 7000)
     assert (row["turn"], row["tokens"], row["calls"], row["reward"]) == (2, 3, 1, 1.0)
+
+
+def test_a_call_that_cannot_be_decoded_is_at_no_tool() -> None:
+    made, clock = board()
+    played([("start", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)], made, clock)
+    made.seen(CallStarted("1-a.0", 0, replace(call_of("1-a.0"), error="not JSON")))
+    made.seen(TurnSampled("1-a.0", 0))
+    assert [lane for lane, _ in made.rows["1-a.0"].lanes] == ["wait", "prefill", "decode"]
+
+
+def test_what_an_endpoint_counted_is_told() -> None:
+    made, _ = board()
+    made.seen(RolloutStarted(Trajectory("1-a.0", []), "1-a"))
+    made.seen(RolloutFinished("1-a.0", Trajectory("1-a.0", [], [Turn(text="42")]), 59))
+    assert (made.rows["1-a.0"].turn, made.rows["1-a.0"].tokens) == (1, 59)
 
 
 def test_the_oldest_lanes_are_left_out_and_it_is_said() -> None:
