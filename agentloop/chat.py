@@ -176,6 +176,8 @@ def settings_of(arguments: list[str], run: Path | None) -> Settings:
 
 async def _chat(question: str | None, arguments: list[str], run: Path | None) -> int:
     settings = settings_of(arguments, run)
+    if run is not None and settings.model is not None:
+        print(f"Model: {settings.model}{_origin(Path(settings.model), run)}", file=sys.stderr)
     out = Console()
     async with commands.started(settings) as runtime:
         if question is not None:
@@ -187,6 +189,12 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None) ->
             trajectory = await ask(runtime, messages, out)
             messages += runtime.chat.messages_of(trajectory.turns)
     return 0
+
+
+def _origin(model: Path, run: Path) -> str:
+    if model.parent == run / "weights":
+        return f" (version {model.name}, the newest that was published)"
+    return " (no weights were published)" if model == run / "start" / "model" else ""
 
 
 async def _read_line() -> str | None:

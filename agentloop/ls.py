@@ -44,6 +44,7 @@ _OPTIONAL = ("checkpoints", "size", "stage", "kind")
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 _MAX_SHOWN = 3  # checkpoints
 _PATIENCE_S = 2.0
+_USUAL = Path("runs")
 
 
 def main(arguments: list[str]) -> int:
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
         "its age is the time since then. Nothing is written, and no run is disturbed.",
     )
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path("runs"), help="where they are (runs)"
+        "folder", nargs="?", type=Path, default=_USUAL, help="where they are (runs)"
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     options = parser.parse_args(arguments)
@@ -65,6 +66,8 @@ async def _ls(folder: Path, *, as_json: bool) -> int:
     with console.Progress("Looking for runs", after_s=_PATIENCE_S) as progress:
 
         def look() -> list[RunSummary]:
+            if folder == _USUAL and not folder.exists():
+                return []
             found = []
             for path in find_runs(folder):
                 progress(f"Reading {console.printable(path.name)}")
@@ -80,7 +83,7 @@ async def _ls(folder: Path, *, as_json: bool) -> int:
     elif runs:
         _print(runs, folder)
     else:
-        print(f"{folder}: no runs")
+        print(f"No runs in {folder}")
     return 0
 
 

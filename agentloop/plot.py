@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -49,9 +50,11 @@ def main(arguments: list[str]) -> int:
 
 async def _plot(runs: list[Path], out: Sequence[Path], what: Sequence[str]) -> int:
     with console.Progress("Drawing", after_s=2.0):
-        await anyio.to_thread.run_sync(partial(plot_runs, runs, *out, what=what))
+        problems = await anyio.to_thread.run_sync(partial(plot_runs, runs, *out, what=what))
     for path in out:
         print(path)
+    for problem in problems:
+        print(console.printable(problem), file=sys.stderr)
     return 0
 
 

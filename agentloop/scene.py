@@ -197,6 +197,8 @@ class Scene:
                 return "no further groups are begun; what runs goes on"
             case "resume":
                 loop.pause(False)
+                if loop.is_draining:
+                    return "no groups are begun: it is drained, and the run ends soon"
                 return "groups are begun again"
             case "drain":
                 loop.drain()

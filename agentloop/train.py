@@ -146,12 +146,19 @@ async def train(
             sinks=settings.sinks,
             config=settings.model_dump(mode="json"),
         )
-        async with told, scene.shown(settings.serve) if settings.page else nullcontext():
-            if settings.start is not None:
-                model = await _start(settings.start, settings.learner.model, folder, progress)
-                learner = settings.learner.model_copy(update={"model": model})
-                settings = settings.model_copy(update={"model": str(model), "learner": learner})
-            await _roll_out_and_learn(settings, tasks, queue, scene, progress)
+        try:
+            async with told, scene.shown(settings.serve) if settings.page else nullcontext():
+                if settings.start is not None:
+                    model = await _start(settings.start, settings.learner.model, folder, progress)
+                    learner = settings.learner.model_copy(update={"model": model})
+                    settings = settings.model_copy(update={"model": str(model), "learner": learner})
+                await _roll_out_and_learn(settings, tasks, queue, scene, progress)
+        except anyio.get_cancelled_exc_class():
+            newest = max(folder.checkpoints, default=None)
+            there = "no checkpoint yet" if newest is None else f"a checkpoint of step {newest}"
+            again = f"agentloop train --resume {shown(folder.path)}"
+            progress.say(f"Stopped; there is {there}. It goes on by: {again}")
+            raise
     path = folder.path / "plots.png"
     await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
     return folder.path

@@ -25,12 +25,13 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import anyio
 import anyio.from_thread
+import anyio.lowlevel
 from anyio.abc import TaskStatus
 
 from agentloop.agent.rollout import Budget
@@ -72,6 +73,10 @@ _KEEP_UP_S = 1.0
 _RETRY_S = 30.0  # of servers that cannot load them
 _MANY_REPLACED = 10  # batches' worth of groups in a row: then it is told of
 _NUM_TRIES = 3  # of a hand-over: it waits for servers that are started again
+
+
+class _Drained(Exception):
+    """What was asked for is not begun any more."""
 
 
 @dataclass(slots=True)
@@ -260,11 +265,14 @@ class TrainingLoop:
             title = f"stage {number} of {len(self._stages)}: {name}" if name else "training"
             await self._run_stage(number, title, stage)
             if self.is_draining:
-                self._say(f"Drained after step {self.step}; it can be gone on with")
+                again = f"agentloop train --resume {self._folder.path}"
+                self._say(f"Drained after step {self.step}; it goes on by: {again}")
                 break
         if s.learn and self.step:
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()
+        if not self.is_draining:
+            self._folder.end()
 
     # --- stages -----------------------------------------------------------------------------------
 
@@ -286,7 +294,10 @@ class TrainingLoop:
             self._say(f"{title[0].upper()}{title[1:]}, {stage.steps - done} steps")
         self._stage_number, self._num_drawn = number, 0
         if noted is None:
-            tasks = await self._unsolved(stage) if stage.filter_tasks else None
+            try:
+                tasks = await self._unsolved(stage) if stage.filter_tasks else None
+            except _Drained:  # all of it is filtered anew when the run goes on
+                return
             noted = {"begun": self.step, "tasks": None if tasks is None else [*map(asdict, tasks)]}
             await self._queue.note(f"stage {number}", noted, cursor=self._cursor())
         await self._find_tasks(noted["tasks"], title)
@@ -340,13 +351,15 @@ class TrainingLoop:
         self._again = deque(sorted(again, key=lambda group: group.number))
 
     async def _unsolved(self, stage: StageSettings) -> list[Task]:
-        """Of the next tasks, those that a rollout fails. One without any reward stays, too."""
+        """Of the next tasks, those that a rollout fails. One without any reward stays, too. Raises
+        _Drained."""
         tasks = list(itertools.islice(self._tasks, stage.filter_tasks))
         groups = await self._groups(
             tasks,
             f"{self.step}-filter",
             size=stage.filter_rollouts,
             what="the tasks to be filtered",
+            may_begin=self._may_filter,
         )
         left = []
         for task, group in groups:
@@ -363,6 +376,16 @@ class TrainingLoop:
             f"{stage.filter_rollouts} of {stage.filter_rollouts} rollouts"
         )
         return left
+
+    async def _may_filter(self) -> None:
+        """Wait while it is paused. Raises _Drained."""
+        await self._until(
+            lambda: not self.is_paused or self.is_draining,
+            "the filter",
+            lambda: "to go on (paused)",
+        )
+        if self.is_draining:
+            raise _Drained
 
     # --- rollouts ---------------------------------------------------------------------------------
 
@@ -483,7 +506,13 @@ class TrainingLoop:
             )
 
     async def _groups(
-        self, tasks: Sequence[Task], name: str, *, size: int, what: str
+        self,
+        tasks: Sequence[Task],
+        name: str,
+        *,
+        size: int,
+        what: str,
+        may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
     ) -> list[tuple[Task, RolledOut]]:
         """Groups that are not trained on."""
         total = len(tasks) * size
@@ -500,6 +529,7 @@ class TrainingLoop:
                     f"the learner waits for {what}: {num * size} of {total}"
                 ),
                 on_refused=lambda task, error: self._say(f"Left out: task {task.id}: {error}"),
+                may_begin=may_begin,
             )
 
     # --- learning ---------------------------------------------------------------------------------

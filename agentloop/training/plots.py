@@ -16,8 +16,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from agentloop.errors import DataError, SettingsError
-from agentloop.groups.tasks import read_jsonl
+from agentloop.errors import SettingsError
+from agentloop.training.run_list import read_rows
 
 __all__ = ["PANELS", "Panel", "labels_of", "plot_runs", "smoothed"]
 
@@ -91,8 +91,9 @@ _SMOOTH_SHARE = 0.05
 _LARGE = 2_000  # on an axis: from here on digits stand in groups
 
 
-def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -> None:
+def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -> list[str]:
     """Draw the metrics of the runs in `folders` into each of `paths`, PNG or SVG by their ends.
+    Returns what is wrong with them, in words: it is left out.
 
     Args:
         what: keys of `PANELS`, or metrics; none: what is usual and there.
@@ -104,7 +105,9 @@ def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -
         if path.suffix.lower() not in (".png", ".svg"):
             raise SettingsError(f"{path}: pictures are .png or .svg")
     pyplot = _pyplot()
-    runs = dict(zip(labels_of(folders), map(_read, folders), strict=True))
+    problems: list[str] = []
+    read = [_read(folder, problems) for folder in folders]
+    runs = dict(zip(labels_of(folders), read, strict=True))
     panels = _panels(what, list(runs.values()))
     num_columns = min(_NUM_COLUMNS, len(panels))
     num_rows = -(-len(panels) // num_columns)
@@ -124,6 +127,7 @@ def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -
                 _save(figure, path)
         finally:
             pyplot.close(figure)
+    return problems
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
@@ -185,23 +189,19 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _read(folder: Path) -> list[Row]:
-    """A last line that is not whole is one that a run writes right now, or was killed at."""
-    path = folder / "metrics.jsonl"
-    rows: list[Row] = []
-    try:
-        for number, row in read_jsonl(path):
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise DataError(f"{path}: line {number}: no metrics of a step")
-            rows.append(row)
-    except DataError as error:
-        if not rows or not _is_cut(path):
-            raise SettingsError(f"there is nothing to draw: {error}") from error
-    return rows
-
-
-def _is_cut(path: Path) -> bool:
-    return not path.read_bytes().endswith(b"\n")
+def _read(folder: Path, problems: list[str]) -> list[Row]:
+    """Raises SettingsError: there are no metrics, or none that can be read."""
+    path, found = folder / "metrics.jsonl", list[str]()
+    if not path.exists():
+        raise SettingsError(f"there is nothing to draw: {path}: No such file or directory")
+    rows = read_rows(path, found)
+    of_steps: list[Row] = [row for row in rows if isinstance(row.get("step"), int)]
+    if num := len(rows) - len(of_steps):
+        found.append(f"{path.name}: {num} without a step")
+    if found and not of_steps:
+        raise SettingsError(f"there is nothing to draw: {folder}: {'; '.join(found)}")
+    problems += [f"{folder}: {problem}" for problem in found]
+    return of_steps
 
 
 def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:

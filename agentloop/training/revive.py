@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from agentloop.inference.keep_alive import Restarts
 __all__ = ["is_child", "revived", "tell_run"]
 
 _FD = "AGENTLOOP_TRAIN_FD"
+_TOKEN = "AGENTLOOP_SERVE__CONTROL_TOKEN"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,8 +55,10 @@ def revived(
     then, too: settings that the run's folder does not keep, such as a password. Returns its exit
     status, as a shell gives it."""
     restarts, run = Restarts(max_restarts), ""
+    # What was printed, and a page has kept, is right after a restart, too.
+    environment = {_TOKEN: secrets.token_urlsafe(9), **os.environ}
     while True:
-        status, told, is_to_end = _run([*command, *arguments])
+        status, told, is_to_end = _run([*command, *arguments], environment)
         run = told or run  # killed again before it could tell, it is the same one
         if status >= 0:
             return status
@@ -80,16 +84,17 @@ def revived(
         arguments = ["--resume", run, *again]
 
 
-def _run(command: Sequence[str]) -> tuple[int, str, bool]:
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, bool]:
     """Its status, negative where a signal ended it, the run's folder, where there was one, and
     whether it was asked to end."""
     reader, writer = os.pipe()
-    with _signals() as next_one, open(reader, "rb") as told:
+    left = bytearray()
+    with open(reader, "rb") as told, _signals(left) as next_one:
         try:
             child = subprocess.Popen(
                 command,
                 pass_fds=[writer],
-                env={**os.environ, _FD: str(writer)},
+                env={**environment, _FD: str(writer)},
                 preexec_fn=_end_with_parent,
             )
         finally:
@@ -100,14 +105,17 @@ def _run(command: Sequence[str]) -> tuple[int, str, bool]:
             if number != signal.SIGCHLD:
                 was_asked = True
                 child.send_signal(number)
-        return child.returncode, os.fsdecode(told.read()), was_asked
+        run = os.fsdecode(told.read())
+    was_asked |= any(number != signal.SIGCHLD for number in left)
+    return child.returncode, run, was_asked
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[], int]]:
+def _signals(left: bytearray) -> Iterator[Callable[[], int]]:
     """Waits for the next of what ends us, or of a child's end; none is lost, not one that came
     before there was a child, and not one just before we waited, which a handler in Python would
-    hear only when the wait is over. From a terminal the child has them, too: twice is as once."""
+    hear only when the wait is over; those that nobody waited for are `left` in the end. From a
+    terminal the child has them, too: twice is as once."""
     heard, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
@@ -119,8 +127,9 @@ def _signals() -> Iterator[Callable[[], int]]:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before_fd)
-        os.close(heard)
         os.close(wakeup)
+        with open(heard, "rb") as rest:
+            left += rest.read()
 
 
 def _name(number: int) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import anyio
+import anyio.lowlevel
 
 from agentloop.agent.rollout import Budget
 from agentloop.errors import RequestError
@@ -86,9 +87,10 @@ async def in_order(
     oldest: int,
     on_done: Callable[[int], None],
     on_refused: Callable[[Task, RequestError], None],
+    may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
 ) -> list[tuple[Task, RolledOut]]:
     """A group for each task, in the order of the tasks, however they finish; those that cannot be
-    asked are left out. `on_done` is told how many there are.
+    asked are left out. `on_done` is told how many there are; `may_begin` waits until one more may.
 
     Raises:
         RequestError: none could be asked.
@@ -104,8 +106,13 @@ async def in_order(
         found[number] = task, group
         return ()
 
+    async def source() -> AsyncGenerator[tuple[int, Task], None]:
+        for numbered in enumerate(tasks):
+            await may_begin()
+            yield numbered
+
     async with finished_groups(
-        list(enumerate(tasks)), run, partial(rolls_out.has_room, size), max_open=max(1, len(tasks))
+        source(), run, partial(rolls_out.has_room, size), max_open=max(1, len(tasks))
     ) as groups:
         async for group in groups:  # no deadline: each rollout has one
             if group.error is not None:  # a mistake in the data

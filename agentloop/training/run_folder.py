@@ -79,8 +79,14 @@ class RunFolder:
         return cls(path.expanduser().resolve(), "", resume=True)
 
     def tell(self, config: str) -> None:
-        """From now on these are its settings. Raises SettingsError: they cannot be written."""
+        """From now on these are its settings, and it has something to do. Raises SettingsError:
+        they cannot be written."""
         self.write("config.toml", config)
+        (self.path / "ended").unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """It has done all that it was told to. Raises SettingsError: that cannot be written."""
+        self.write("ended", "")
 
     @property
     def has_rollouts(self) -> bool:

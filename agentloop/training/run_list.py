@@ -20,11 +20,15 @@ import orjson
 
 from agentloop.training.run_folder import checkpoints_in, is_going_on
 
-__all__ = ["RunKind", "RunState", "RunSummary", "Stages", "find_runs", "summarize"]
+__all__ = ["RunKind", "RunState", "RunSummary", "Stages", "find_runs", "read_rows", "summarize"]
 
 Row = Mapping[str, Any]
 
-_SIGNS = ("config.toml", "metrics.jsonl", "queue.sqlite")  # any of them makes a folder a run's
+_SIGNS = (  # any of them makes a folder a run's; others, too, have a config.toml
+    ("metrics.jsonl",),
+    ("queue.sqlite",),
+    ("config.toml", ".lock"),
+)
 _MAX_DEPTH = 4
 
 
@@ -105,7 +109,7 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _SIGNS)
+    return any(all((folder / name).is_file() for name in names) for names in _SIGNS)
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
@@ -127,7 +131,7 @@ def summarize(path: Path) -> RunSummary:
     problems: list[str] = []
     config = _config(path / "config.toml", problems)
     kind = _kind(config)
-    rows = _rows(path / "metrics.jsonl", problems)
+    rows = read_rows(path / "metrics.jsonl", problems)
     if kind is RunKind.EVALUATE:
         where = _of_evaluation(path, rows, problems)
     elif kind is RunKind.TRAIN:
@@ -175,7 +179,7 @@ def _of_training(
 ) -> _Where:
     where = _Where(rows)
     if not rows and (path / "start" / "metrics.jsonl").is_file():
-        where = _Where(_rows(path / "start" / "metrics.jsonl", problems))
+        where = _Where(read_rows(path / "start" / "metrics.jsonl", problems))
         where.stage = "start"
         return where
     try:
@@ -226,9 +230,9 @@ def _kind(config: Mapping[str, Any]) -> RunKind:
     return RunKind.UNKNOWN
 
 
-def _rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Those that can be read. What a kill, or somebody who writes right now, has cut short is no
-    damage."""
+def read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Those of the metrics that can be read. What a kill, or somebody who writes right now, has cut
+    short is no damage."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -268,7 +272,7 @@ def _state(path: Path, kind: RunKind, where: _Where, problems: list[str]) -> Run
     last = _changed(path / "metrics.jsonl")
     # What is written at the end; what was written before is of an earlier end.
     ends = {
-        RunKind.TRAIN: path / "plots.png",
+        RunKind.TRAIN: path / "ended",
         RunKind.SFT: path / "model" / "config.json",
         RunKind.EVALUATE: path / "results.json",
     }

@@ -66,15 +66,21 @@ def test_names_cannot_speak_to_the_terminal(
 ) -> None:
     (tmp_path / "\x1b[31mred").mkdir()
     (tmp_path / "\x1b[31mred" / "config.toml").write_text("=")
+    (tmp_path / "\x1b[31mred" / "metrics.jsonl").touch()
     assert main(["ls", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert r"\x1b[31mred: config.toml: " in out
 
 
-def test_without_runs_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_runs_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().out == "No runs in runs\n"
     assert main(["ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}: no runs\n"
+    assert capsys.readouterr().out == f"No runs in {tmp_path}\n"
     assert main(["ls", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["ls", str(tmp_path / "nowhere")]) == 2

@@ -29,6 +29,15 @@ def test_without_a_place_there_are_both_kinds_here(
     assert (run.parent / "plots.svg").read_text().startswith("<?xml")
 
 
+def test_damage_is_told_and_the_rest_is_drawn(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("{\n")
+    assert main(["plot", str(run), "--out", str(run.parent / "a.svg")]) == 0
+    assert capsys.readouterr().err == f"{run}: metrics.jsonl: line 4 cannot be read\n"
+
+
 def test_places_and_things_are_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run.parent / "a.svg"
     assert main(["plot", str(run), str(run), "--out", str(out), "--what", "reward"]) == 0

@@ -86,7 +86,7 @@ class PlayedLoop:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.is_busy = False
+        self.is_busy = self.is_draining = False
 
     def pause(self, paused: bool = True) -> None:
         self.asked.append("pause" if paused else "resume")
@@ -200,6 +200,16 @@ async def test_what_people_ask_of_it_is_done(tmp_path: Path) -> None:
         _, frame = await at.get("/api/frame")
         assert (frame["now"]["step"], frame["now"]["num_waiting"]) == (5, 3)
         assert frame["sandbox"]["backend"] == "process"
+
+
+async def test_what_is_drained_begins_no_groups_again(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        at.begin()
+        _, body = await at.post("/api/control", {"do": "resume"})
+        assert body["done"] == "groups are begun again"
+        at.loop.is_draining = True
+        _, body = await at.post("/api/control", {"do": "resume"})
+        assert "no groups are begun" in body["done"]
 
 
 async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(

@@ -289,6 +289,36 @@ async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: 
 
 
 @pytest.mark.anyio
+@pytest.mark.timeout(180)  # all processes of a run start
+@pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
+@pytest.mark.parametrize(
+    ("step", "there"), [(None, "no checkpoint yet"), (7, "a checkpoint of step 7")]
+)
+async def test_who_stops_a_run_is_told_how_it_goes_on(
+    tmp_path: Path, played_rank: Path, step: int | None, there: str
+) -> None:
+    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    server.gate = anyio.Event()
+    said = Said()
+    folder = tmp_path / "my runs" / "first"
+
+    async def stop(scope: anyio.CancelScope) -> None:
+        await eventually(lambda: server.num_streaming > 0, within_s=60)
+        if step is not None:
+            (folder / "checkpoints" / "one").mkdir()
+            state = json.dumps({"state": {"step": step}})
+            (folder / "checkpoints" / "one" / "state.json").write_text(state)
+        scope.cancel()
+
+    async with server.serving(), anyio.create_task_group() as tasks:
+        tasks.start_soon(stop, tasks.cancel_scope)
+        await train(played_settings(tmp_path, server), cast(console.Progress, said))
+    assert said.lines[-1] == (
+        f"Stopped; there is {there}. It goes on by: agentloop train --resume {folder}"
+    )
+
+
+@pytest.mark.anyio
 @pytest.mark.timeout(180)  # all processes of a run start, some of them twice
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.parametrize("max_restarts", [0, 1])

@@ -45,7 +45,7 @@ def docker_engine() -> None:
     """An engine answers."""
     if shutil.which("docker") is None:
         need(_DOCKER)
-    answer = subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False)
+    answer = subprocess.run(["docker", "info"], capture_output=True, timeout=120, check=False)
     if answer.returncode != 0:
         need(_DOCKER)
 

@@ -11,12 +11,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from axe_playwright_python.base import AXE_FILE_PATH
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.integration.conftest import need
 
 _CHROMIUM = "a browser: install chromium (Debian)"
 _AXE = AXE_FILE_PATH.read_text("utf-8")
+_WAIT_MS = 60_000  # also of `expect`, which else waits for 5 s, whatever the context says
 # The page's own security policy forbids scripts of others: axe runs in a world of its own.
 _RUN_AXE = "axe.run(document, {resultTypes: ['violations']})"
 
@@ -29,8 +30,11 @@ def browser() -> Iterator[Browser]:
         need(_CHROMIUM)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path=path,
+            args=["--no-sandbox", "--disable-dev-shm-usage"],
+            timeout=_WAIT_MS,
         )
+        expect.set_options(timeout=_WAIT_MS)
         try:
             yield launched
         finally:
@@ -77,7 +81,7 @@ def looking(
         reduced_motion="reduce",
         **options,
     )
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(_WAIT_MS)
     seen = Seen(f"{parts.scheme}://{parts.netloc}")
     try:
         page = context.new_page()

@@ -19,14 +19,20 @@ from agentloop.models import SMALL
 from agentloop.trajectory import Trajectory
 from sandbox import PoolSettings
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
+# The first of all tests waits for SGLang, and for the sandbox's image to be made.
+pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 
 GREEDY = Sampling(temperature=0)
+TOOL_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 async def runtime(docker_engine: None, sglang_url: str) -> AsyncIterator[Runtime]:
-    settings = Settings(servers=[sglang_url], sandbox=PoolSettings(backend="docker"))
+    settings = Settings(
+        servers=[sglang_url],
+        sandbox=PoolSettings(backend="docker"),
+        tool_timeout_s=TOOL_TIMEOUT_S,
+    )
     async with Runtime(settings) as runtime:
         yield runtime
 
@@ -88,16 +94,21 @@ async def test_a_notebook_keeps_its_state_over_the_turns(runtime: Runtime) -> No
 
 async def test_calls_start_while_the_turn_goes_on(runtime: Runtime) -> None:
     """Three calls and text after them: the first runs before the turn's last token."""
-    events: list[Event] = []
     question = "Compute 12*7, 8+5 and 90-3."
-    trajectory = await runtime.rollout(question, sampling=GREEDY, on_event=events.append)
-    first = trajectory.turns[0]
-    assert len(first.calls) == 3
-    assert [result.content for result in first.results] == ["84", "13", "87"]
-    started = next(i for i, event in enumerate(events) if isinstance(event, CallStarted))
-    finished = next(i for i, event in enumerate(events) if isinstance(event, TurnFinished))
-    tokens_after = [e for e in events[started:finished] if isinstance(e, TokensSampled)]
-    assert sum(len(event.ids) for event in tokens_after) > 10
+    num_after = 0
+    for _ in range(10):  # to a reader that is held up, all of a turn may come as one
+        events: list[Event] = []
+        trajectory = await runtime.rollout(question, sampling=GREEDY, on_event=events.append)
+        first = trajectory.turns[0]
+        assert len(first.calls) == 3
+        assert [result.content for result in first.results] == ["84", "13", "87"]
+        started = next(i for i, event in enumerate(events) if isinstance(event, CallStarted))
+        finished = next(i for i, event in enumerate(events) if isinstance(event, TurnFinished))
+        tokens_after = [e for e in events[started:finished] if isinstance(e, TokensSampled)]
+        num_after = sum(len(event.ids) for event in tokens_after)
+        if num_after > 10:
+            break
+    assert num_after > 10
 
 
 async def test_a_prompt_too_long_for_the_model_is_refused_by_name(runtime: Runtime) -> None:
@@ -171,9 +182,21 @@ async def test_groups_of_a_source_come_as_they_finish(runtime: Runtime) -> None:
 
 
 async def test_once_enough_of_a_group_have_ended_the_others_are_stopped(runtime: Runtime) -> None:
-    trajectories = await runtime.run_group("What is 37 times 48?", size=8, enough=2)
+    num_calls = 0
+
+    async def multiply(a: int, b: int) -> int:
+        """Multiply two integers."""
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 5:  # who else streams may well end in the same moment
+            await anyio.sleep_forever()
+        return a * b
+
+    trajectories = await runtime.run_group(
+        "What is 37 times 48?", size=8, enough=2, tools=[multiply], sampling=GREEDY
+    )
     stopped = [one for one in trajectories if one.stop_reason is StopReason.STRAGGLER]
-    assert 1 <= len(stopped) <= 6
+    assert 3 <= len(stopped) <= 6
     assert all(not one.turns and one.prompt_ids for one in stopped)
     assert all(view.num_held_tokens == 0 for view in runtime.router.view())
 
@@ -185,19 +208,29 @@ async def test_a_server_killed_in_mid_stream_loses_nothing(
     question = "Compute 12*7, 8+5 and 90-3."
     settings = ServerSettings(max_total_tokens=32_768)
     async with sglang_servers(SMALL, settings, log_dir=tmp_path, on_progress=print) as (victim,):
-        alone = Settings(servers=[sglang_url], tools=["python_code_with_standard_io"])
-        both = Settings(servers=[victim.url, sglang_url], tools=alone.tools)
+        alone = Settings(
+            servers=[sglang_url],
+            tools=["python_code_with_standard_io"],
+            tool_timeout_s=TOOL_TIMEOUT_S,
+        )
+        both = alone.model_copy(update={"servers": [victim.url, sglang_url]})
         async with Runtime(alone) as runtime:
             undisturbed = await runtime.rollout(question, sampling=GREEDY)
         async with Runtime(both) as runtime:
             placed: list[str] = []
+            num_sampled = 0
             killed = False
 
             def on_event(event: Event) -> None:
-                nonlocal killed
+                nonlocal killed, num_sampled
                 if isinstance(event, TurnPlaced):
                     placed.append(event.server)
+                    num_sampled = 0
                 elif isinstance(event, TokensSampled) and placed[-1] == victim.url and not killed:
+                    num_sampled += len(event.ids)
+                    whole = len(undisturbed.turns[event.turn].output_ids)
+                    if num_sampled > whole / 2:  # little of it is left to come, or nothing
+                        return
                     killed = True
                     assert victim.pid is not None
                     os.killpg(os.getpgid(victim.pid), signal.SIGKILL)

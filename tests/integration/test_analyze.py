@@ -23,7 +23,7 @@ from agentloop.trajectory import Trajectory, Turn, TurnEnd, VersionSpan
 from learner.batch import Batch
 from tests.learner import plain
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 TEMPERATURE = 0.7
 

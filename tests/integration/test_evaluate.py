@@ -17,7 +17,7 @@ from tests.integration.test_serve import start, stop
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.usefixtures("docker_engine"),
 ]
 
@@ -25,6 +25,7 @@ TOLD = [
     "tasks.levels=[3, 6]",
     "tasks.seed=5",
     "reward.function=exact",
+    "tool_timeout_s=60",
     "budget.max_response_tokens=400",
     "evaluate.num_samples=4",
 ]
@@ -74,22 +75,25 @@ def test_the_small_model_by_our_own_loop(sglang_url: str, tmp_path: Path) -> Non
 def test_a_run_that_is_stopped_goes_on_and_samples_nothing_twice(
     sglang_url: str, tmp_path: Path
 ) -> None:
-    more = [f'servers=["{sglang_url}"]', "evaluate.num_tasks=40", "evaluate.max_open=2"]
-    process = subprocess.Popen(command(tmp_path, *more))
+    more = [f'servers=["{sglang_url}"]', "evaluate.num_tasks=20", "evaluate.max_open=2"]
     run = tmp_path / "one"
-    deadline = time.monotonic() + 120
-    while len(list(run.glob("trajectories/group-*.jsonl"))) < 3:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    with subprocess.Popen(command(tmp_path, *more)) as process:
+        try:
+            deadline = time.monotonic() + 240
+            while len(list(run.glob("trajectories/group-*.jsonl"))) < 3:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(120) == 130
+        finally:
+            process.kill()
     before = {row["trajectory"]["id"]: row for row in rows(run)}
-    assert 12 <= len(before) < 160
+    assert 12 <= len(before) < 80
     found = evaluated(tmp_path, "--resume", str(run))
-    assert found["all"]["num_samples"] == 160
+    assert found["all"]["num_samples"] == 80
     after = {row["trajectory"]["id"]: row for row in rows(run)}
-    assert len(after) == 160
+    assert len(after) == 80
     assert {id: after[id] for id in before} == before
 
 

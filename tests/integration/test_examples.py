@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -27,13 +27,14 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
         **os.environ,
         "AGENTLOOP_SERVERS": f'["{sglang_url}"]',
         "AGENTLOOP_SAMPLING__TEMPERATURE": "0",
+        "AGENTLOOP_TOOL_TIMEOUT_S": "60",
     }
     ended = subprocess.run(
         [sys.executable, EXAMPLES / name],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

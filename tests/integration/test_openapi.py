@@ -16,7 +16,7 @@ import pytest
 from tests.integration.conftest import need
 from tests.integration.test_serve import start, stop
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "s3cret"
@@ -50,6 +50,7 @@ def schemathesis(url: str, folder: Path) -> dict[str, Any]:
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
             *("--header", f"Authorization: Bearer {TOKEN}"),
             *("--max-examples", "20", "--generation-deterministic", "--continue-on-failure"),
+            *("--request-timeout", "120", "--suppress-health-check", "too_slow"),
             *("--no-color", "--report-json-path", "report.json"),
         ],
         cwd=folder,
@@ -61,7 +62,7 @@ def schemathesis(url: str, folder: Path) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout

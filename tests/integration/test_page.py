@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.abc
 import httpx
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -19,6 +21,7 @@ from playwright.sync_api import Browser, expect
 from agentloop.agent.rollout import Budget
 from agentloop.api.guard import ServeSettings
 from agentloop.api.http import bind
+from agentloop.events import CallStarted, Event
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task
@@ -33,10 +36,11 @@ from sandbox import PoolSettings
 from tests.agentloop.observe.test_archive import rollout
 from tests.integration.page import browser, looking, violations
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 QUESTION = "What is 37 times 48?"
 TOKEN = "let-me"
+WAIT_S = 60.0
 VIEWS = ["", "servers", "rollouts", "groups", "curves", "sandbox", "ask"]
 
 
@@ -68,6 +72,35 @@ class Service:
             folder.add_group(int(name), rows)
         return f"{name}-{task.id}"
 
+    @contextmanager
+    def held(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """A rollout that is in its first call until it is released: its id, and what does so."""
+        go_on = self.portal.call(anyio.Event)
+
+        def release() -> None:
+            self.portal.call(go_on.set)
+
+        future, key = self.portal.start_task(self._held, go_on)
+        try:
+            yield key, release
+        finally:
+            release()
+            future.result(WAIT_S)
+
+    async def _held(self, go_on: anyio.Event, *, task_status: anyio.abc.TaskStatus[str]) -> None:
+        async def multiply(a: int, b: int) -> int:
+            """Multiply two integers."""
+            await go_on.wait()
+            return a * b
+
+        def seen(event: Event) -> None:
+            self.app.seen(event)
+            if isinstance(event, CallStarted) and event.turn == 0:
+                task_status.started(event.rollout_id)
+
+        greedy = Sampling(temperature=0)
+        await self.runtime.rollout(QUESTION, tools=[multiply], sampling=greedy, on_event=seen)
+
     async def _run_group(self, prompt: Any, **options: Any) -> Any:
         sampling = Sampling(temperature=1.0)
         return await self.runtime.run_group(
@@ -81,6 +114,7 @@ async def serving(sglang_url: str, portal: BlockingPortal, **serve: Any) -> Asyn
         model=str(SMALL),
         servers=[sglang_url],
         sandbox=PoolSettings(backend="process", workers=1),
+        tool_timeout_s=60,
         serve=ServeSettings(port=0, control_token=TOKEN, **serve),
     )
     async with Runtime(settings) as runtime:
@@ -98,6 +132,12 @@ def service(sglang_url: str) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="module")
+def group(service: Service) -> str:
+    """The name of one that was scored, and chosen from."""
+    return service.group("7")
+
+
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     with browser() as one:
         yield one
@@ -107,9 +147,9 @@ def test_the_first_view_has_its_numbers_and_they_live(service: Service, chromium
     with looking(chromium, service.url) as (page, _):
         expect(page).to_have_title(re.compile("agentloop"))
         expect(page.get_by_text("tokens/s").first).to_be_visible()
-        now = httpx.get(f"{service.url}/api/frame").json()["now"]
+        now = get(service, "frame")["now"]
         answer = httpx.post(
-            f"{service.url}/v1/rollouts", json={"prompts": [QUESTION], "n": 3}, timeout=60
+            f"{service.url}/v1/rollouts", json={"prompts": [QUESTION], "n": 3}, timeout=WAIT_S
         )
         assert len(answer.text.splitlines()) == 3
         expect(page.get_by_text(f"{now['rollouts_done'] + 3} done")).to_be_visible()
@@ -128,33 +168,38 @@ def test_a_question_is_asked_and_watched_to_its_answer(service: Service, chromiu
 def test_a_rollout_that_is_opened_while_it_streams_grows(
     service: Service, chromium: Browser
 ) -> None:
-    with looking(chromium, service.url) as (page, _):
-        products = " and ".join(f"{n} times {n}" for n in range(30, 60))
-        key = asked(service, f"Compute, one after the other, {products}")
+    with looking(chromium, service.url) as (page, _), service.held() as (key, release):
         with page.expect_response(re.compile(f"rollouts/{key}/stream")):
             page.goto(f"{service.url}/#/rollout/{key}")
-        prompt = page.locator("#view").get_by_text("Compute, one after the other")
-        expect(prompt.first).to_be_visible()
+        view = page.locator("#view")
+        expect(view.get_by_text(QUESTION).first).to_be_visible()
+        expect(view.get_by_text("boxed{1776}")).to_have_count(0)
+        release()
+        expect(view.get_by_text("boxed{1776}").last).to_be_visible()
         expect(page.get_by_text(re.compile(r"answered|budget")).first).to_be_visible()
-        turn = httpx.get(f"{service.url}/api/rollouts/{key}").json()["turns"][0]
+        turn = get(service, f"rollouts/{key}")["turns"][0]
         assert "".join(turn["pieces"]) == service.runtime.chat.decode(turn["ids"])
+
+
+def get(service: Service, what: str) -> Any:
+    return httpx.get(f"{service.url}/api/{what}", timeout=WAIT_S).json()
 
 
 def asked(service: Service, question: str) -> str:
     """The id of the rollout that it began."""
-    answer = httpx.post(f"{service.url}/api/ask", json={"question": question})
+    asking = {"question": question}
+    answer = httpx.post(f"{service.url}/api/ask", json=asking, timeout=WAIT_S)
     key: str = answer.json()["rollout"]
     return key
 
 
 def test_a_group_says_who_was_kept_and_why_others_were_not(
-    service: Service, chromium: Browser
+    service: Service, chromium: Browser, group: str
 ) -> None:
-    name = service.group("7")
-    with looking(chromium, f"{service.url}/#/group/{name}") as (page, _):
+    with looking(chromium, f"{service.url}/#/group/{group}") as (page, _):
         rows = page.locator("#view table").first.get_by_role("row")
         expect(rows).to_have_count(5)  # its head, and four rollouts
-        told = httpx.get(f"{service.url}/api/groups/{name}").json()
+        told = get(service, f"groups/{group}")
         for one in told["rollouts"]:
             assert one["kept"] or one["dropped"]
         page.get_by_role(
@@ -166,12 +211,11 @@ def test_a_group_says_who_was_kept_and_why_others_were_not(
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
 def test_every_view_can_be_read_by_everybody(
-    service: Service, chromium: Browser, dark: bool, width: int
+    service: Service, chromium: Browser, group: str, dark: bool, width: int
 ) -> None:
-    name = service.group("8")
-    rollout = httpx.get(f"{service.url}/api/groups/{name}").json()["rollouts"][0]["id"]
+    rollout = get(service, f"groups/{group}")["rollouts"][0]["id"]
     with looking(chromium, service.url, dark=dark, width=width) as (page, _):
-        for view in [*VIEWS, f"group/{name}", f"rollout/{rollout}"]:
+        for view in [*VIEWS, f"group/{group}", f"rollout/{rollout}"]:
             page.goto(f"{service.url}/#/{view}")
             expect(page.locator("#view > *").first).to_be_attached()
             expect(page.get_by_text("live").first).to_be_visible()  # it has its numbers
@@ -201,13 +245,14 @@ def test_control_wants_the_token_and_does_what_it_says(service: Service, chromiu
             expect(mark).to_be_visible()
         expect(page.get_by_text("questions are refused")).to_be_visible()  # at the last, Ask
         page.goto(service.url)
-        refused = httpx.post(f"{service.url}/v1/chat/completions", json=ask)
+        refused = httpx.post(f"{service.url}/v1/chat/completions", json=ask, timeout=WAIT_S)
         assert refused.status_code == 503
         assert "paused" in refused.json()["error"]["message"]
         page.get_by_role("button", name="Go on").click()
         expect(page.get_by_role("button", name=re.compile("pause", re.I))).to_be_visible()
         expect(mark).not_to_be_visible()
-        assert httpx.post(f"{service.url}/v1/chat/completions", json=ask, timeout=60).is_success
+        taken = httpx.post(f"{service.url}/v1/chat/completions", json=ask, timeout=WAIT_S)
+        assert taken.is_success
 
 
 def test_a_runs_folder_is_shown_and_made_one_file(
@@ -254,7 +299,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
             expect(page.get_by_text("1776").first).to_be_visible()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(WAIT_S)
         if process.stdout is not None:
             process.stdout.close()
 
@@ -288,7 +333,7 @@ def test_a_question_while_nobody_answers_says_so_until_somebody_does(
         said = page.locator("#view").get_by_text("nobody answers")
         expect(said).to_be_visible()
         page.unroute("**/api/**")
-        expect(said).not_to_be_visible(timeout=30_000)
+        expect(said).not_to_be_visible()
 
 
 def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -> None:

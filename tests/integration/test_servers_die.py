@@ -31,13 +31,13 @@ from tests.support import eventually
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.real,
-    pytest.mark.timeout(300),  # servers are started, and one of them twice
+    pytest.mark.timeout(900),  # servers are started, and one of them twice
     pytest.mark.skipif(sys.platform != "linux", reason="SGLang's wheels are for Linux"),
     pytest.mark.usefixtures("sglang_installed"),
 ]
 
 GREEDY = Sampling(temperature=0.0)
-START_S = 120.0
+START_S = 300.0
 
 
 def kill(process: ServerProcess) -> None:
@@ -112,10 +112,10 @@ async def test_one_of_three_servers_is_killed_with_rollouts_in_flight(tmp_path: 
         async with anyio.create_task_group() as rollouts:
             for number in range(48):
                 rollouts.start_soon(rollout, router, number)
-            await eventually(lambda: num_streamed > 2000, within_s=60)
+            await eventually(lambda: num_streamed > 2000, within_s=120)
             assert next(v.num_running for v in router.view() if v.url == victim.url) > 4
             kill(victim)
-            await eventually(lambda: view_of_victim() is ServerState.RESTARTING, within_s=30)
+            await eventually(lambda: view_of_victim() is ServerState.RESTARTING, within_s=60)
         assert num_moved > 4
         assert len(ends) == 48 * 3
         assert set(ends.values()) == {1}
@@ -138,7 +138,8 @@ async def test_the_only_server_dies_and_the_rollout_goes_on_when_it_is_back(
     settings = Settings(
         tools=["python_code_with_standard_io"],
         server=ServerSettings(max_total_tokens=16_384, dp_size=2, max_restarts=1),
-        budget=Budget(timeout_s=250),
+        budget=Budget(timeout_s=800),
+        tool_timeout_s=60,
         sampling=GREEDY,
     )
     runtime = Runtime(settings, progress=print)

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from agentloop.agent.rollout import Budget
+from agentloop.config import to_toml
 from agentloop.errors import RequestError, SettingsError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.groups.queue import GroupQueue
@@ -27,6 +28,7 @@ from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import SGLangServer, http_session
 from agentloop.observe.stalls import Stalls
+from agentloop.train import TrainSettings
 from agentloop.training import loop as loop_module
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.handover import Served, WeightsSettings
@@ -35,6 +37,7 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_list import RunState, summarize
 from agentloop.training.standing import Standing, Unwatched, Watch
 from agentloop.trajectory import (
     CallStatus,
@@ -684,8 +687,16 @@ async def test_who_waits_says_for_what_it_really_waits(tmp_path: Path) -> None:
 async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path) -> None:
     stages = {"hard": StageSettings(steps=9, filter_tasks=2), "then": StageSettings(steps=1)}
     told = Told()
-    _, run_group, _ = await played(tmp_path, right=1.0, stages=stages, told=told, evaluate_every=0)
+    _, run_group, run = await played(
+        tmp_path, right=1.0, stages=stages, told=told, evaluate_every=0
+    )
     assert run_group.sizes == [8] * 2 + [8] * 3
+    run.write("config.toml", to_toml(TrainSettings(stages=stages)))
+    path = run.path
+    del run
+    gc.collect()
+    found = summarize(path)  # it has done what there was to do
+    assert (found.state, found.step, found.num_steps) == (RunState.ENDED, 1, 10)
     assert any("every task is solved each time" in line for line in told.lines)
     assert told.standings[-1].left_s is None
 
@@ -1232,6 +1243,55 @@ async def test_a_pause_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     await played(tmp_path, meanwhile=meanwhile, steps=1, evaluate_every=0)
 
 
+@pytest.mark.parametrize("num_filtered", [0, 2])
+@pytest.mark.parametrize("drained", [False, True])
+async def test_paused_it_filters_no_further_tasks(
+    tmp_path: Path, num_filtered: int, drained: bool
+) -> None:
+    stages = {"hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4)}
+    tasks = TaskSource.open(ARITHMETIC)
+    loops: list[TrainingLoop] = []
+
+    class Pausing(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            if len(self.names) + 1 == num_filtered:
+                loops[0].pause()
+            return await super().__call__(prompt, **options)
+
+    run_group = Pausing(tasks)
+
+    async def meanwhile(loop: TrainingLoop) -> None:
+        loops.append(loop)
+        if not num_filtered:
+            loop.pause()
+        await eventually(lambda: loop.is_paused and len(run_group.names) == num_filtered)
+        await settled()
+        assert len(run_group.names) == num_filtered
+        if drained:
+            loop.drain()
+        else:
+            loop.pause(False)
+        await anyio.sleep_forever()
+
+    told: dict[str, Any] = {"stages": stages, "evaluate_every": 0}
+    learner, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, **told
+    )
+    if not drained:
+        assert (len(learner.batches), run_group.sizes) == (1, [4] * 4 + [8] * 3)
+        return
+    assert (len(learner.batches), run_group.sizes) == (0, [4] * num_filtered)
+    loops.clear()
+    del run
+    gc.collect()
+    nothing = {"step": 0, "version": 0}
+    learner, again, _ = await played(
+        tmp_path, tasks=await whole_cursor(tmp_path), restored=nothing, **told
+    )
+    assert (len(learner.batches), again.sizes) == (1, [4] * 4 + [8] * 3)
+    assert again.prompts[:num_filtered] == run_group.prompts  # none was left out
+
+
 async def whole_cursor(folder: Path) -> TaskSource:
     """The tasks from where the run in this folder was."""
     async with GroupQueue.open(folder / "run" / "queue.sqlite") as queue:
@@ -1266,14 +1326,18 @@ async def test_a_run_that_was_drained_goes_on_and_learns_from_each_group_once(
     (said,) = [line for line in told.lines if line.startswith("Drained")]
     num_learned = len(first.batches)
     assert f"after step {num_learned};" in said
+    assert f"agentloop train --resume {run.path}" in said
     assert num_learned < 5 or num_begun == 12  # then all may have begun
     # What has begun has ended: nothing hangs open, and there is a checkpoint of all of it.
     assert asked(run, "SELECT count(*) FROM groups WHERE state = 'open'") == [(0,)]
+    run.write("config.toml", to_toml(TrainSettings(loop=LoopSettings(steps=5))))
     saves = [one["state"] for op, one in first.asked if op == "save"]
     state = {"step": num_learned, "version": num_learned}
     assert saves == ([state] if num_learned else [])
     del run
     gc.collect()
+    is_stopped = summarize(tmp_path / "run").state is RunState.STOPPED
+    assert is_stopped == (num_learned < 5)
     again, _, run = await played(
         tmp_path, tasks=await whole_cursor(tmp_path), restored=state, **settings
     )

@@ -125,15 +125,20 @@ def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
         plot_runs([tmp_path], tmp_path / "plots.png")
 
 
-def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_named(tmp_path: Path) -> None:
+def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(2))
     whole = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(whole + '{"step": 3, "rew')
-    plot_runs([folder], tmp_path / "plots.png", what=["reward"])
+    assert plot_runs([folder], tmp_path / "plots.svg", what=["reward"]) == []
+    expected = (tmp_path / "plots.svg").read_bytes()
     for damage in ("{\n", '{"reward": 1}\n', "[]\n"):
         (folder / "metrics.jsonl").write_text(damage + whole)
-        with pytest.raises(SettingsError, match=r"metrics\.jsonl: line 1"):
-            plot_runs([folder], tmp_path / "plots.png")
+        (told,) = plot_runs([folder], tmp_path / "plots.svg", what=["reward"])
+        assert f"{folder}: metrics.jsonl: " in told
+        assert (tmp_path / "plots.svg").read_bytes() == expected
+        (folder / "metrics.jsonl").write_text(damage)
+        with pytest.raises(SettingsError, match=r"nothing to draw: .*metrics\.jsonl: "):
+            plot_runs([folder], tmp_path / "plots.svg")
 
 
 def test_places_that_are_none_are_named(tmp_path: Path) -> None:

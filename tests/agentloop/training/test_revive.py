@@ -24,6 +24,8 @@ from agentloop.training.revive import tell_run
 folder = Path(sys.argv[1])
 with (folder / "lives").open("a") as lives:
     lives.write(" ".join(sys.argv[2:]) + "\\n")
+with (folder / "tokens").open("a") as tokens:
+    tokens.write(os.environ["AGENTLOOP_SERVE__CONTROL_TOKEN"] + "\\n")
 num_lives = len((folder / "lives").read_text().splitlines())
 if "untold" not in sys.argv and not ((folder / "once").exists() and num_lives > 1):
     tell_run(folder / "run")
@@ -66,6 +68,42 @@ def test_what_the_run_does_not_keep_is_told_again(tmp_path: Path) -> None:
         "recipe.toml fleet.password=secret",
         f"--resume {tmp_path / 'run'} fleet.password=secret",
     ]
+
+
+def test_all_of_its_lives_have_one_control_token(tmp_path: Path) -> None:
+    run(tmp_path, deaths=1, max_restarts=3, arguments=[])
+    one, other = (tmp_path / "tokens").read_text().splitlines()
+    assert one == other
+    assert one
+    run(tmp_path, deaths=0, max_restarts=3, arguments=[])
+    assert (tmp_path / "tokens").read_text().splitlines()[2] != one
+
+
+def test_a_control_token_that_was_told_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTLOOP_SERVE__CONTROL_TOKEN", "sesame")
+    run(tmp_path, deaths=1, max_restarts=3, arguments=[])
+    assert (tmp_path / "tokens").read_text().splitlines() == ["sesame"] * 2
+
+
+def test_who_asks_for_the_end_after_the_childs_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Died:
+        returncode = -signal.SIGKILL
+
+        def __init__(self, command: object, *, pass_fds: list[int], **_: object) -> None:
+            os.write(pass_fds[0], b"run")
+
+        def poll(self) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return self.returncode
+
+    monkeypatch.setattr("subprocess.Popen", Died)
+    said: list[str] = []
+    assert revived(["train"], [], 3, said.append) == 128 + signal.SIGKILL
+    assert said == ["Ended by SIGKILL; to go on: agentloop train --resume run"]
 
 
 def test_one_that_is_killed_as_it_is_started_again_goes_on_as_well(tmp_path: Path) -> None:

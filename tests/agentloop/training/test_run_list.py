@@ -98,7 +98,8 @@ def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "sign", "state"),
     [
-        (TRAIN, "plots.png", RunState.ENDED),  # a stage may have had nothing left to learn
+        (TRAIN, "ended", RunState.ENDED),  # a stage may have had nothing left to learn
+        (TRAIN, "plots.png", RunState.STOPPED),  # it may be drawn at any time
         (TRAIN, "collapse.md", RunState.COLLAPSED),
         (SFT, "model/config.json", RunState.ENDED),
         (SFT, "plots.png", RunState.STOPPED),
@@ -113,6 +114,14 @@ def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
     later(path / sign, path / "metrics.jsonl")
     assert summarize(path).state is state
     later(path / "metrics.jsonl", path / sign)  # it went on
+    assert summarize(path).state is RunState.STOPPED
+
+
+def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    RunFolder.again(path).end()
+    assert summarize(path).state is RunState.ENDED
+    RunFolder.again(path).tell(TRAIN)  # stopped before it wrote anything down
     assert summarize(path).state is RunState.STOPPED
 
 
@@ -220,9 +229,12 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     rows(tmp_path / ".hidden" / "metrics.jsonl", step(1))
     (tmp_path / "latest").symlink_to("a")
     (tmp_path / "notes").mkdir()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "config.toml").touch()
+    RunFolder(tmp_path / "c", TRAIN)  # it has not come to anything
     (tmp_path / "file.toml").touch()
     found = [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)]
-    assert found == ["a", "b", "deep/er/c"]
+    assert found == ["a", "b", "c", "deep/er/c"]
     assert list(find_runs(tmp_path / "latest")) == [tmp_path / "latest"]
     with pytest.raises(OSError, match="nowhere"):
         list(find_runs(tmp_path / "nowhere"))

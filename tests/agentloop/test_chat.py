@@ -1,0 +1,44 @@
+"""`agentloop chat`: whose model answers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from agentloop.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (("start/model",), "start/model (no weights were published)"),
+        (
+            ("start/model", "weights/9", "weights/12"),
+            "weights/12 (version 12, the newest that was published)",
+        ),
+        (("model",), "model"),  # of a supervised run
+    ],
+)
+def test_it_says_which_weights_of_a_run_it_took(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    models: tuple[str, ...],
+    said: str,
+) -> None:
+    @asynccontextmanager
+    async def started(settings: object) -> AsyncIterator[None]:
+        yield
+
+    monkeypatch.setattr("agentloop.console.started", started)
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # nothing is asked
+    (tmp_path / "config.toml").touch()
+    for model in models:
+        (tmp_path / model).mkdir(parents=True)
+        (tmp_path / model / "config.json").write_text("{}")
+    assert main(["chat", "--run", str(tmp_path)]) == 0
+    assert f"Model: {tmp_path}/{said}\n" in capsys.readouterr().err
