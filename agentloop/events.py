@@ -142,6 +142,7 @@ class TurnFinished:
 class RolloutFinished:
     rollout_id: str
     trajectory: Trajectory
+    num_tokens: int | None = None  # as an endpoint of others counts them, whose ids nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +154,15 @@ class RolloutAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class GroupStarted:
-    """A task is to be rolled out `size` times; `group` is what its rollouts name."""
+    """A task is to be rolled out `size` times; `group` is what its rollouts name; `is_chosen` as of
+    `GroupFinished`."""
 
     group: str
     task_id: str
     prompt: Any  # a question, or a conversation in OpenAI's terms
     answer: str | None
     size: int
+    is_chosen: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,8 @@ class GroupFinished:
         kept: ids of the rollouts that are learned from, by their advantage.
         dropped: the other ones' ids, by the reason.
         teaches: whether any advantage is other than 0.
-        is_chosen: whether somebody chooses from it at all: not in an evaluation.
+        is_chosen: whether somebody chooses from it, to learn: not in an evaluation, nor where tasks
+            are held out or filtered.
 
     One that could not be rolled out has none of it.
     """

@@ -23,7 +23,7 @@ from agentloop.api.http import bind, serving
 from agentloop.errors import RequestError, ServerError, sole
 from agentloop.events import Emit
 from agentloop.inference.router import ServerView
-from agentloop.observe.archive import read_rollout
+from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.ask import asking
 from agentloop.observe.board import Board
 from agentloop.observe.journal import Journal, JournalSettings
@@ -135,7 +135,8 @@ class Scene:
             sandbox=self._sandbox,
             more=self._moment,
             folder=self.folder.path,
-            read_rollout=self._read_rollout,
+            read_rollout=partial(self._read, read_rollout),
+            read_group=partial(self._read, read_group),
         )
         live = Live(self.board, self.stalls, sources)
         token = settings.control_token
@@ -262,10 +263,10 @@ class Scene:
                 found["staleness"] = self.board.steps[-1].get("staleness_mean")
         return found
 
-    async def _read_rollout(self, key: str) -> dict[str, Any] | None:
-        read: Callable[[], dict[str, Any] | None]
-        read = partial(read_rollout, self.folder.path, key, self._chat)
-        return await anyio.to_thread.run_sync(read)
+    async def _read(
+        self, read: Callable[..., dict[str, Any] | None], name: str
+    ) -> dict[str, Any] | None:
+        return await anyio.to_thread.run_sync(read, self.folder.path, name, self._chat)
 
 
 def _num_dropped(reader: Traces | Journal | Sinks) -> int:

@@ -81,6 +81,16 @@ class CallStatus(StrEnum):
             CallStatus.INFRASTRUCTURE,
         )
 
+    @property
+    def ran(self) -> bool:
+        """Whether there was a tool that could begin to run."""
+        return self not in (
+            CallStatus.MALFORMED,
+            CallStatus.UNKNOWN_TOOL,
+            CallStatus.BAD_ARGUMENTS,
+            CallStatus.CALLER,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -169,6 +169,16 @@ class ChatFormat:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def question(self, ids: Sequence[int]) -> str:
+        """What a prompt ends with: its last message, where that is a user's; else all of it."""
+        text, mark = self.decode(ids), secrets.token_hex(8)
+        asked = self._render([{"role": "user", "content": mark}], add_generation_prompt=True)
+        before, _, after = asked.partition(mark)
+        controls = (token.content for token in self.tokenizer.get_added_tokens_decoder().values())
+        opening = before[max([0, *map(before.rfind, controls)]) :]
+        _, found, question = text.removesuffix(after).rpartition(opening)
+        return question if found and text.endswith(after) else text
+
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:

@@ -244,7 +244,7 @@ class Endpoint:
             except BaseException:
                 self._emit(RolloutAbandoned(trajectory.id))
                 raise
-            self._emit(RolloutFinished(trajectory.id, trajectory))
+            self._emit(RolloutFinished(trajectory.id, trajectory, num_tokens))
         return Sample(trajectory, num_tokens)
 
     async def _record(self, trajectory: Trajectory, body: bytes) -> int | None:

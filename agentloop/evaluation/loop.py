@@ -263,7 +263,8 @@ class Evaluation:
         task, number = outcome.task, outcome.number
         # Its own name: seeds of the run's samples stay distinct.
         name = f"{number}-again-{attempt}-{task.id}" if attempt else f"{number}-{task.id}"
-        self._emit(GroupStarted(name, task.id, task.prompt, task.answer, len(indexes)))
+        told = (name, task.id, task.prompt, task.answer, len(indexes))
+        self._emit(GroupStarted(*told, is_chosen=False))
         rewards: Sequence[Reward] = ()
         try:
             samples = await sampler.group(task, name=name, size=len(indexes), at_gate=at_gate)
@@ -274,8 +275,8 @@ class Evaluation:
             self._emit(GroupFinished(name, mean_reward=mean, is_chosen=False))
         for index, sample in zip(indexes, samples, strict=True):
             sample.trajectory.id = f"{number}-{task.id}.{index}"
-        told = {"group": number, "version": None, "attempt": attempt}
-        return await anyio.to_thread.run_sync(_rows, told, task, samples, rewards)
+        about_it = {"group": number, "version": None, "attempt": attempt}
+        return await anyio.to_thread.run_sync(_rows, about_it, task, samples, rewards)
 
     async def _scored(self, scorer: Scorer, samples: Sequence[Sample], task: Task) -> list[Reward]:
         rewards: dict[int, Reward] = {}

@@ -23,7 +23,7 @@ from agentloop.observe.record import Telling, trajectory_of
 from agentloop.observe.runs import curves, read_metrics, runs_beside
 from agentloop.trajectory import CallStatus
 
-__all__ = ["Archive", "read_rollout"]
+__all__ = ["Archive", "read_group", "read_rollout"]
 
 _MAX_GROUPS = 500  # the newest
 _MAX_ROLLOUTS = 2_000
@@ -76,16 +76,10 @@ class Archive:
 
     async def group(self, name: str) -> dict[str, Any]:
         """See `Shown`."""
-        rows = await anyio.to_thread.run_sync(_rows_of, self.folder, name)
-        if not rows:
+        found = await anyio.to_thread.run_sync(read_group, self.folder, name, self.chat)
+        if found is None:
             raise NotThere(f"group {name!r}: it is not in {self.folder / 'trajectories'}")
-        group = _group_row(rows, 0.0)
-        return {
-            **group,
-            "prompt": "" if self.chat is None else self._prompt(rows[0]),
-            "answer": rows[0].get("truth"),
-            "rollouts": [_member(row, is_chosen=_is_chosen(rows)) for row in rows],
-        }
+        return found
 
     async def runs(self) -> list[dict[str, Any]]:
         """See `Shown`."""
@@ -127,10 +121,6 @@ class Archive:
             "steps": steps,
         }
 
-    def _prompt(self, row: Mapping[str, Any]) -> str:
-        assert self.chat is not None
-        return self.chat.decode(row["trajectory"]["prompt_ids"])
-
 
 def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, Any] | None:
     """A rollout as `Telling.whole` tells it, from the run's folder; None: it is not there, or
@@ -152,6 +142,19 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
         return Telling(record, chat, lambda: verdict, entropies).whole()
     except _DAMAGED:
         return None
+
+
+def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, Any] | None:
+    """A group from the run's folder, as `Shown.group` tells it; None: it is not there."""
+    rows = _rows_of(folder, name)
+    if not rows:
+        return None
+    return {
+        **_group_row(rows, 0.0),
+        "prompt": "" if chat is None else chat.question(rows[0]["trajectory"]["prompt_ids"]),
+        "answer": rows[0].get("truth"),
+        "rollouts": [_member(row, is_chosen=_is_chosen(rows)) for row in rows],
+    }
 
 
 def _rows_of(folder: Path, group: str) -> list[dict[str, Any]]:
@@ -234,7 +237,8 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         lanes.append(("wait", at(turn["started_s"])))
         if turn["first_token_s"] is not None:
             lanes.append(("decode", at(turn["first_token_s"])))
-        if turn["calls"]:
+        never = {one["call_id"] for one in turn["results"] if not CallStatus(one["status"]).ran}
+        if any(call["id"] not in never for call in turn["calls"]):
             lanes.append(("tool", at(turn["generated_s"])))
     results = [result for turn in one["turns"] for result in turn["results"]]
     return {
@@ -243,7 +247,8 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         "state": "done",
         "stop": one["stop_reason"],
         "turn": len(one["turns"]),
-        "tokens": sum(len(turn["output_ids"]) for turn in one["turns"]),
+        "tokens": sum(len(turn["output_ids"]) for turn in one["turns"])
+        or row.get("figures", {}).get("num_tokens", 0),  # as an endpoint counts them
         "calls": sum(len(turn["calls"]) for turn in one["turns"]),
         "failed_calls": sum(CallStatus(result["status"]).failed for result in results),
         "server": next(

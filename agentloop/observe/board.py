@@ -106,6 +106,7 @@ class GroupRow:
     answer: str | None
     size: int
     start: int
+    is_chosen: bool = True
     members: dict[str, None] = field(default_factory=dict)  # ordered
     num_done: int = 0
     mean_reward: float | None = None
@@ -140,7 +141,8 @@ class Board:
         max_kept_tokens: int = 1_000_000,
     ) -> None:
         """Rollouts that have ended are kept up to `max_ended`, their texts up to `max_kept_tokens`
-        in all (some 70 bytes each); groups up to `max_groups`."""
+        in all (some 70 bytes each); groups up to `max_groups`, and as many of which nobody learns:
+        those of held-out tasks come by the hundred, and would leave no room for others."""
         self._clock = clock
         self.t0 = clock()
         self.rows: dict[str, Row] = {}
@@ -221,7 +223,8 @@ class Board:
                 self._enter(row, "wait")
             case CallStarted(call=call):
                 row.calls += 1
-                row.open_calls.add(call.id)
+                if call.error is None:  # else it is answered without a tool
+                    row.open_calls.add(call.id)
                 self._grown[row.id] = None
             case CallFinished(result=result):
                 row.open_calls.discard(result.call_id)
@@ -237,6 +240,9 @@ class Board:
                 self._see_cache(row, turn)
             case RolloutFinished(trajectory=trajectory):
                 row.stop = str(trajectory.stop_reason)
+                row.turn = max(row.turn, len(trajectory.turns))
+                if event.num_tokens is not None:
+                    row.tokens = event.num_tokens
                 self._end(row, "done")
             case RolloutAbandoned():
                 self._end(row, "abandoned")
@@ -266,10 +272,17 @@ class Board:
                 self.groups.pop(name, None)
                 self._gone_groups.pop(name, None)
                 self.groups[name] = GroupRow(
-                    name, event.task_id, event.prompt, event.answer, event.size, self.ms()
+                    name,
+                    event.task_id,
+                    event.prompt,
+                    event.answer,
+                    event.size,
+                    self.ms(),
+                    event.is_chosen,
                 )
-                while len(self.groups) > self._max_groups:
-                    oldest = next(iter(self.groups))
+                groups = self.groups.values()
+                alike = [one.id for one in groups if one.is_chosen == event.is_chosen]
+                for oldest in alike[: max(0, len(alike) - self._max_groups)]:
                     del self.groups[oldest]
                     self._changed_groups.pop(oldest, None)
                     self._gone_groups[oldest] = None

@@ -56,6 +56,7 @@ class Sources:
     folder: Path | None = None  # the run's
     read_rollout: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
     """Of a rollout that is forgotten, or of another machine, from where it was written down."""
+    read_group: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ class Live:
         while True:
             begun_s = time.monotonic()
             await anyio.sleep(self.every_s)
-            self._lag_s = time.monotonic() - begun_s - self.every_s
+            # A loop may wake early, by its clock's resolution.
+            self._lag_s = max(0.0, time.monotonic() - begun_s - self.every_s)
             try:
                 self.tick()
             except Exception:  # nobody's run ends because of a picture of it
@@ -185,13 +187,19 @@ class Live:
 
     async def group(self, name: str) -> dict[str, Any]:
         """See `Shown`."""
-        group = self.board.groups.get(name)
+        group, rows = self.board.groups.get(name), self.board.rows
+        if self.sources.read_group is not None and (
+            group is None or (group.end is not None and not group.members.keys() <= rows.keys())
+        ):
+            found = await self.sources.read_group(name)
+            if found is not None:
+                return found
         if group is None:
             raise NotThere(f"group {name!r}: it is not kept any more, or never was")
-        members = [row for key in group.members if (row := self.board.rows.get(key)) is not None]
+        members = [row for key in group.members if (row := rows.get(key)) is not None]
         return {
             **group.told(),
-            "prompt": group.prompt,
+            "prompt": _question(group.prompt),
             "answer": group.answer,
             "rollouts": [_member(row, is_chosen=group.kept is not None) for row in members],
         }
@@ -270,6 +278,11 @@ class Live:
             return None
         oldest = self._frames[0].rev if self._frames else self._rev + 1
         return int(rev) if oldest - 1 <= int(rev) <= self._rev else None
+
+
+def _question(prompt: Any) -> str:
+    """Of a conversation, its last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def _verdict(row: Row) -> dict[str, Any]:

@@ -6,6 +6,7 @@ for a thread: a `Telling` is asked in one, and by one reader.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -23,6 +24,8 @@ from agentloop.trajectory import (
 )
 
 __all__ = ["Telling", "trajectory_of"]
+
+_TAGS = re.compile("(</?(?:reason|think|answer)>)")  # a piece belongs to what it begins in
 
 Entropies = Sequence[Sequence[float]]
 """Of each sampled token, turn by turn, in nats."""
@@ -110,6 +113,8 @@ class Telling:
         if index == len(self._told):
             self._told.append(_Told([], None if self._chat is None else TextStream(self._chat)))
         told = self._told[index]
+        if not num and is_over:  # of an endpoint of others, which tells no ids
+            return [piece for piece in _TAGS.split(turn.text) if piece]
         pieces, new = told.pieces, turn.output_ids[len(told.pieces) : num]
         if told.stream is None:
             pieces += [""] * len(new)

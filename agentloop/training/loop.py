@@ -380,7 +380,9 @@ class TrainingLoop:
     async def _may_filter(self) -> None:
         """Wait while it is paused. Raises _Drained."""
         await self._until(
-            lambda: not self.is_paused or self.is_draining, "the filter", "the end of the pause"
+            lambda: not self.is_paused or self.is_draining,
+            "the filter",
+            lambda: "to go on (paused)",
         )
         if self.is_draining:
             raise _Drained
@@ -391,7 +393,7 @@ class TrainingLoop:
         """Start groups while there is room."""
         async with anyio.create_task_group() as groups:
             while True:
-                await self._until(self._may_admit, "the next task", "a free slot")
+                await self._until(self._may_admit, "the next task", self._hindrance)
                 await self._rollouts.has_room(self._settings.group_size)
                 if not self._may_admit():  # it was paused, or drained, meanwhile
                     continue
@@ -406,6 +408,14 @@ class TrainingLoop:
         # A batch must always come about, however large its groups are.
         is_needed = len(self._slots) < self._settings.tasks_per_step
         return is_needed or self._queue.num_bytes < self._settings.max_queue_bytes
+
+    def _hindrance(self) -> str:
+        """What the next task waits for."""
+        if self.is_draining:
+            return "the end of the run (draining)"
+        if self.is_paused:
+            return "to go on (paused)"
+        return "the end of the stage" if self._num_left < 1 else "a free slot"
 
     async def _next_group(self) -> Group:
         """Admitted under the weights that are live as this returns: others may become so while the
@@ -507,19 +517,20 @@ class TrainingLoop:
         """Groups that are not trained on."""
         total = len(tasks) * size
         self._pace.waits(f"the learner waits for {what}: 0 of {total}")
-        return await in_order(
-            self._rollouts,
-            tasks,
-            name,
-            size=size,
-            budget=self._budget,
-            oldest=self.version,
-            on_done=lambda num: self._pace.waits(
-                f"the learner waits for {what}: {num * size} of {total}"
-            ),
-            on_refused=lambda task, error: self._say(f"Left out: task {task.id}: {error}"),
-            may_begin=may_begin,
-        )
+        with self._watch.waiting("the learner", what):
+            return await in_order(
+                self._rollouts,
+                tasks,
+                name,
+                size=size,
+                budget=self._budget,
+                oldest=self.version,
+                on_done=lambda num: self._pace.waits(
+                    f"the learner waits for {what}: {num * size} of {total}"
+                ),
+                on_refused=lambda task, error: self._say(f"Left out: task {task.id}: {error}"),
+                may_begin=may_begin,
+            )
 
     # --- learning ---------------------------------------------------------------------------------
 
@@ -594,7 +605,7 @@ class TrainingLoop:
                 found.append(batch)
             return bool(found) or (self.is_draining and not self._slots.open)
 
-        await self._until(is_there, "the learner", "a batch of finished groups")
+        await self._until(is_there, "the learner", lambda: "a batch of finished groups")
         return found[0] if found else None
 
     def _about(self, lease: Lease) -> dict[str, Any]:
@@ -673,7 +684,7 @@ class TrainingLoop:
         await self._until(
             lambda: self._handover is not None and self._handover.version == version,
             "everybody",
-            f"servers to load version {version}",
+            lambda: f"servers to load version {version}",
         )
 
     async def _keep_up(self) -> None:
@@ -718,14 +729,16 @@ class TrainingLoop:
         rows = await anyio.to_thread.run_sync(self._folder.metrics)
         return any(row["step"] == self.step and name in row for row in rows)
 
-    async def _until(self, condition: Callable[[], bool], who: str, what: str) -> None:
-        """`who` waits for `what`; the condition is asked again whenever something has changed."""
-        if condition():
-            return
-        with self._watch.waiting(who, what):
-            while not condition():
-                # no deadline: what is waited for has its own, or ends the run
-                await self._changed.wait()
+    async def _until(
+        self, condition: Callable[[], bool], who: str, what: Callable[[], str]
+    ) -> None:
+        """`who` waits for `what`; both are asked again whenever something has changed."""
+        while not condition():
+            told = what()
+            with self._watch.waiting(who, told):
+                while not condition() and what() == told:
+                    # no deadline: what is waited for has its own, or ends the run
+                    await self._changed.wait()
 
     def _tell_all(self) -> None:
         self._watch.moved()

@@ -64,7 +64,8 @@ class RollsOut(Protocol):
         oldest: int,
         at_gate: Callable[[], None] = lambda: None,
     ) -> RolledOut:
-        """A group of `size`; what is drawn for it depends on its name alone.
+        """A group of `size`; what is drawn for it depends on its name alone, which is a number
+        where it is learned from.
 
         Args:
             oldest: the version of the weights that may have sampled for it, at least.
@@ -142,14 +143,17 @@ class _Scored:
     def teaches(self) -> bool:
         return any(self.advantages.values())
 
-    def event(self, name: str) -> GroupFinished:
-        ids = [trajectory.id for trajectory in self.trajectories]
+    def event(self, name: str, *, is_chosen: bool) -> GroupFinished:
         values = [reward.value for reward in self.rewards if reward.value is not None]
+        mean = sum(values) / len(values) if values else None
+        if not is_chosen:
+            return GroupFinished(name, mean_reward=mean, is_chosen=False)
+        ids = [trajectory.id for trajectory in self.trajectories]
         return GroupFinished(
             name,
             kept={ids[index]: advantage for index, advantage in self.advantages.items()},
             dropped={ids[index]: str(why) for index, why in self.choice.dropped.items()},
-            mean_reward=sum(values) / len(values) if values else None,
+            mean_reward=mean,
             teaches=self.teaches,
         )
 
@@ -215,7 +219,8 @@ class Rollouts:
         """See `RollsOut`."""
         options: dict[str, Any] = {"enough": self._enough} if 0 < self._enough < size else {}
         full_name = f"{name}-{task.id}"
-        self._emit(GroupStarted(full_name, task.id, task.prompt, task.answer, size))
+        is_chosen = name.isdecimal()  # those of held-out and of filtered tasks have other names
+        self._emit(GroupStarted(full_name, task.id, task.prompt, task.answer, size, is_chosen))
         scored: _Scored | None = None
         try:
             trajectories = await self._run_group(
@@ -228,7 +233,11 @@ class Rollouts:
             )
             scored = await self._scored(task, name, trajectories, oldest)
         finally:
-            self._emit(GroupFinished(full_name) if scored is None else scored.event(full_name))
+            self._emit(
+                GroupFinished(full_name, is_chosen=is_chosen)
+                if scored is None
+                else scored.event(full_name, is_chosen=is_chosen)
+            )
         return scored
 
     async def _scored(

@@ -25,6 +25,7 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.standing import Standing
 from agentloop.trajectory import Trajectory
+from tests.agentloop.observe.test_archive import rollout
 from tests.support import chat_format, eventually, written
 
 pytestmark = pytest.mark.anyio
@@ -152,6 +153,16 @@ async def test_from_its_first_moment_there_is_a_page(tmp_path: Path) -> None:
         assert (frame["servers"], frame["sandbox"]["calls"]) == ([], {})
         assert [row["step"] for row in frame["steps"]] == [1]
         assert "control token: sesame" in at.told.said[0]
+
+
+async def test_a_group_of_before_a_restart_is_read_from_the_folder(tmp_path: Path) -> None:
+    def before(run: RunFolder) -> None:
+        run.add_group(1, [{"group": 1, "version": 0, **rollout("1-a.0")}])
+
+    async with scene(tmp_path, before=before) as at:
+        status, told = await at.get("/api/groups/1-a")
+        assert (status, [one["id"] for one in told["rollouts"]]) == (200, ["1-a.0"])
+        assert (await at.get("/api/groups/2-a"))[0] == 404
 
 
 async def test_before_servers_are_up_nobody_answers(tmp_path: Path) -> None:

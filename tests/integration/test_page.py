@@ -31,7 +31,9 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.serve import App, listening
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
+from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from sandbox import PoolSettings
+from tests.agentloop.observe.test_archive import rollout
 from tests.integration.page import browser, looking, violations
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -237,11 +239,18 @@ def test_control_wants_the_token_and_does_what_it_says(service: Service, chromiu
         dialog.get_by_role("textbox").fill(TOKEN)
         page.keyboard.press("Enter")
         expect(page.get_by_role("button", name="Go on")).to_be_visible()
+        mark = page.locator("header").get_by_text("paused", exact=True)
+        for view in VIEWS:
+            page.goto(f"{service.url}/#/{view}")
+            expect(mark).to_be_visible()
+        expect(page.get_by_text("questions are refused")).to_be_visible()  # at the last, Ask
+        page.goto(service.url)
         refused = httpx.post(f"{service.url}/v1/chat/completions", json=ask, timeout=WAIT_S)
         assert refused.status_code == 503
         assert "paused" in refused.json()["error"]["message"]
         page.get_by_role("button", name="Go on").click()
         expect(page.get_by_role("button", name=re.compile("pause", re.I))).to_be_visible()
+        expect(mark).not_to_be_visible()
         taken = httpx.post(f"{service.url}/v1/chat/completions", json=ask, timeout=WAIT_S)
         assert taken.is_success
 
@@ -252,7 +261,9 @@ def test_a_runs_folder_is_shown_and_made_one_file(
     folder = RunFolder(tmp_path / "run", f"model = {str(SMALL)!r}\n")
     name = service.group("9", folder)
     for step in range(1, 4):
-        folder.add_metrics({"step": step, "reward": step / 4, "tool_errors_in_correct": 0.1})
+        row = {"step": step, "reward": step / 4, "tool_errors_in_correct": 0.1}
+        folder.add_metrics(row | {"pass_at_k": 0.9})
+    folder.add_metrics({"step": 4, "reward": 0.875, "tool_errors_in_correct": None})
     command = [sys.executable, "-m", "agentloop", "view", str(folder.path)]
     out = tmp_path / "run.html"
     done = subprocess.run([*command, "--export", str(out)], capture_output=True, text=True)
@@ -264,6 +275,19 @@ def test_a_runs_folder_is_shown_and_made_one_file(
             expect(page.locator("#view > *").first).to_be_attached()
             assert violations(page) == [], view
         expect(page.get_by_text("1776").first).to_be_visible()
+        page.goto(f"{out.as_uri()}#/group/{name}")
+        expect(page.locator(".tr-prompt .tr-text")).to_have_text(QUESTION)
+        # All of it is of the last step, which has no tool errors in correct rollouts.
+        page.goto(f"{out.as_uri()}#/")
+        expect(page.locator(".values > div")).to_have_text(
+            ["reward0.875", "tool errors in correct–"]
+        )
+        page.goto(f"{out.as_uri()}#/curves")
+        shown = page.get_by_role("region", name="Reward", exact=True).locator("b")
+        expect(shown.first).to_have_text("0.875")
+        errors = page.get_by_role("region", name="Tool errors in correct rollouts").locator("b")
+        expect(errors.first).to_have_text("–")
+        expect(page.get_by_role("heading", name="@k")).to_have_text("pass@k")  # there is no avg@k
     process = subprocess.Popen([*command, "serve.port=0"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -278,6 +302,66 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         process.wait(WAIT_S)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def test_what_is_not_there_offers_nothing_to_be_done_with_it(
+    service: Service, chromium: Browser
+) -> None:
+    with looking(chromium, f"{service.url}/#/rollout/nosuch") as (page, seen):
+        seen.expected = ["404"]
+        expect(page.get_by_text("cannot be shown")).to_be_visible()
+        expect(page.get_by_role("button", name="Copy as JSON")).not_to_be_visible()
+        expect(page.get_by_label("Shade")).not_to_be_visible()
+        for kind in ("rollout", "group"):  # without an id
+            page.goto(f"{service.url}/#/{kind}")
+            expect(page.get_by_role("heading", level=1)).to_have_text(f"{kind.capitalize()}s")
+        page.keyboard.press("?")
+        expect(page.get_by_role("dialog").locator("kbd").first).to_have_text(
+            f"1 – {page.locator('#nav a').count()}"
+        )
+
+
+def test_a_question_while_nobody_answers_says_so_until_somebody_does(
+    service: Service, chromium: Browser
+) -> None:
+    with looking(chromium, service.url) as (page, seen):
+        seen.expected = ["ERR_"]
+        page.route("**/api/**", lambda route: route.abort())
+        page.goto(f"{service.url}/?again#/ask")
+        page.get_by_role("textbox").fill(QUESTION)
+        page.get_by_role("button", name="Ask", exact=True).click()
+        said = page.locator("#view").get_by_text("nobody answers")
+        expect(said).to_be_visible()
+        page.unroute("**/api/**")
+        expect(said).not_to_be_visible()
+
+
+def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -> None:
+    """A call that never ran, tokens that came in one burst, an answer of an endpoint of others."""
+    folder = RunFolder(tmp_path / "run", f"model = {str(SMALL)!r}\n")
+    row = {"group": 1, "version": 0, **rollout("1-a.0")}
+    turn = row["trajectory"]["turns"][0]
+    turn["results"][0]["status"] = "malformed"
+    turn["generated_s"] = turn["first_token_s"] + 0.0001
+    folder.add_group(1, [row])
+    text = "<think>Hm.</think>\nit is 42"
+    said = Turn(text=text, end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
+    made = Trajectory("2-b.0", [], [said], StopReason.ANSWERED, None, 100.0, 1.0)
+    told = {"trajectory": made.to_dict(), "figures": {"num_tokens": 59}}
+    folder.add_group(2, [{"group": 2, "version": None, **rollout("2-b.0"), **told}])
+    out = tmp_path / "run.html"
+    command = [sys.executable, "-m", "agentloop", "view", str(folder.path), "--export", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    with looking(chromium, f"{out.as_uri()}#/rollout/1-a.0") as (page, _):
+        first = page.locator(".tr-turn").first
+        expect(first).to_contain_text("never ran")
+        expect(first).not_to_contain_text("queued")
+        expect(first).not_to_contain_text("tokens/s")
+        assert first.locator(".v-fill.tool").count() == 0
+        page.goto(f"{out.as_uri()}#/rollout/2-b.0")
+        expect(page.get_by_text("59 sampled")).to_be_visible()
+        expect(page.locator(".tr-seg.thought")).to_contain_text("Hm.")
+        expect(page.locator(".tr-turn")).to_contain_text("it is 42")
 
 
 def test_what_a_model_writes_is_never_run(

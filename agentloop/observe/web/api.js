@@ -58,7 +58,9 @@
       const sent = { ...headers };
       if (token) sent.Authorization = `Bearer ${token}`;
       if (kind === "control") sent["X-Control-Token"] = control;
-      const response = await fetch(path, { cache: "no-store", ...options, headers: sent });
+      const response = await fetch(path, { cache: "no-store", ...options, headers: sent }).catch((error) => {
+        throw error instanceof TypeError ? new ApiError(0, "nobody answers; it may be down") : error;
+      });
       if (response.ok) return response;
       const error = await failure(response);
       const wanted = REFUSED[response.status];

@@ -23,7 +23,8 @@
         return text;
       }
     };
-    return { name: name || "now", id: rest.length ? decode(rest.join("/")) : null, query: new URLSearchParams(query) };
+    const id = rest.length ? decode(rest.join("/")) : null;
+    return { name: (!id && WITHIN[name]) || name || "now", id, query: new URLSearchParams(query) };
   };
 
   const go = (hash) => {
@@ -147,6 +148,12 @@
     setAttr($("connection"), "data-state", said.replace(" ", "-"));
     setAttr($("connection"), "title", error || null);
     showNotice();
+  };
+
+  // Seen in every view, and said by a screen reader when it changes.
+  const showMode = () => {
+    const { paused, draining } = store.now;
+    setText($("mode"), draining ? "draining" : paused ? "paused" : "");
   };
 
   // One line above the view, for what the reader must know of the page itself.
@@ -273,8 +280,8 @@
     showTheme();
   };
 
-  const KEYS = [
-    ["1 – 7", "the views, in the order of the bar at the top"],
+  const keys = () => [
+    [`1 – ${navigation.length}`, "the views, in the order of the bar at the top"],
     ["/", "to the view's search field or question"],
     ["t", "dark or light"],
     ["?", "this list"],
@@ -284,7 +291,7 @@
   const showKeys = async () => {
     const off = h("input", { type: "checkbox", id: "keys-off" });
     off.checked = kept.get("keys") === "off";
-    const rows = KEYS.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)]);
+    const rows = keys().map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)]);
     const body = [h("dl", { class: "keys" }, rows), h("label", { class: "check" }, off, " No keyboard shortcuts")];
     const version = store.about.version ? h("p", { class: "muted" }, store.about.version) : null;
     await dialog("Keyboard shortcuts", [...body, version], [["ok", "Close", "primary"]]);
@@ -322,6 +329,7 @@
       if (["about", "servers", "sandbox", "groups", "steps"].some((key) => changed.has(key))) showNavigation();
       if (changed.has("connection") || changed.has("about")) showConnection();
       else if (changed.has("missed")) showNotice();
+      if (changed.has("now")) showMode();
     });
     $("theme").addEventListener("click", switchTheme);
     $("help").addEventListener("click", showKeys);

@@ -27,13 +27,13 @@
     title: "Ask",
     mount(root, params, app) {
       const { store, api } = app;
-      let closed = false;
+      let [closed, unanswered] = [false, false];
       const field = h("textarea", {
         id: "question",
         rows: 4,
         maxlength: MAX_CHARS,
         required: true,
-        "aria-describedby": "question-how",
+        "aria-describedby": "question-how question-paused",
         oninput: () => (draft = field.value),
         onkeydown: (event) => {
           if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -43,6 +43,7 @@
       });
       field.value = draft;
       const button = h("button", { type: "submit", class: "primary" }, "Ask");
+      const paused = h("p", { id: "question-paused", role: "status", class: "warn" });
       const said = h("p", { role: "alert", class: "bad" });
       const state = h("span", { role: "status", class: "muted" });
 
@@ -52,6 +53,7 @@
         if (!question || button.disabled) return;
         button.disabled = true;
         setText(said, "");
+        unanswered = false;
         setText(state, "It is being started.");
         try {
           const { rollout } = await api.post("api/ask", { question });
@@ -60,6 +62,7 @@
           if (!closed) app.go(parts.hash("rollout", rollout));
         } catch (error) {
           setText(said, `It was not started: ${error.message}`);
+          unanswered = error.status === 0;
           field.focus();
         } finally {
           button.disabled = false;
@@ -73,6 +76,7 @@
         h("label", { for: "question" }, "Question"),
         field,
         h("p", { id: "question-how", class: "muted" }, "Enter asks, Shift and Enter begin a new line. You can watch it work."),
+        paused,
         said,
         h("div", { class: "ask-buttons" }, button, state),
       );
@@ -105,6 +109,9 @@
         closedNote.hidden = can;
         const kept = asked();
         before.hidden = !kept.length;
+        // A training run that is paused answers visitors all the same.
+        const refuses = store.now.paused && store.about.kind === "serve";
+        setText(paused, refuses ? "It is paused: questions are refused until it goes on." : "");
         const make = ({ id, question }) => h("li", {}, h("a", { href: parts.hash("rollout", id) }, question), h("span", { class: "muted" }));
         keyed(list, kept, ({ id }) => id, make, (node, { id }) => {
           const row = store.rollouts.get(id);
@@ -113,7 +120,8 @@
       };
       show();
       const off = store.on((changed) => {
-        if (["about", "rollouts"].some((key) => changed.has(key))) show();
+        if (["about", "rollouts", "now"].some((key) => changed.has(key))) show();
+        if (unanswered && changed.has("connection") && store.connection.state === "open") setText(said, "");
       });
       return () => {
         closed = true;

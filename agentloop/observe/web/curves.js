@@ -122,7 +122,9 @@
       [this.spec, this.page] = [spec, page];
       this.plot = h("div", { class: "cv-plot", role: "img" });
       this.legend = h("ul", { class: "cv-legend" });
-      const head = h("h2", {}, spec.title);
+      this.title = spec.title;
+      this.name = h("span", {}, spec.title);
+      const head = h("h2", {}, this.name);
       this.note = h("p", { class: "muted" }, spec.note ?? "");
       if (spec.any) {
         this.chosen = h("select", { "aria-label": "Measure", onchange: () => page.draw() });
@@ -176,6 +178,7 @@
       this.node.hidden = !lines.length;
       if (!lines.length) return this.destroy();
       [this.lineList, this.steps] = [lines, steps];
+      if (this.spec.series === null) this.rename([...new Set(lines.map(({ label }) => `${label.split("@")[0]}@k`))].join(" and "));
       this.values = lines.map(({ run, key }) => steps.map((step) => run.rows.get(step)?.[key] ?? null));
       const { window } = this.page;
       let drawn = this.values.map((values, i) => (lines[i].stroke.points ? values : smoothed(values, window)));
@@ -194,6 +197,12 @@
       this.drawLegend(lines, areSeveral && !this.spec.stack);
       this.tell();
       setAttr(this.plot, "aria-label", this.summary());
+    }
+
+    rename(title) {
+      this.title = title;
+      setText(this.name, title);
+      setAttr(this.node, "aria-label", title);
     }
 
     // A line for what is drawn of the runs, with a value for each of them.
@@ -245,7 +254,7 @@
         scales: { x: { time: false }, y: { range: (u, low, high) => extent(low, high, spec.most) } },
         axes: [
           { ...axis, size: 26, space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000], values: (u, all) => all.map(short) },
-          { ...axis, size: 54, space: 30, values: (u, all) => all.map(this.text) },
+          { ...axis, size: 54, space: 30, values: (u, all, i, space, by) => all.map(this.text === short ? alike(by) : this.text) },
         ],
         series: [{}, ...series],
         hooks: {
@@ -264,13 +273,10 @@
       if (this.u && this.u.width !== width) this.u.setSize({ width, height });
     }
 
-    // The values at the cursor's step, or the newest ones.
+    // The values at the cursor's step, or at the last one: all of one step, also where it has none.
     tell() {
-      const at = this.page.index ?? Infinity;
       this.values?.forEach((values, i) => {
-        let found = null;
-        const exact = this.lineList[i].stroke.points ? 0 : at === Infinity ? 0 : Math.min(at, values.length - 1);
-        for (let j = Math.min(at, values.length - 1); j >= exact && !isNumber(found); j--) found = values[j];
+        const found = values[this.page.index ?? values.length - 1];
         setText(this.told.get(this.lineList[i]), isNumber(found) ? this.text(found) : "–");
       });
     }
@@ -284,7 +290,7 @@
           ? `${name}: ${this.text(from)} at step ${first}, ${this.text(to)} at step ${last}`
           : `${name}: ${this.text(to)} at step ${last}`;
       });
-      return `${this.spec.title} over steps. ${said.join(". ")}.`;
+      return `${this.title} over steps. ${said.join(". ")}.`;
     }
 
     destroy() {
@@ -298,6 +304,12 @@
     const sums = parts[0].map(() => 0);
     const up = parts.toReversed().map((values) => values.map((value, i) => (isNumber(value) || sums[i] ? (sums[i] += value ?? 0) : null)));
     return up.reverse();
+  };
+
+  // Numbers of an axis, with as many digits as its steps have.
+  const alike = (by) => {
+    const digits = (String(by).split(".")[1] ?? "").length;
+    return by < 1 && digits > 0 && digits < 6 ? (value) => value.toFixed(digits) : short;
   };
 
   const extent = (low, high, most) => {
@@ -507,7 +519,7 @@
       for (const chart of this.charts)
         for (const line of chart.node.hidden ? [] : (chart.lineList ?? []))
           if (line.run === run || chart.spec.stack)
-            columns.set(line.key, { title: chart.spec.any ? line.label : `${chart.spec.title}: ${line.label}`, text: chart.text });
+            columns.set(line.key, { title: chart.spec.any ? line.label : `${chart.title}: ${line.label}`, text: chart.text });
       const rows = [...run.rows.values()].reverse().slice(0, MAX_TABLE);
       const cells = (row) =>
         h(

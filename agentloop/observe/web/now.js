@@ -189,7 +189,7 @@
     return { node: panel("Who waits for whom", node, none, more), update };
   };
 
-  // Of a run from disk, the last row of what it measured has to do.
+  // Of a run from disk, what it measured of its last step has to do: in a row, or in two where it was evaluated.
   const VALUES = [
     ["reward", "reward", short],
     ["held_out/reward", "held-out reward", short],
@@ -200,8 +200,9 @@
   ];
   const valuesOf = (store) => {
     if (store.now.values) return Object.entries(store.now.values);
-    const last = (key) => store.steps.findLast((row) => isNumber(row[key]))?.[key];
-    return VALUES.filter(([key]) => isNumber(last(key))).map(([key, label, text]) => [label, text(last(key))]);
+    const step = store.steps.at(-1)?.step;
+    const last = Object.assign({}, ...store.steps.filter((row) => row.step === step));
+    return VALUES.filter(([key]) => store.steps.some((row) => isNumber(row[key]))).map(([key, label, text]) => [label, text(last[key])]);
   };
 
   const mountValues = (store) => {

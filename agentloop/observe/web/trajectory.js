@@ -17,6 +17,7 @@
   const MARK_MS = 1000; // how often the forking tokens are chosen anew while it streams
   const FORKING = 0.2; // share of the tokens, by entropy (rStar2-Agent, arXiv 2508.20722)
   const REFLECTION = 64; // tokens after a tool's result among which a forking one is a reflection
+  const RATE_S = 0.5; // sampling for less says nothing of its rate: a server sends its tokens in bursts
   const NEAR_PX = 96; // so near to the end counts as being there
   const TAG = /<\/?(?:reason|think|answer|tool_call)>|<\|[a-z_]{1,20}\|>/g;
   const STEPS = [0.01, 0.05, 0.15, 0.3, 0.6, 1, 1.5, 2.2, 3.2]; // nats at which the next shade begins
@@ -98,6 +99,7 @@
     take(record) {
       if (this.closed) return;
       this.record = record;
+      this.bar.hidden = this.copier.hidden = false;
       this.remark = true;
       this.ask();
     }
@@ -122,7 +124,7 @@
     fail(error) {
       this.note.hidden = false;
       setText(this.note, `This rollout cannot be shown: ${error.message}`);
-      this.paper.hidden = true;
+      this.paper.hidden = this.bar.hidden = this.copier.hidden = true;
     }
 
     // -- elements
@@ -130,6 +132,7 @@
     build() {
       this.facts = h("dl", { class: "v-facts" });
       this.cancel = h("button", { type: "button", class: "v-button danger", hidden: true, onclick: () => this.stop() }, "Cancel it");
+      this.copier = h("button", { type: "button", class: "v-button", hidden: true, onclick: () => this.copy() }, "Copy as JSON");
       this.copied = h("span", { role: "status", class: "v-muted" });
       this.note = h("p", { class: "v-empty", role: "alert", hidden: true });
       this.timeline = h("div", { class: "tr-timeline" });
@@ -152,7 +155,7 @@
         shade = value;
         this.ask();
       });
-      this.bar = h("div", { class: "v-bar tr-bar" }, choose, this.jumps, this.legend, this.following);
+      this.bar = h("div", { class: "v-bar tr-bar", hidden: true }, choose, this.jumps, this.legend, this.following);
       this.readout = h("p", { class: "tr-readout", hidden: true });
       this.spoken = h("p", { class: "v-hidden", "aria-live": "polite" });
       this.paper = h("div", { class: "tr-paper" }, this.promptFold, this.list);
@@ -166,8 +169,7 @@
       });
       const head = h(
         "header", { class: "tr-head" },
-        h("div", { class: "tr-line" }, h("p", { class: "tr-id" }, this.id), h("div", { class: "v-cluster" }, this.cancel, h(
-          "button", { type: "button", class: "v-button", onclick: () => this.copy() }, "Copy as JSON"), this.copied)),
+        h("div", { class: "tr-line" }, h("p", { class: "tr-id" }, this.id), h("div", { class: "v-cluster" }, this.cancel, this.copier, this.copied)),
         this.facts, this.timeline,
       );
       this.section = h("section", { class: "v tr" }, this.note, head, this.bar, this.paper, this.readout, this.spoken);
@@ -217,7 +219,9 @@
         ["Reward", isScored && h("span", null, reward)],
         ["Advantage", record.dropped ? `– (dropped: ${parts.words(record.dropped)})` : format.isNumber(record.advantage) && parts.signed(record.advantage)],
         ["Answer", record.answer],
-        ["Tokens", `${format.whole(sampled)} sampled, ${format.whole(observed)} observed, ${format.whole(record.prompt_tokens)} of prompt`],
+        ["Tokens", record.turns.every(isCounted)
+          ? `${format.whole(sampled)} sampled, ${format.whole(observed)} observed, ${format.whole(record.prompt_tokens)} of prompt`
+          : `${format.whole(row?.tokens)} sampled`],
         ["Calls", failed ? h("span", { class: "v-bad" }, `${calls}, ${failed} failed`) : format.whole(calls)],
         ["Time", format.span(elapsed)],
         ["Group", record.group && (isKnown ? parts.link("group", record.group) : record.group)],
@@ -290,6 +294,7 @@
     drawPrompt() {
       if (this.prompted === this.record.prompt) return;
       this.prompted = this.record.prompt;
+      this.promptFold.hidden = !this.record.prompt && !this.record.prompt_tokens;
       setText(this.promptNote, `${format.whole(this.record.prompt_tokens)} tokens, not trained on`);
       parts.fillLong(this.prompt, this.record.prompt ?? "", parts.LONG_PROMPT);
     }
@@ -490,10 +495,10 @@
 
     drawHead(turn) {
       const isAwaited = !turn.ids.length && !turn.end;
-      const said = [isAwaited ? "no token yet" : format.plural(turn.ids.length, "token")];
+      const said = isAwaited ? ["no token yet"] : isCounted(turn) ? [format.plural(turn.ids.length, "token")] : [];
       if (turn.first_token_s) said.push(`first after ${format.span(turn.first_token_s - turn.started_s)}`);
       const took = (turn.generated_s || 0) - (turn.first_token_s || 0);
-      if (took > 0 && turn.ids.length > 1) said.push(`${parts.number((turn.ids.length - 1) / took, 3)} tokens/s`);
+      if (took >= RATE_S && turn.ids.length > 1) said.push(`${parts.number((turn.ids.length - 1) / took, 3)} tokens/s`);
       if (turn.cached_tokens) said.push(`${format.whole(turn.cached_tokens)} cached`);
       if (turn.end && turn.end !== "stop") said.push(`ended by ${turn.end}`);
       if (turn.servers.length > 1) said.push(`moved: ${turn.servers.join(" → ")}`);
@@ -797,7 +802,11 @@
   }
 
   const INNOCENT = new Set(["ok", "caller", "cancelled", "infrastructure"]);
+  const NEVER_RAN = new Set(["malformed", "unknown_tool", "bad_arguments", "caller"]);
   const hasFailed = (status) => !INNOCENT.has(status);
+
+  /** An endpoint of others says its text, not its tokens. */
+  const isCounted = (turn) => turn.ids.length > 0 || !turn.pieces.length;
 
   function lastOf(turn) {
     const ends = turn.results.map((result) => result.ended_s);
@@ -809,7 +818,8 @@
     const first = turn.first_token_s || (turn.generated_s ? turn.generated_s : until);
     const generated = turn.generated_s || (turn.end ? first : until);
     const lanes = [[before, turn.started_s, first], ["decode", first, generated]];
-    if (turn.calls.length && turn.generated_s) lanes.push(["tool", generated, turn.ended_s || until]);
+    const never = new Set(turn.results.filter((result) => NEVER_RAN.has(result.status)).map((result) => result.call_id));
+    if (turn.calls.some((call) => !never.has(call.id)) && turn.generated_s) lanes.push(["tool", generated, turn.ended_s || until]);
     return lanes.filter(([, from, to]) => to > from);
   }
 
@@ -865,6 +875,7 @@
 
   /** When a call waited and when it ran, within its turn. */
   function timing(result, turn) {
+    if (NEVER_RAN.has(result.status)) return h("span", { class: "tr-note tr-timing" }, result.status === "caller" ? "left to the caller" : "never ran");
     const queued = Math.max(result.started_s - result.dispatched_s, 0);
     const ran = Math.max(result.ended_s - result.started_s, 0);
     const label = `queued ${format.span(queued)}, ran ${format.span(ran)}`;

@@ -207,6 +207,16 @@ def test_a_bad_message_is_refused_by_name(messages: list[Any], said: str) -> Non
         chat_format().prompt(messages)
 
 
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "f"}}]])
+def test_the_question_of_a_prompt_is_its_last_message(tools: list[Any]) -> None:
+    chat = chat_format()
+    asked = "What is <tool_call>?\n\nSay it."
+    earlier = [{"role": "system", "content": "x"}, user("y"), {"role": "assistant", "content": "z"}]
+    for before in ([], earlier):
+        assert chat.question(chat.prompt([*before, user(asked)], tools)) == asked
+    assert chat.question(written(chat, "no such prompt")) == "no such prompt"
+
+
 def test_parts_none_and_the_developer_are_understood() -> None:
     chat = chat_format()
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

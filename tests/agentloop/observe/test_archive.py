@@ -120,6 +120,25 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     ]  # fmt: skip
 
 
+async def test_a_call_that_never_ran_was_at_no_tool(run: RunFolder) -> None:
+    row = rollout("3-c.0")
+    row["trajectory"]["turns"][0]["results"][0]["status"] = "malformed"
+    add(run, 3, [row])
+    told = (await archive(run).frame())["rollouts"][-1]
+    assert [lane for lane, _ in told["lanes"]] == ["wait", "decode", "wait", "decode"]
+
+
+async def test_what_an_endpoint_said_is_shown_though_nobody_knows_its_ids(run: RunFolder) -> None:
+    turn = Turn(text="<think>Hm.</think>\nit is 42", end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
+    made = Trajectory("3-c.0", [], [turn], StopReason.ANSWERED, None, 100.0, 1.0)
+    add(run, 3, [rollout("3-c.0") | {"trajectory": made.to_dict(), "figures": {"num_tokens": 59}}])
+    at = archive(run)
+    assert (await at.frame())["rollouts"][-1]["tokens"] == 59
+    assert (await at.rollout("3-c.0"))["turns"][0]["pieces"] == [
+        "<think>", "Hm.", "</think>", "\nit is 42",
+    ]  # fmt: skip
+
+
 async def test_without_a_model_text_is_shown_by_turns(run: RunFolder) -> None:
     at = Archive(run.path, {}, None)
     told = await at.rollout("1-a/b.0")

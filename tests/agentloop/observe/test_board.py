@@ -6,6 +6,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -274,6 +275,17 @@ def test_a_group_that_was_forgotten_and_begins_anew_is_there() -> None:
     assert [*reader.groups] == ["1-a"]
 
 
+def test_groups_of_which_nobody_learns_leave_the_others_their_room() -> None:
+    made, _ = board(max_groups=2)
+    reader = Reader().read_all(made, 9, taken=True)
+    for number in range(3):
+        made.seen(GroupStarted(f"{number}-a", "a", "why?", "42", 8))
+        for task in range(3):
+            made.seen(GroupStarted(f"{number}-held-out-{task}-b", "b", "?", "1", 1, False))
+    reader.apply(made.take(9))
+    assert [*reader.groups] == ["1-a", "2-a", "2-held-out-1-b", "2-held-out-2-b"]
+
+
 def test_lanes_tell_what_a_rollout_is_at() -> None:
     made, clock = board()
     key = "1-a.0"
@@ -297,6 +309,21 @@ def test_lanes_tell_what_a_rollout_is_at() -> None:
     ]  # fmt: skip
     assert (row["start"], row["end"]) == (1000, 7000)
     assert (row["turn"], row["tokens"], row["calls"], row["reward"]) == (2, 3, 1, 1.0)
+
+
+def test_a_call_that_cannot_be_decoded_is_at_no_tool() -> None:
+    made, clock = board()
+    played([("start", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)], made, clock)
+    made.seen(CallStarted("1-a.0", 0, replace(call_of("1-a.0"), error="not JSON")))
+    made.seen(TurnSampled("1-a.0", 0))
+    assert [lane for lane, _ in made.rows["1-a.0"].lanes] == ["wait", "prefill", "decode"]
+
+
+def test_what_an_endpoint_counted_is_told() -> None:
+    made, _ = board()
+    made.seen(RolloutStarted(Trajectory("1-a.0", []), "1-a"))
+    made.seen(RolloutFinished("1-a.0", Trajectory("1-a.0", [], [Turn(text="42")]), 59))
+    assert (made.rows["1-a.0"].turn, made.rows["1-a.0"].tokens) == (1, 59)
 
 
 def test_the_oldest_lanes_are_left_out_and_it_is_said() -> None:

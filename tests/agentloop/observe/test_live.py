@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from agentloop.errors import NotThere
 from agentloop.events import (
+    GroupFinished,
     GroupStarted,
     Measured,
     RolloutAbandoned,
@@ -367,6 +369,19 @@ async def test_it_ticks_by_itself_and_a_silent_time_has_signs_of_life(
             tasks.cancel_scope.cancel()
 
 
+async def test_a_loop_that_wakes_early_has_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = live()
+    at.every_s = 0.001
+    clock = SimpleNamespace(monotonic=lambda: 5.0, time=lambda: 5.0)
+    monkeypatch.setattr(live_module, "time", clock)
+    async with aclosing(at.frames()) as frames, anyio.create_task_group() as tasks:
+        first = (await all_of(frames))[1][0]
+        tasks.start_soon(at.run)
+        _, told = await next_of(frames)
+        assert (first["now"]["loop_lag_ms"], told["now"]["loop_lag_ms"]) == (0, 0)
+        tasks.cancel_scope.cancel()
+
+
 # --- one rollout ----------------------------------------------------------------------------------
 
 
@@ -479,8 +494,29 @@ async def test_a_group_is_its_rollouts() -> None:
     starts(at, "1-a.0")  # anew
     group = await at.group("1-a")
     assert (group["task"], group["answer"], group["size"]) == ("a", "42", 2)
+    assert group["prompt"] == "why?"
     assert [one["id"] for one in group["rollouts"]] == ["1-a.0", "1-a.1"]
     assert [one["kept"] for one in group["rollouts"]] == [None, None]
+
+
+async def test_a_group_that_is_not_kept_whole_is_read_from_where_it_was_written_down() -> None:
+    at = live(max_ended=1, max_groups=1)
+
+    async def read(name: str) -> dict[str, Any] | None:
+        return {"id": name, "from": "the folder"} if name in ("1-a", "2-b") else None
+
+    at.sources = Sources(ABOUT, read_group=read)
+    for name in ("1-a", "2-b"):
+        at.board.seen(GroupStarted(name, "a", "why?", "42", 2))
+        starts(at, f"{name}.0", f"{name}.1")
+    assert (await at.group("1-a"))["from"] == "the folder"
+    for key in ("2-b.0", "2-b.1"):
+        at.board.seen(RolloutFinished(key, Trajectory(key, [9])))
+    assert "from" not in await at.group("2-b")  # it is not written down yet
+    at.board.seen(GroupFinished("2-b"))
+    assert (await at.group("2-b"))["from"] == "the folder"
+    with pytest.raises(NotThere, match="'3-c'"):
+        await at.group("3-c")
 
 
 async def test_without_a_folder_there_are_no_runs(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from aiohttp import web
 from agentloop.agent.rollout import Budget
 from agentloop.config import to_toml
 from agentloop.errors import RequestError, SettingsError, sole
+from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.groups.queue import GroupQueue
 from agentloop.groups.reward import RewardFunction, RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
@@ -26,6 +27,7 @@ from agentloop.groups.staleness import Slots
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import SGLangServer, http_session
+from agentloop.observe.stalls import Stalls
 from agentloop.train import TrainSettings
 from agentloop.training import loop as loop_module
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
@@ -36,7 +38,7 @@ from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_list import RunState, summarize
-from agentloop.training.standing import Standing
+from agentloop.training.standing import Standing, Unwatched, Watch
 from agentloop.trajectory import (
     CallStatus,
     StopReason,
@@ -167,6 +169,8 @@ async def played(
     restored: dict[str, Any] | None = None,
     kept: Any = None,
     collapse: CollapseSettings | None = None,
+    watch: Watch | None = None,
+    emit: Emit = ignore,
     meanwhile: Callable[[TrainingLoop], Coroutine[Any, Any, Any]] | None = None,
     **settings: Any,
 ) -> tuple[PlayedLearner, Played, RunFolder]:
@@ -194,6 +198,7 @@ async def played(
                     roc or RocSettings(down_sample_to_n=4),
                     seed=0,
                     shuffle_rewards=shuffle_rewards,
+                    emit=emit,
                 ),
                 serving=Served(router),
                 learner=cast(Learner, learner),
@@ -208,6 +213,7 @@ async def played(
                 kept=kept,
                 max_restarts=2,
                 collapse=collapse,
+                watch=watch,
             )
             async with anyio.create_task_group() as people:
                 if meanwhile is not None:
@@ -631,6 +637,51 @@ async def test_a_stage_learns_from_what_is_not_solved_each_time(tmp_path: Path) 
     assert set(run_group.prompts[4:]) == hard
     filtered, *_ = lines(run.path / "metrics.jsonl")
     assert (filtered["filter/num_tasks"], filtered["filter/num_left"]) == (4, 2)
+
+
+async def test_it_is_told_of_which_groups_something_is_learned(tmp_path: Path) -> None:
+    events: list[Event] = []
+    stages = {"hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4)}
+    await played(tmp_path, stages=stages, evaluate_every=1, emit=events.append)
+    started = {one.group: one for one in events if isinstance(one, GroupStarted)}
+    finished = {one.group: one for one in events if isinstance(one, GroupFinished)}
+    assert started.keys() == finished.keys()
+    assert len(started) == 4 + 4 + 3 + 4
+    for name, one in finished.items():
+        is_chosen = "filter" not in name and "held-out" not in name
+        assert one.is_chosen == started[name].is_chosen == is_chosen
+        assert bool(one.kept or one.dropped or one.teaches) == is_chosen
+        assert one.mean_reward is not None
+
+
+class Watched(Stalls, Unwatched):
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        return [(wait.rollout_id, wait.what) for wait in self.waits()]
+
+
+async def test_who_waits_says_for_what_it_really_waits(tmp_path: Path) -> None:
+    watch, at_evaluation = Watched(), []
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = Played(tasks)
+
+    async def run(prompt: object, *, name: str, **options: Any) -> Sequence[Trajectory]:
+        if name.startswith("2-held-out"):
+            at_evaluation.extend(watch.told)
+        return await run_group(prompt, name=name, **options)
+
+    async def people(loop: TrainingLoop) -> None:
+        loop.pause()
+        await eventually(lambda: ("the next task", "to go on (paused)") in watch.told)
+        assert not any("slot" in what for _, what in watch.told)
+        loop.pause(False)
+
+    await played(
+        tmp_path, tasks=tasks, run_group=run, watch=watch, steps=2, evaluate_every=2,
+        meanwhile=people,
+    )  # fmt: skip
+    assert ("the learner", "held-out tasks") in at_evaluation
+    assert not any("slot" in what for _, what in at_evaluation)
 
 
 async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path) -> None:
