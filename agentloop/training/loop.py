@@ -732,13 +732,18 @@ class TrainingLoop:
     async def _until(
         self, condition: Callable[[], bool], who: str, what: Callable[[], str]
     ) -> None:
-        """`who` waits for `what`; both are asked again whenever something has changed."""
-        while not condition():
+        """`who` waits for `what`; both are asked again whenever something has changed, and the
+        condition not once more where it has held: it may have taken what it has found."""
+        if condition():
+            return
+        while True:
             told = what()
             with self._watch.waiting(who, told):
-                while not condition() and what() == told:
+                while what() == told:
                     # no deadline: what is waited for has its own, or ends the run
                     await self._changed.wait()
+                    if condition():
+                        return
 
     def _tell_all(self) -> None:
         self._watch.moved()

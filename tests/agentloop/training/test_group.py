@@ -146,7 +146,6 @@ async def test_nothing_runs_on_weights_of_which_a_part_is_new(
         assert all(fake.paused for fake in here.fakes if fake.url == self.url)
         broken.append(self.url)
 
-    monkeypatch.setattr(SGLangServer, "break_streams", break_streams)
     async with parts(tmp_path, *fakes(2)) as here:
 
         async def refuse(names: list[str]) -> None:
@@ -155,7 +154,9 @@ async def test_nothing_runs_on_weights_of_which_a_part_is_new(
                 raise ValueError("no room")
 
         here.fakes[0].at_bucket = refuse
-        assert list((await here.hand_over()).failed) == [here.fakes[0].url]
+        with monkeypatch.context() as patched:
+            patched.setattr(SGLangServer, "break_streams", break_streams)
+            assert list((await here.hand_over()).failed) == [here.fakes[0].url]
         assert sorted(broken) == sorted(fake.url for fake in here.fakes)
         assert here.nobody_waits()
 

@@ -769,6 +769,23 @@ async def test_rollouts_go_on_while_the_learner_learns(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+async def test_of_two_batches_that_are_ready_at_once_none_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Slots.take
+
+    def late(self: Slots) -> list[int] | None:
+        """Nobody looks before there are two."""
+        is_early = self.next_batch == 0 and len(self) - len(self.open) < 6
+        return None if is_early else take(self)
+
+    monkeypatch.setattr(Slots, "take", late)
+    _, _, run = await played(tmp_path, steps=4, max_staleness=1, evaluate_every=0)
+    learned = asked(run, "SELECT step, number FROM groups ORDER BY step, number")
+    assert learned[:6] == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
+    assert [step for step, _ in learned if step is not None] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+
+
 async def test_a_group_that_teaches_nothing_may_be_replaced(tmp_path: Path) -> None:
     class Easy(Played):
         """Every other one is solved each time."""
