@@ -31,9 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(_help())
         return 0
     if command in ("-V", "--version"):
-        from importlib.metadata import version
+        from agentloop.distribution import version
 
-        print(f"agentloop {version('agentloop')}")
+        print(f"agentloop {version()}")
         return 0
     if command not in _COMMANDS:
         print(f"agentloop: error: unknown command {command!r}\n\n{_help()}", file=sys.stderr)

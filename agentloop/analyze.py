@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import pydantic
 from agentloop import console
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.config import load_known, load_settings
+from agentloop.distribution import require
 from agentloop.errors import DataError, SettingsError
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
@@ -187,8 +187,7 @@ async def _found(
     missing = [number for number in groups if number not in found]
     if not missing:
         return found
-    if find_spec("torch") is None or find_spec("deepspeed") is None:
-        raise SettingsError("entropies need the learner: pip install 'agentloop[train]'")
+    require("train", {"torch": "entropies", "deepspeed": "entropies"})
     longest = max(len(one.ids) for number in missing for one in groups[number])
     learner_settings = settings.learner.model_copy(
         update={

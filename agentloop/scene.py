@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal
 
 import anyio
@@ -20,6 +19,7 @@ from agentloop import console
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.guard import Guard, ServeSettings
 from agentloop.api.http import bind, serving
+from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, sole
 from agentloop.events import Emit
 from agentloop.inference.router import ServerView
@@ -122,7 +122,7 @@ class Scene:
         about = {
             "kind": self._kind,
             "title": self.folder.path.name,
-            "version": f"agentloop {version('agentloop')}",
+            "version": f"agentloop {version()}",
             "can_ask": self._has_runtime,
             "controls": self.can,
             "has_sandbox": self._has_runtime,

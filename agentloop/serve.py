@@ -21,7 +21,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib.metadata import version
 from itertools import product
 from typing import Any, TypeVar
 
@@ -50,6 +49,7 @@ from agentloop.api.openai import (
 )
 from agentloop.api.openapi import document, service
 from agentloop.config import load_settings
+from agentloop.distribution import version
 from agentloop.errors import AgentLoopError, RequestError, ServerError
 from agentloop.events import Emit, Event
 from agentloop.inference.router import ServerView
@@ -130,7 +130,7 @@ class App:
             "kind": "serve",
             "title": runtime.model_name,
             "model": runtime.model_name,
-            "version": f"agentloop {version('agentloop')}",
+            "version": f"agentloop {version()}",
             "can_ask": True,
             "controls": self.can,
             "has_sandbox": True,
@@ -159,7 +159,7 @@ class App:
         self._asks: Ask | None = None
         self._document = document(
             service(rollouts=RolloutsRequest, waits=Waits),
-            version=version("agentloop"),
+            version=version(),
             has_token=settings.serve.token is not None,
         )
 

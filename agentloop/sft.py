@@ -14,6 +14,7 @@ import pydantic
 from agentloop import console
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.config import load_settings, to_toml
+from agentloop.distribution import require
 from agentloop.errors import SettingsError
 from agentloop.models import SMALL
 from agentloop.training.batch import Sample
@@ -27,7 +28,16 @@ from agentloop.training.supervised import (
     read_samples,
 )
 
-__all__ = ["SftSettings", "StartSettings", "imitate", "main", "model_folder", "samples_of", "sft"]
+__all__ = [
+    "SftSettings",
+    "StartSettings",
+    "imitate",
+    "main",
+    "model_folder",
+    "require_learner",
+    "samples_of",
+    "sft",
+]
 
 
 class StartSettings(pydantic.BaseModel):
@@ -83,6 +93,18 @@ def model_folder(path: Path | str) -> Path:
     if not (folder / "config.json").is_file():
         raise SettingsError(f"model: {folder} is no model folder: it has no config.json")
     return folder
+
+
+def require_learner(settings: LearnerSettings) -> None:
+    """Check that the learner's packages are installed.
+
+    Raises:
+        SettingsError: some are not; names them and the command to install them.
+    """
+    modules = {"torch": "the learner", "deepspeed": "the learner", "matplotlib": "plots"}
+    if settings.lora.rank > 0:
+        modules["peft"] = "learner.lora"
+    require("train", modules)
 
 
 async def samples_of(
@@ -141,6 +163,7 @@ def main(arguments: list[str]) -> int:
 
 async def _sft(arguments: list[str]) -> int:
     settings = load_settings(SftSettings, *console.split_settings(arguments))
+    require_learner(settings.learner)
     with console.Progress("Starting to train") as progress:
         model = await sft(settings, progress)
     print(f"The model is in {model}")

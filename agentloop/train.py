@@ -19,11 +19,13 @@ import pydantic
 
 from agentloop import console
 from agentloop.config import load_settings, to_toml
+from agentloop.distribution import is_installed
 from agentloop.errors import SettingsError, sole
 from agentloop.groups.queue import GroupQueue
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
+from agentloop.inference.server_log import NOT_INSTALLED
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.observe.journal import JournalSettings
@@ -32,7 +34,7 @@ from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
 from agentloop.runtime import Runtime, Settings
 from agentloop.scene import Scene
-from agentloop.sft import StartSettings, imitate, model_folder, samples_of
+from agentloop.sft import StartSettings, imitate, model_folder, require_learner, samples_of
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet import Fleet
 from agentloop.training.fleet_link import FleetSettings
@@ -449,11 +451,12 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
     """Of a model whose weights need not be there."""
     settings = _told(arguments, resume)
     start, stages = settings.start, settings.stages
-    refused = _refusal(settings)
+    refused, missing = _refusal(settings), _missing(settings)
     changes = start.learner.config if start is not None else settings.learner.config
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
-        console.print_json({**made.data(), "refused": refused or None})
+        told = {**made.data(), "refused": refused or None, "missing": missing or None}
+        console.print_json(told)
         return 2 if refused else 0
     if start is not None:
         data = [*map(str, start.data.paths)]
@@ -467,6 +470,8 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
             + (f", on what is hard of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
         )
     print(made.text(), end="")
+    if missing:
+        print(f"missing    {missing}")
     if refused:
         print(f"refused    {refused}")
     return 2 if refused else 0
@@ -479,6 +484,26 @@ def _refusal(settings: TrainSettings) -> str:
     except SettingsError as error:
         return str(error)
     return ""
+
+
+def _missing(settings: TrainSettings) -> str:
+    """Return which packages a start on this machine would lack, and how to install them."""
+    try:
+        _require_packages(settings)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+def _require_packages(settings: TrainSettings) -> None:
+    """Check for the packages of the learner and of the servers that this process would start.
+
+    Raises:
+        SettingsError: some are not installed; names them and the command to install them.
+    """
+    require_learner(settings.learner)
+    if not settings.servers and not settings.fleet.redis and not is_installed("sglang"):
+        raise SettingsError(NOT_INSTALLED)
 
 
 def _told(arguments: list[str], resume: Path | None) -> TrainSettings:
@@ -494,6 +519,7 @@ def _told(arguments: list[str], resume: Path | None) -> TrainSettings:
 
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
     settings = _told(arguments, resume)
+    _require_packages(settings)
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
         progress.say(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import tomllib
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +19,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.guard import Guard, ServeSettings
 from agentloop.api.http import bind, serving
 from agentloop.config import load_settings
+from agentloop.distribution import version
 from agentloop.errors import ModelError, NotThere, SettingsError
 from agentloop.models import SMALL
 from agentloop.observe.archive import Archive
@@ -127,7 +127,7 @@ def _open(run: Path) -> Archive:
     about = {
         "kind": "view",
         "title": folder.name,
-        "version": f"agentloop {version('agentloop')}",
+        "version": f"agentloop {version()}",
         "can_ask": False,
         "controls": [],
         "has_sandbox": False,

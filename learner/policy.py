@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from agentloop.errors import ModelError
 from agentloop.training.learner_settings import LearnerSettings
-from learner import torchvision_stub  # noqa: F401
 from learner.attention import PACKED, register
 from learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
 from learner.errors import BatchError, TrainingBroken

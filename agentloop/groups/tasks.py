@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 
 import pydantic
 
+from agentloop.distribution import install_hint
 from agentloop.errors import DataError, SettingsError
 from agentloop.groups.problems import GENERATORS
 from agentloop.trajectory import Message
@@ -372,7 +373,7 @@ def _package(name: str, *, extra: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise SettingsError(
-            f"tasks: {name} cannot be imported ({error}): pip install 'agentloop[{extra}]'"
+            f"tasks: {name} cannot be imported ({error}): {install_hint(extra)}"
         ) from error
 
 

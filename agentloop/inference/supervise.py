@@ -29,7 +29,7 @@ from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
 from agentloop.errors import ModelError, ServerStartError
-from agentloop.inference.cpu import OVERLAY, has_accelerator
+from agentloop.inference.cpu import OVERLAY, PRIVATE, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
 
 __all__ = [
@@ -464,7 +464,7 @@ def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> di
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
     if on_cpu:
-        path = [str(OVERLAY), environment.get("PYTHONPATH", "")]
+        path = [str(OVERLAY), str(PRIVATE), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         environment["OMP_NUM_THREADS"] = str(settings.threads)
         environment["SGLANG_USE_CPU_ENGINE"] = "1"

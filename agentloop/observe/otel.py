@@ -29,7 +29,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import version
 from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +38,7 @@ import anyio.to_thread
 import orjson
 import pydantic
 
+from agentloop.distribution import install_hint, version
 from agentloop.errors import SettingsError
 from agentloop.events import (
     Event,
@@ -450,14 +450,14 @@ class _Sender:
             from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         except ImportError as error:
             raise SettingsError(
-                "otel.endpoint: OpenTelemetry is not installed: pip install 'agentloop[otel]'"
+                f"otel.endpoint: OpenTelemetry is not installed: {install_hint('otel')}"
             ) from error
-        ours = {"service.name": "agentloop", "service.version": version("agentloop")}
+        ours = {"service.name": "agentloop", "service.version": version()}
         if run:
             ours["agentloop.run"] = run
         # What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) comes first.
         self._resource = Resource(ours, _SCHEMA_URL).merge(OTELResourceDetector().detect())
-        self._scope = InstrumentationScope("agentloop", version("agentloop"), _SCHEMA_URL)
+        self._scope = InstrumentationScope("agentloop", version(), _SCHEMA_URL)
         url = settings.endpoint.rstrip("/")
         self._exporter = OTLPSpanExporter(
             endpoint=url if url.endswith(_PATH) else url + _PATH,

@@ -27,6 +27,7 @@ import orjson
 import pydantic
 
 from agentloop.agent.rollout import Budget
+from agentloop.distribution import install_hint
 from agentloop.errors import ServerError, SettingsError
 from agentloop.groups.tasks import Task
 
@@ -253,7 +254,7 @@ class Link:
             from redis.backoff import NoBackoff
         except ImportError as error:
             raise SettingsError(
-                "fleet.redis: the client is not installed: pip install 'agentloop[fleet]'"
+                f"fleet.redis: the client is not installed: {install_hint('fleet')}"
             ) from error
         options: dict[str, Any] = {}
         if settings.password is not None:

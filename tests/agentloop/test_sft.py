@@ -87,7 +87,7 @@ class Said:
 @pytest.mark.real
 @pytest.mark.timeout(600)
 async def test_random_weights_learn_to_imitate(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
     model = tmp_path / "tiny"
     shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     overrides = [

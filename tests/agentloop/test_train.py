@@ -16,6 +16,7 @@ import pytest
 
 from agentloop import console
 from agentloop.config import load_settings, to_toml
+from agentloop.distribution import install_hint
 from agentloop.errors import AgentLoopError, SettingsError
 from agentloop.groups.queue import GroupQueue
 from agentloop.groups.tasks import TaskSource
@@ -101,6 +102,20 @@ def test_a_plan_of_a_run_that_goes_on_has_its_settings(
     (tmp_path / "config.toml").write_text(to_toml(settings), "utf-8")
     assert main(["--dry-run", "--resume", str(tmp_path)]) == 0
     assert "steps      123;" in capsys.readouterr().out
+
+
+def test_missing_packages_are_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
+    run = [f"run.folder={tmp_path}", "--restarts", "0"]
+    assert main(["train", *run]) == 2
+    said = capsys.readouterr().err
+    assert "torch (the learner), deepspeed (the learner), matplotlib (plots)" in said
+    assert install_hint("train") in said
+    assert not list(tmp_path.iterdir())
+    assert main(["train", "--dry-run", *run]) == 0
+    assert "missing    torch (the learner)" in capsys.readouterr().out
 
 
 def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.usefixtures("sglang_installed"),
 ]
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 SETTINGS = LearnerSettings(
     model=SMALL,

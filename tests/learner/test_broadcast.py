@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 import torch
 from safetensors.torch import load_file

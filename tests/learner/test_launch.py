@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from agentloop.training.launch import free_port
 from agentloop.training.learner import LearnerError, RanksSettings, started

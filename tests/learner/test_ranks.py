@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 import torch
 from safetensors.numpy import load as load_arrays

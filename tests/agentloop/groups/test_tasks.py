@@ -203,7 +203,7 @@ def test_a_package_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(SettingsError, match=r"pip install 'agentloop\[data\]'"):
+    with pytest.raises(SettingsError, match=r"pip install 'agentloop-rl\[data\]'"):
         opened(tmp_path / "data.parquet", "parquet")
 
 

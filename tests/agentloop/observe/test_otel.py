@@ -365,7 +365,7 @@ async def test_without_an_endpoint_there_are_none() -> None:
 @pytest.mark.anyio
 async def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    with pytest.raises(SettingsError, match=r"agentloop\[otel\]"):
+    with pytest.raises(SettingsError, match=r"agentloop-rl\[otel\]"):
         async with Traces.open(OtelSettings(endpoint="http://127.0.0.1:1"), model="small"):
             pass
 

@@ -411,7 +411,9 @@ async def test_a_run_by_a_fleet_learns_what_a_run_by_itself_does(
     redis: RedisServer, tmp_path: Path
 ) -> None:
     """Also where Redis loses everything between its steps."""
-    pytest.importorskip("safetensors", reason="needs safetensors: pip install 'agentloop[train]'")
+    pytest.importorskip(
+        "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
+    )
 
     class Killing(PlayedLearner):
         async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
@@ -434,7 +436,9 @@ async def test_a_run_by_a_fleet_learns_what_a_run_by_itself_does(
 async def test_a_run_that_is_killed_goes_on_with_the_runtimes_that_are_there(
     redis: RedisServer, tmp_path: Path
 ) -> None:
-    pytest.importorskip("safetensors", reason="needs safetensors: pip install 'agentloop[train]'")
+    pytest.importorskip(
+        "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
+    )
 
     class Dying(PlayedLearner):
         async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
