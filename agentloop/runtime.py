@@ -475,10 +475,14 @@ class Runtime:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(http_session())
             urls, processes = self.settings.servers, []
+            model = self.settings.model or (None if urls else SMALL)
+            chat = None
+            if model is not None:  # before servers start: a wrong name is told at once
+                chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
             if not urls:
                 processes = await stack.enter_async_context(
                     sglang_servers(
-                        self.settings.model or SMALL,
+                        model or SMALL,
                         self.settings.server,
                         log_dir=self._log_dir(stack),
                         on_progress=self._progress,
@@ -494,8 +498,9 @@ class Runtime:
                     longest=self.settings.budget.max_response_tokens,
                 )
             )
-            model = self.settings.model or router.model_path
-            chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
+            if model is None or chat is None:
+                model = router.model_path
+                chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
                 tasks.start_soon(keep_alive, processes, self.settings.server, router)

@@ -140,30 +140,42 @@ async def train(
                 await queue.undo(from_step)
             folder.tell(config)  # not before: what is refused leaves the run as it was
         tell_run(folder.path)
-        scene = Scene(folder, progress)
-        told = scene.told_elsewhere(
-            settings.otel,
-            model=Path(settings.model or SMALL).name,
-            journal=settings.journal,
-            sinks=settings.sinks,
-            config=settings.model_dump(mode="json"),
-        )
-        try:
-            async with told, scene.shown(settings.serve) if settings.page else nullcontext():
-                if settings.start is not None:
-                    model = await _start(settings.start, settings.learner.model, folder, progress)
-                    learner = settings.learner.model_copy(update={"model": model})
-                    settings = settings.model_copy(update={"model": str(model), "learner": learner})
-                await _roll_out_and_learn(settings, tasks, queue, scene, progress)
-        except anyio.get_cancelled_exc_class():
-            newest = max(folder.checkpoints, default=None)
-            there = "no checkpoint yet" if newest is None else f"a checkpoint of step {newest}"
-            again = f"agentloop train --resume {shown(folder.path)}"
-            progress.say(f"Stopped; there is {there}. It goes on by: {again}")
-            raise
+        with folder.noting_failure():
+            await _run(settings, tasks, queue, Scene(folder, progress), progress)
     path = folder.path / "plots.png"
     await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
     return folder.path
+
+
+async def _run(
+    settings: TrainSettings,
+    tasks: TaskSource,
+    queue: GroupQueue,
+    scene: Scene,
+    progress: console.Progress,
+) -> None:
+    """Run the supervised start, where there is one, and the stages, watched by everyone."""
+    folder = scene.folder
+    told = scene.told_elsewhere(
+        settings.otel,
+        model=Path(settings.model or SMALL).name,
+        journal=settings.journal,
+        sinks=settings.sinks,
+        config=settings.model_dump(mode="json"),
+    )
+    try:
+        async with told, scene.shown(settings.serve) if settings.page else nullcontext():
+            if settings.start is not None:
+                model = await _start(settings.start, settings.learner.model, folder, progress)
+                learner = settings.learner.model_copy(update={"model": model})
+                settings = settings.model_copy(update={"model": str(model), "learner": learner})
+            await _roll_out_and_learn(settings, tasks, queue, scene, progress)
+    except anyio.get_cancelled_exc_class():
+        newest = max(folder.checkpoints, default=None)
+        there = "no checkpoint yet" if newest is None else f"a checkpoint of step {newest}"
+        again = f"agentloop train --resume {shown(folder.path)}"
+        progress.say(f"Stopped; there is {there}. It goes on by: {again}")
+        raise
 
 
 async def _start(

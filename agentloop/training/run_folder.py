@@ -11,8 +11,8 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,11 +82,22 @@ class RunFolder:
         """From now on these are its settings, and it has something to do. Raises SettingsError:
         they cannot be written."""
         self.write("config.toml", config)
-        (self.path / "ended").unlink(missing_ok=True)
+        for name in ("ended", "failed"):
+            (self.path / name).unlink(missing_ok=True)
 
     def end(self) -> None:
         """It has done all that it was told to. Raises SettingsError: that cannot be written."""
         self.write("ended", "")
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Write the error down where the block raises one; a run that is stopped has not failed."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(SettingsError):  # the disk may be what failed
+                self.write("failed", f"{error or type(error).__name__}\n")
+            raise
 
     @property
     def has_rollouts(self) -> bool:

@@ -109,12 +109,12 @@ def test_missing_packages_are_named_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
     run = [f"run.folder={tmp_path}", "--restarts", "0"]
-    assert main(["train", *run]) == 2
+    assert main([*run]) == 2
     said = capsys.readouterr().err
     assert "torch (the learner), deepspeed (the learner), matplotlib (plots)" in said
     assert install_hint("train") in said
     assert not list(tmp_path.iterdir())
-    assert main(["train", "--dry-run", *run]) == 0
+    assert main(["--dry-run", *run]) == 0
     assert "missing    torch (the learner)" in capsys.readouterr().out
 
 
