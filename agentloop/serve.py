@@ -178,7 +178,10 @@ class App:
             async with Traces.open(self._settings.otel, model=name, decode=chat.decode) as traces:
                 self._readers.add(traces.seen)
                 async with asking(self._answer, self.seen) as self._asks:
-                    yield
+                    try:
+                        yield
+                    finally:
+                        await self._live.end("stopped", "The service has ended.")
             tasks.cancel_scope.cancel()
 
     # --- the page's visitors ----------------------------------------------------------------------

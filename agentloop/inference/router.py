@@ -119,11 +119,12 @@ class ServerView:
     num_running: int
     num_held_tokens: int
     num_reserved_tokens: int
-    num_parked_tokens: int
+    num_parked_tokens: int  # of rollouts at a tool, which will come back for them
     capacity_tokens: int
     num_others_tokens: int = 0
     reason: str = ""
     weight_version: str | None = None  # until it has said so
+    num_cached_tokens: int = 0  # of turns that are over: reusable, and given up when there is need
 
     @property
     def healthy(self) -> bool:
@@ -351,11 +352,12 @@ class Router:
                     sum(pool.num_sequences for pool in pools),
                     sum(pool.num_live for pool in pools),
                     sum(pool.num_reserved for pool in pools),
-                    sum(pool.num_parked for pool in pools),
+                    sum(pool.num_wanted for pool in pools),
                     sum(pool.capacity for pool in pools),
                     sum(pool.num_others for pool in pools),
                     seat.health.reason,
                     seat.weight_version,
+                    sum(pool.num_parked - pool.num_wanted for pool in pools),
                 )
             )
         return views

@@ -135,6 +135,8 @@
     const isOpen = state === "open";
     const said = api.exported
       ? "exported"
+      : store.now.ended
+      ? store.now.ended.state
       : isOpen
         ? live === false || kind === "view"
           ? "from disk"
@@ -160,7 +162,9 @@
   const showNotice = () => {
     const { state, error, retryMs } = store.connection;
     const parts = [];
-    if (state === "lost" && lostSince && Date.now() - lostSince > 1500) {
+    const { ended } = store.now;
+    if (ended) parts.push(h("span", {}, ended.text));
+    else if (state === "lost" && lostSince && Date.now() - lostSince > 1500) {
       const what = retryMs === null ? "Not connected" : "The connection is lost";
       const old = store.ready ? " What is shown is old." : "";
       parts.push(h("span", {}, `${what}${error ? `: ${error}` : ""}.${old} `));
@@ -177,7 +181,8 @@
     }
     const text = parts.map((one) => one.textContent).join("");
     if ($("notice").textContent !== text) $("notice").replaceChildren(...parts);
-    setAttr($("notice"), "data-kind", state === "lost" ? "bad" : "warn");
+    const kind = ended ? { finished: "good", failed: "bad" }[ended.state] : state === "lost" && "bad";
+    setAttr($("notice"), "data-kind", kind || "warn");
   };
   let [acknowledged, lostSince] = [0, 0];
 
@@ -199,6 +204,10 @@
     stream = api.subscribe("api/stream", {
       event: ({ event, data }) => {
         if (event === "frame") store.apply(data);
+        if (store.now.ended) {
+          store.connected("ended");
+          return true; // nobody will answer any more
+        }
         if (store.connection.state !== "open") {
           if (lostSince && Date.now() - lostSince > 1500) store.say("This page is connected again");
           lostSince = 0;
@@ -330,6 +339,7 @@
       if (changed.has("connection") || changed.has("about")) showConnection();
       else if (changed.has("missed")) showNotice();
       if (changed.has("now")) showMode();
+      if (changed.has("now") && store.now.ended) showConnection();
     });
     $("theme").addEventListener("click", switchTheme);
     $("help").addEventListener("click", showKeys);
