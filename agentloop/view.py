@@ -26,6 +26,7 @@ from agentloop.observe.archive import Archive
 from agentloop.observe.one_file import one_file
 from agentloop.observe.page import Page
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_list import summarize
 
 __all__ = ["ViewSettings", "main"]
 
@@ -126,6 +127,7 @@ def _open(run: Path) -> Archive:
         raise SettingsError(f"{run}: no run is there (config.toml)")
     about = {
         "kind": "view",
+        "of": str(summarize(folder).kind),
         "title": folder.name,
         "version": f"agentloop {version()}",
         "can_ask": False,

@@ -115,7 +115,7 @@ class Archive:
             "t": time.time(),
             "full": True,
             "about": {**self.about, "t0": t0, "live": False},
-            "now": _moment(steps),
+            "now": _results(self.folder) or _moment(self.folder, steps),
             "rollouts": rollouts,
             "groups": groups,
             "steps": steps,
@@ -298,12 +298,29 @@ def _member(row: Mapping[str, Any], *, is_chosen: bool) -> dict[str, Any]:
     }
 
 
-def _moment(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _results(folder: Path) -> dict[str, Any]:
+    """Return the headline figures of an evaluation; nothing for other runs."""
+    try:
+        told = orjson.loads((folder / "results.json").read_bytes())
+        k, whole = told["num_samples"], told["all"]
+        values = {"tasks": str(whole["num_tasks"]), "samples missing": str(whole["num_missing"])}
+        if (found := whole["avg_at_k"]) is not None:
+            text = f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+            values = {f"avg@{k}": text, **values}
+    except (OSError, *_DAMAGED):
+        return {}
+    return {"values": values}
+
+
+def _moment(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not steps:
         return {}
     # The last row may be of an evaluation, which tells of no version.
     last = next((row for row in reversed(steps) if row.get("version") is not None), steps[-1])
     version = last.get("version")
+    # A step's version is the one that it was sampled with; the run has published one more since.
+    published = [int(path.name) for path in (folder / "weights").glob("*") if path.name.isdigit()]
+    version = max(published, default=version)
     return {
         "step": steps[-1].get("step"),
         "policy_version": None if version is None else str(version),

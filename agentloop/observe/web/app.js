@@ -1,7 +1,7 @@
 // The shell: which view is shown, how the page is connected, keys, theme, tokens.
 (() => {
   "use strict";
-  const { h, setText, setAttr, format, kept, views, api, makeStore } = window.agentloop;
+  const { h, setText, setAttr, format, kept, views, api, makeStore, isEvaluation } = window.agentloop;
 
   const $ = (id) => document.getElementById(id);
   const store = makeStore();
@@ -108,7 +108,8 @@
       rollouts: true,
       servers: servers.length > 0 || about.live,
       groups: groups.size > 0 || about.kind !== "serve",
-      curves: steps.length > 0 || about.kind !== "serve",
+      // The rows of an evaluation are tasks: a line from one to the next would mean nothing.
+      curves: !isEvaluation(about) && (steps.length > 0 || about.kind !== "serve"),
       sandbox: about.has_sandbox || sandbox !== null,
       ask: about.can_ask && !api.exported,
     };

@@ -1,7 +1,7 @@
 // The first screen: how it goes, in a glance; who waits for whom; what has changed.
 (() => {
   "use strict";
-  const { view, h, setText, setAttr, keyed, table, panel, sparkline, format } = window.agentloop;
+  const { view, h, setText, setAttr, keyed, table, panel, sparkline, format, isEvaluation } = window.agentloop;
   const { isNumber, short, whole, percent, span, bytes } = format;
 
   const SHOWN_WAITS = 8;
@@ -203,7 +203,7 @@
     ["step_s", "time of a step", span],
   ];
   const valuesOf = (store) => {
-    if (store.now.values && !store.now.ended) return Object.entries(store.now.values);
+    if (store.now.values && (!store.now.ended || isEvaluation(store.about))) return Object.entries(store.now.values);
     const step = store.steps.at(-1)?.step;
     const last = Object.assign({}, ...store.steps.filter((row) => row.step === step));
     return VALUES.filter(([key]) => store.steps.some((row) => isNumber(row[key]))).map(([key, label, text]) => [label, text(last[key])]);
@@ -212,8 +212,10 @@
   const mountValues = (store) => {
     const list = h("dl", { class: "values" });
     const node = panel("The last step", list);
+    const title = node.querySelector("h2");
     const make = ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}));
     const update = () => {
+      setText(title, isEvaluation(store.about) ? "Results" : "The last step");
       const values = valuesOf(store);
       keyed(list, values, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, String(value)));
       node.hidden = !values.length;

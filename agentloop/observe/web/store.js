@@ -225,5 +225,8 @@
     return store;
   };
 
-  Object.assign(window.agentloop, { makeStore, thinned });
+  /** Whether this is an evaluation, while it goes on or from its folder. */
+  const isEvaluation = ({ kind, of }) => kind === "evaluate" || of === "evaluate";
+
+  Object.assign(window.agentloop, { makeStore, thinned, isEvaluation });
 })();
