@@ -24,7 +24,7 @@ from agentloop.config import load_known, load_settings
 from agentloop.distribution import require
 from agentloop.errors import DataError, SettingsError
 from agentloop.inference.sglang import Sampling
-from agentloop.models import SMALL
+from agentloop.models import SMALL, not_a_model
 from agentloop.training.entropy import Analysis, Kind, Place, analyze, nearest_version
 from agentloop.training.entropy_files import (
     EntropyFolder,
@@ -150,7 +150,7 @@ def _origin(
     temperature = settings.sampling.temperature
     if weights is not None:
         if not (weights / "config.json").is_file():
-            raise SettingsError(f"--weights: {weights} is no model folder: it has no config.json")
+            raise SettingsError(f"--weights: {not_a_model(weights)}")
         return Origin.of(weights, version=None, temperature=temperature)
     kept = {
         int(folder.name): folder

@@ -16,7 +16,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import require
 from agentloop.errors import SettingsError
-from agentloop.models import SMALL
+from agentloop.models import SMALL, not_a_model
 from agentloop.training.batch import Sample
 from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
@@ -91,7 +91,7 @@ def model_folder(path: Path | str) -> Path:
     """Raises SettingsError: there is no model in it."""
     folder = Path(path).expanduser().resolve()
     if not (folder / "config.json").is_file():
-        raise SettingsError(f"model: {folder} is no model folder: it has no config.json")
+        raise SettingsError(f"model: {not_a_model(folder)}")
     return folder
 
 

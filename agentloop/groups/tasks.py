@@ -308,6 +308,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                         yield number, json.loads(line.removeprefix(b"\xef\xbb\xbf"))
                     except ValueError as error:
                         raise DataError(f"{path}: line {number}: not JSON: {error}") from error
+    except FileNotFoundError as error:
+        hint = "`agentloop data prepare --help` says how to make such a file"
+        raise DataError(f"{path}: {error.strerror}; {hint}") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
 

@@ -31,6 +31,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validat
 from agentloop.errors import ModelError, ServerStartError
 from agentloop.inference.cpu import OVERLAY, PRIVATE, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
+from agentloop.models import not_a_model
 
 __all__ = [
     "Launch",
@@ -408,7 +409,7 @@ def _model_folder(model_path: Path | str) -> Path | None:
             raise ModelError(f"the model folder {folder} does not exist")
         return None
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is no model folder: it has no config.json")
+        raise ModelError(not_a_model(folder))
     return folder.resolve()
 
 
