@@ -27,6 +27,7 @@ import anyio
 
 from agentloop.errors import SettingsError
 from agentloop.groups.tasks import Task
+from agentloop.plain_json import dumps, loads
 
 __all__ = ["Group", "GroupQueue", "Lease"]
 
@@ -144,14 +145,14 @@ class GroupQueue:
         Raises:
             ValueError: the group is not open.
         """
-        row = (path, num_bytes, json.dumps(figures), number)
+        row = (path, num_bytes, _json(figures), number)
         set_ = "state = 'finished', path = ?, num_bytes = ?, figures = ?"
         await self._do(partial(_change, f"{set_} WHERE state = 'open' AND number = ?", row))
         self._num_bytes += num_bytes
 
     async def give_back(self, number: int, *, path: str | None, figures: Mapping[str, Any]) -> None:
         """It will not be trained on. Raises as `finish`."""
-        row = (path, json.dumps(figures), number)
+        row = (path, _json(figures), number)
         set_ = "state = 'given back', path = ?, figures = ?"
         await self._do(partial(_change, f"{set_} WHERE state = 'open' AND number = ?", row))
 
@@ -167,7 +168,7 @@ class GroupQueue:
             for place, number in enumerate(numbers):
                 _change(taken, (step, place, number), db)
             try:
-                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, json.dumps(notes)))
+                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(notes)))
             except sqlite3.IntegrityError:
                 raise ValueError(f"step {step} has a batch already") from None
             since = "state = 'given back' AND step IS NULL"
@@ -182,7 +183,7 @@ class GroupQueue:
         """The learner has done that step. It is still in no checkpoint."""
 
         def work(db: sqlite3.Connection) -> None:
-            row = (json.dumps(result), step)
+            row = (_json(result), step)
             db.execute("UPDATE steps SET result = ? WHERE step = ?", row)
 
         await self._do(work)
@@ -209,9 +210,7 @@ class GroupQueue:
             db.execute(f"UPDATE groups SET state = 'leased' WHERE {where}", (step,))
             steps = "SELECT step, notes, result FROM steps WHERE step > ? ORDER BY step"
             return [
-                _lease(
-                    db, number, json.loads(notes), None if result is None else json.loads(result)
-                )
+                _lease(db, number, loads(notes), None if result is None else loads(result))
                 for number, notes, result in db.execute(steps, (step,)).fetchall()
             ]
 
@@ -229,7 +228,7 @@ class GroupQueue:
             db.execute("UPDATE groups SET step = ? WHERE step > ?", (step, step))  # given back
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
             for key, value in stages:
-                if json.loads(value)["begun"] > step:
+                if loads(value)["begun"] > step:
                     db.execute("DELETE FROM notes WHERE key = ?", (key,))
 
         await self._do(work)
@@ -270,7 +269,7 @@ class GroupQueue:
 
         def work(db: sqlite3.Connection) -> Any:
             row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
-            return None if row is None else json.loads(row[0])
+            return None if row is None else loads(row[0])
 
         return await self._do(work)
 
@@ -331,14 +330,14 @@ def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
 
 def _json(value: Any) -> str:
     """A data set's columns may hold dates and the like, which nobody computes with."""
-    return json.dumps(value, default=str)
+    return dumps(value).decode()
 
 
 def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Group]:
     columns = "number, task, version, path, num_bytes, figures"
     found = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
-        Group(number, Task(**json.loads(task)), version, path, num_bytes, json.loads(figures))
+        Group(number, Task(**loads(task)), version, path, num_bytes, loads(figures))
         for number, task, version, path, num_bytes, figures in found
     ]
 

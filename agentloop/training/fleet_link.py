@@ -18,17 +18,16 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from json import dumps
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import anyio
-import orjson
 import pydantic
 
 from agentloop.agent.rollout import Budget
 from agentloop.errors import ServerError, SettingsError
 from agentloop.groups.tasks import Task
+from agentloop.plain_json import dumps, loads
 
 __all__ = [
     "READERS",
@@ -209,17 +208,13 @@ class Result(_Said):
 
 def packed(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Rows as bytes. Takes its time: for a thread."""
-    try:
-        data = orjson.dumps(list(rows), default=str)
-    except TypeError:  # an integer of more than 64 bits, which a model may give to a tool
-        data = dumps(list(rows), default=str).encode()
-    return zlib.compress(data, 1)
+    return zlib.compress(dumps(list(rows)), 1)
 
 
 def unpacked(data: bytes) -> list[dict[str, Any]]:
     """Raises ValueError: it is not what `packed` gave."""
     try:
-        rows = orjson.loads(zlib.decompress(data))
+        rows = loads(zlib.decompress(data))
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if not isinstance(rows, list):

@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import orjson
 import pydantic
 
 from agentloop.errors import SettingsError
+from agentloop.plain_json import dumps, loads
 
 __all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_going_on"]
 
@@ -185,7 +185,7 @@ class RunFolder:
         try:
             with partial.open("wb") as file:
                 for row in rows:
-                    file.write(_line(dict(row)))
+                    file.write(dumps(dict(row)) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
                 size = file.tell()
@@ -292,8 +292,8 @@ def _parsed(lines: Sequence[bytes], path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(orjson.loads(line))
-        except orjson.JSONDecodeError as error:
+            rows.append(loads(line))
+        except ValueError as error:
             raise SettingsError(f"{path}: line {number} is damaged: {error}") from error
     return rows
 
@@ -302,13 +302,6 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
         with path.open("ab") as file:
             for row in rows:
-                file.write(_line(dict(row)))
+                file.write(dumps(dict(row)) + b"\n")
     except OSError as error:
         raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(row, default=str) + b"\n"
-    except TypeError:  # an integer of more than 64 bits, which a model may give to a tool
-        return json.dumps(row, default=str).encode() + b"\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import hypothesis
 import pydantic
 import pytest
 
@@ -30,6 +31,7 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.rollouts import RolledOut, Rollouts
 from agentloop.training.run_folder import RunFolder
+from tests import emitted
 from tests.agentloop.training.fleet_player import LEASE_S, Player, playing
 from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
 from tests.redis_server import RedisServer, redis_server
@@ -607,10 +609,16 @@ def test_a_url_is_checked() -> None:
     assert told.password.get_secret_value() == "secret"
 
 
+@hypothesis.settings(deadline=None)
+@hypothesis.given(emitted.calls, emitted.plain_data)
+def test_what_a_model_emits_goes_over_the_fleet_as_it_is(raw: str, more: Any) -> None:
+    rows = [{"trajectory": emitted.rollout(raw), "truth": more}]
+    assert repr(unpacked(packed(rows))) == repr(emitted.as_json(rows))
+
+
 def test_rows_are_packed_and_damage_is_seen() -> None:
     rows = [{"a": [1, 2.5, None], "b": "ü"}]
     assert unpacked(packed(rows)) == rows
-    assert len(unpacked(packed([{"big": 1 << 70}]))) == 1
     for damaged in (b"", packed(rows)[:-3], packed(rows)[3:]):
         with pytest.raises(ValueError, match=r".+"):
             unpacked(damaged)

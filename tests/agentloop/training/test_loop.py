@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from agentloop.agent.rollout import Budget
+from agentloop.agent.tool_stream import decode_call
 from agentloop.config import to_toml
 from agentloop.errors import RequestError, SettingsError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
@@ -397,6 +398,43 @@ async def test_groups_without_a_difference_count_where_they_are_not_rejected(
             tmp_path / str(rejects), reward=of_one_task, roc=roc, steps=1, evaluate_every=0
         )
         assert len(learner.batches[0]["lengths"]) == num_samples
+
+
+async def test_no_call_of_a_model_ends_a_run(tmp_path: Path) -> None:
+    numbers = ["7" * 400, "1e999, 99999999999999999999", "NaN", "[" * 150 + "]" * 150, '"\\ud800"']
+
+    class Odd(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            found = await super().__call__(prompt, **options)
+            for one, number in zip(found, numbers, strict=False):
+                raw = f'{{"name": "python", "arguments": {{"n": [{number}]}}}}'
+                name, arguments, error = decode_call(raw)
+                one.turns[0].calls = [ToolCall("c", name, arguments, raw, 0, 1, error)]
+            return found
+
+    tasks = TaskSource.open(ARITHMETIC)
+    learner, _, run = await played(
+        tmp_path, tasks=tasks, run_group=Odd(tasks), steps=1, evaluate_every=0
+    )
+    assert len(learner.batches[0]["lengths"]) == 12
+    first, second, *_ = groups(run, [1])
+    assert first["trajectory"]["turns"][0]["calls"][0]["arguments"] == {"n": [int(numbers[0])]}
+    assert "too large" in second["trajectory"]["turns"][0]["calls"][0]["error"]
+
+
+async def test_a_run_that_such_a_call_had_ended_goes_on(tmp_path: Path) -> None:
+    """Of before, when infinity was written as Python writes it, and not read again."""
+    settings: dict[str, Any] = {"steps": 1, "evaluate_every": 0}
+    with pytest.raises(ExceptionGroup):
+        await played(tmp_path, learner=Dies(1, done=False), **settings)
+    gc.collect()
+    file = tmp_path / "run" / "trajectories" / "group-0000001.jsonl"
+    n = f'"arguments": {{"n": Infinity, "m": {"7" * 400}}}'
+    text = file.read_text()
+    file.write_text(text.replace('"arguments":{}', n))
+    assert file.read_text() != text
+    learner, _, _ = await played(tmp_path, restored={"step": 0, "version": 0}, **settings)
+    assert len(learner.batches) == 1
 
 
 async def test_a_rollout_that_never_spoke_has_no_reward(tmp_path: Path) -> None:
