@@ -390,6 +390,12 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
     extra = row.get("extra_info")
     if not isinstance(extra, Mapping | None):
         raise DataError(f"{where}: field 'extra_info': an object is expected, not {_shown(extra)}")
+    for name in (named, *_ANSWERS, *_OTHERS):
+        if not _is_text(row.get(name)):
+            raise DataError(
+                f"{where}: field {name!r}: it has half of a surrogate pair (\\ud800), which no "
+                "tokenizer reads: replace it"
+            )
     return Task(
         id=_digest(text),
         prompt=prompt,
@@ -474,6 +480,20 @@ def _digest(text: str) -> str:
     """32 hexadecimal digits, the same however the text is spaced."""
     plain = " ".join(unicodedata.normalize("NFC", text).split())
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _is_text(value: Any) -> bool:
+    """Whether all text in it can be written as UTF-8."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    elif isinstance(value, Mapping):
+        return all(_is_text(key) and _is_text(one) for key, one in value.items())
+    elif isinstance(value, list):
+        return all(map(_is_text, value))
+    return True
 
 
 def _is_below(digest: str, share: float) -> bool:
