@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass
@@ -216,20 +217,62 @@ class GroupQueue:
 
         return await self._do(work)
 
+    async def begin_stage(
+        self,
+        number: int,
+        *,
+        step: int,
+        tasks: Sequence[Mapping[str, Any]] | None,
+        cursor: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Note that a stage begins after `step`, with `tasks` of its own, or those of the source
+        (None), which came to `cursor` meanwhile. Return the note, which is under `stage NUMBER`
+        from now on: `begun`, `tasks`, and for `undo` what was there before: the number of the
+        `last` group, and `before`, the cursor."""
+
+        def work(db: sqlite3.Connection) -> dict[str, Any]:
+            (last,) = db.execute("SELECT coalesce(max(number), 0) FROM groups").fetchone()
+            before = _noted(db, "cursor")
+            stage = {"begun": step, "tasks": tasks, "last": last, "before": before}
+            _note(db, f"stage {number}", stage)
+            _note(db, "cursor", cursor)
+            return stage
+
+        return await self._do(work)
+
     async def undo(self, step: int) -> None:
-        """What was learned after `step` is not to be: those groups are rolled out anew, and so is
-        what waits, for it was sampled with weights that are gone."""
+        """Make what came after `step` undone: all that was rolled out since then was sampled with
+        weights that are gone.
+
+        Groups of stages that go on are rolled out anew, also those that were given back. A stage
+        that began after `step` begins anew: its groups are forgotten, and so are those of the
+        stages after it, and the source of tasks is where it was at its beginning.
+
+        The files of these groups, and what else is to be put aside, are noted as `undone`: whoever
+        puts them aside clears that note.
+        """
 
         def work(db: sqlite3.Connection) -> None:
+            since = "(state IN ('leased', 'trained', 'given back') AND coalesce(step > ?, TRUE))"
+            gone = f"state = 'finished' OR {since}"
+            found = db.execute(f"SELECT path FROM groups WHERE path NOT NULL AND ({gone})", (step,))
+            undone = {
+                "step": step,
+                "name": f"{time.strftime('%Y%m%d-%H%M%S')}-after-step-{step}",
+                "files": [path for (path,) in found.fetchall()],
+            }
             again = "state = 'open', step = NULL, place = NULL, path = NULL, figures = '{}'"
-            taken = "state = 'finished' OR state IN ('leased', 'trained') AND step > ?"
-            db.execute(f"UPDATE groups SET {again} WHERE {taken}", (step,))
+            db.execute(f"UPDATE groups SET {again}, num_bytes = 0 WHERE {gone}", (step,))
             db.execute("DELETE FROM steps WHERE step > ?", (step,))
-            db.execute("UPDATE groups SET step = ? WHERE step > ?", (step, step))  # given back
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
-            for key, value in stages:
-                if loads(value)["begun"] > step:
+            for key, value in sorted(stages, key=lambda row: _number(row[0]), reverse=True):
+                stage = loads(value)
+                if stage["begun"] > step:
                     db.execute("DELETE FROM notes WHERE key = ?", (key,))
+                    if stage.get("before") is not None:  # by an earlier agentloop it was not noted
+                        db.execute("DELETE FROM groups WHERE number > ?", (stage["last"],))
+                        _note(db, "cursor", stage["before"])
+            _note(db, "undone", undone)
 
         await self._do(work)
         self._num_bytes = 0
@@ -254,24 +297,13 @@ class GroupQueue:
 
         self._num_bytes = await self._do(work)
 
-    async def note(self, key: str, value: Any, *, cursor: Mapping[str, Any] | None = None) -> None:
-        """Remember something under this name; with it the source of tasks came to `cursor`."""
-
-        def work(db: sqlite3.Connection) -> None:
-            _note(db, key, value)
-            if cursor is not None:
-                _note(db, "cursor", cursor)
-
-        await self._do(work)
+    async def note(self, key: str, value: Any) -> None:
+        """Remember something under this name; None: forget it."""
+        await self._do(lambda db: _note(db, key, value))
 
     async def noted(self, key: str) -> Any:
         """What was remembered under this name, such as `cursor`; None: nothing was."""
-
-        def work(db: sqlite3.Connection) -> Any:
-            row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
-            return None if row is None else loads(row[0])
-
-        return await self._do(work)
+        return await self._do(lambda db: _noted(db, key))
 
     async def counts(self) -> dict[str, int]:
         """Groups by their state."""
@@ -326,6 +358,16 @@ def _change(update: str, row: Sequence[Any], db: sqlite3.Connection) -> None:
 
 def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
     db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, _json(value)))
+
+
+def _noted(db: sqlite3.Connection, key: str) -> Any:
+    row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
+    return None if row is None else loads(row[0])
+
+
+def _number(stage: str) -> int:
+    """Of `stage 10`, 10."""
+    return int(stage.split()[1])
 
 
 def _json(value: Any) -> str:

@@ -141,7 +141,7 @@ class TaskSource(ABC):
             _Generated(settings) if settings.kind in GENERATORS else _Listed(settings)
         )
         if cursor is not None:
-            source._resume(cursor)
+            source.go_to(cursor)
         return source
 
     def __init__(self, settings: TasksSettings) -> None:
@@ -174,7 +174,8 @@ class TaskSource(ABC):
             "epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint
         }  # fmt: skip
 
-    def _resume(self, cursor: Mapping[str, Any]) -> None:
+    def go_to(self, cursor: Mapping[str, Any]) -> None:
+        """Go on from where a cursor was taken. Raises DataError: it was taken of other tasks."""
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
                 "tasks: not those of the cursor: other files, another seed or another split"

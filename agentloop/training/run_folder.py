@@ -113,26 +113,45 @@ class RunFolder:
         found = self.checkpoints
         return found[max(found)] if found else None
 
-    def undo(self, step: int) -> None:
-        """What came after `step` is put aside, into a folder of its own below `undone/`.
+    def checkpoint_of(self, step: int) -> Path:
+        """The checkpoint that holds this step.
 
         Raises:
-            SettingsError: there is no checkpoint of that step.
+            SettingsError: there is none.
         """
         checkpoints = self.checkpoints
         if step not in checkpoints:
             there = ", ".join(map(str, sorted(checkpoints))) or "none"
             raise SettingsError(f"--from: no checkpoint of step {step}; there are: {there}")
-        aside = self.path / "undone" / time.strftime("%Y%m%d-%H%M%S")
+        return checkpoints[step]
+
+    def undo(self, step: int, *, name: str = "", files: Iterable[str] = ()) -> None:
+        """Put aside what came after `step`: weights, checkpoints, metrics, and these `files` of
+        groups. May be called again, with the same `name`, after a kill.
+
+        Args:
+            name: of the folder below `undone/` that it goes to.
+
+        Raises:
+            SettingsError: there is no checkpoint of that step, or something cannot be moved.
+        """
+        self.checkpoint_of(step)
+        aside = self.path / "undone" / (name or time.strftime("%Y%m%d-%H%M%S"))
+        groups = [Path(file).name for file in files]
         try:
-            aside.mkdir(parents=True)
-            rows = self.metrics()
-            if (path := self.path / "metrics.jsonl").exists():
-                path.replace(aside / "metrics.jsonl")
-            _append(path, (row for row in rows if row["step"] <= step))
-            for number, folder in checkpoints.items():
-                if number > step:
-                    folder.replace(aside / folder.name)
+            aside.mkdir(parents=True, exist_ok=True)
+            (self.path / "ended").unlink(missing_ok=True)
+            _move((self.path / "weights").iterdir(), aside / "weights")
+            later = [path for held, path in _checkpoints(self.path) if held > step]
+            _move(later, aside)
+            for kind in ("trajectories", "entropy"):
+                found = (self.path / kind / group for group in groups)
+                _move(filter(Path.exists, found), aside / kind)
+            whole = "metrics.jsonl"
+            if (self.path / whole).exists() and not (aside / whole).exists():
+                _write(aside / whole, (self.path / whole).read_text("utf-8"))
+            lines = [dumps(row).decode() for row in self.metrics() if row["step"] <= step]
+            _write(self.path / whole, "".join(f"{line}\n" for line in lines))
         except OSError as error:
             raise SettingsError(f"run.folder: {aside}: {error.strerror or error}") from error
 
@@ -222,10 +241,15 @@ class RunFolder:
 
 def checkpoints_in(run: Path) -> dict[int, Path]:
     """The checkpoints of the run in that folder which are whole, by the step that they hold."""
-    found = {}
+    return dict(_checkpoints(run))
+
+
+def _checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """Of a step there may be two: one of them was left by a step that broke."""
+    found = []
     for path in sorted((run / "checkpoints").glob("*/state.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found[int(json.loads(path.read_bytes())["state"]["step"])] = path.parent
+            found.append((int(json.loads(path.read_bytes())["state"]["step"]), path.parent))
     return found
 
 
@@ -271,6 +295,12 @@ def _has(file: int, lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _move(paths: Iterable[Path], folder: Path) -> None:
+    for path in list(paths):
+        folder.mkdir(exist_ok=True)
+        path.replace(folder / path.name)
 
 
 def _write(path: Path, text: str) -> None:

@@ -49,7 +49,7 @@ async def test_what_was_told_is_there_after_a_restart(tmp_path: Path) -> None:
         await queue.finish(three, path="3.jsonl", num_bytes=5, figures={})
         await queue.give_back(four, path="4.jsonl", figures={})
         await queue.lease(1, [three], {"version": 0})
-        await queue.note("stage 1", {"begun": 0})
+        await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR)
         assert queue.num_bytes == 10
     async with opened(tmp_path) as queue:
         assert await queue.open_groups() == [Group(one.number, task, 4, None, 0, {})]
@@ -57,7 +57,7 @@ async def test_what_was_told_is_there_after_a_restart(tmp_path: Path) -> None:
         assert (left.number, left.path, left.figures) == (two, "2.jsonl", {"reward": 0.5})
         assert queue.num_bytes == 10
         assert await queue.noted("cursor") == CURSOR
-        assert await queue.noted("stage 1") == {"begun": 0}
+        assert (await queue.noted("stage 1"))["begun"] == 0
         assert await queue.noted("stage 2") is None
         assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "given back": 1}
 
