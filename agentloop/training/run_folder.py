@@ -209,6 +209,7 @@ class RunFolder:
                 os.fsync(file.fileno())
                 size = file.tell()
             partial.replace(path)
+            _sync(path.parent)  # which has its name
         except OSError as error:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
         return str(path.relative_to(self.path)), size
@@ -295,6 +296,14 @@ def _has(file: int, lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _sync(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _move(paths: Iterable[Path], folder: Path) -> None:

@@ -255,8 +255,11 @@ def test_a_cursor_goes_on_where_it_was_taken(tmp_path: Path, kind: str, num_take
     take(source, num_taken)
     cursor = json.loads(json.dumps(source.cursor()))
     again = opened(path, kind, cursor, held_out=0.1)
-    assert take(again, 50) == take(source, 50)
+    expected = take(source, 50)
+    assert take(again, 50) == expected
     assert again.cursor() == source.cursor()
+    again.go_to(cursor)
+    assert take(again, 50) == expected
 
 
 def test_a_cursor_of_other_tasks_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,6 +49,26 @@ def test_what_a_model_emits_is_read_as_it_was_written(raw: str, more: Any) -> No
     (call,) = rows[0]["trajectory"]["turns"][0]["calls"]
     (read,) = found[0]["trajectory"]["turns"][0]["calls"]
     assert call["error"] or repr(read["arguments"]) == repr(call["arguments"])
+
+
+def test_a_power_cut_does_not_take_a_groups_file_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file's name is kept by its folder, which has to be on the disk, too."""
+    folder = RunFolder(tmp_path / "run", "")
+    groups = folder.path / "trajectories"
+    synced: list[tuple[int, list[str]]] = []
+
+    def fsync(file: int) -> None:
+        synced.append((os.fstat(file).st_ino, os.listdir(groups)))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path, _ = folder.add_group(1, [{"task": "a"}])
+    file, name = folder.path / path, Path(path).name
+    assert synced == [
+        (file.stat().st_ino, [f".{name}.partial"]),  # all of it, before it appears
+        (groups.stat().st_ino, [name]),
+    ]
 
 
 def test_a_line_that_a_kill_cut_short_is_gone(tmp_path: Path) -> None:
