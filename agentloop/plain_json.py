@@ -15,6 +15,8 @@ What JSON has no form for:
 - A tuple becomes a list, a dataclass a dictionary, a key that is not text the text of it, and
   anything else what `default` makes of it.
 - Two halves of a surrogate pair that stand side by side are read as the character they make.
+
+Such a half has no UTF-8; where that is needed, as by tokenizers, `valid_text` replaces it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,24 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import BeforeValidator
 from pydantic_core import from_json
 
-__all__ = ["dumps", "loads"]
+__all__ = ["ValidText", "dumps", "loads", "valid_text"]
+
+
+def valid_text(text: str) -> str:
+    """Return `text` with a question mark for each half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
+
+
+ValidText = Annotated[
+    str, BeforeValidator(lambda value: valid_text(value) if isinstance(value, str) else value)
+]
+"""A field of a pydantic model that takes any text, by `valid_text`."""
 
 
 def dumps(value: Any, *, default: Callable[[Any], Any] | None = str) -> bytes:

@@ -394,8 +394,8 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
     for name in (named, *_ANSWERS, *_OTHERS):
         if not _is_text(row.get(name)):
             raise DataError(
-                f"{where}: field {name!r}: it has half of a surrogate pair (\\ud800), which no "
-                "tokenizer reads: replace it"
+                f"{where}: field {name!r}: it has half of a surrogate pair (\\ud800 or the like), "
+                "which has no UTF-8: replace it"
             )
     return Task(
         id=_digest(text),

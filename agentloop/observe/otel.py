@@ -47,7 +47,7 @@ from agentloop.events import (
     RolloutStarted,
 )
 from agentloop.observe.dropped import Dropped
-from agentloop.plain_json import dumps
+from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Trajectory, Turn, TurnEnd
 
 __all__ = ["Attribute", "OtelSettings", "Traces"]
@@ -379,7 +379,7 @@ class Traces:
         return _Span(name, result.dispatched_s, result.ended_s, attributes)
 
     def _cut(self, text: str) -> str:
-        return text[: self._settings.max_content_chars].encode("utf-8", "replace").decode()
+        return valid_text(text[: self._settings.max_content_chars])
 
     # --- the thread -------------------------------------------------------------------------------
 

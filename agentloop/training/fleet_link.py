@@ -18,7 +18,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated, Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import anyio
@@ -28,7 +28,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.errors import ServerError, SettingsError
 from agentloop.groups.tasks import Task
 from agentloop.inference.sglang import Pause
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import ValidText, dumps, loads
 
 __all__ = [
     "READERS",
@@ -50,11 +50,6 @@ T = TypeVar("T")
 
 Redis: TypeAlias = Any
 """`redis.asyncio.Redis`, which is an extra, and whose types change from version to version."""
-
-_AnyText = Annotated[
-    str, pydantic.BeforeValidator(lambda text: str(text).encode("utf-8", "replace").decode())
-]
-"""What an error says, which may be anything; half of a surrogate pair is replaced."""
 
 READERS = "runtimes"
 """The consumer group of the tickets."""
@@ -188,7 +183,7 @@ class Said(_Said):
     number: int = -1
     checksum: str = ""
     num_servers: int = 0
-    error: _AnyText = ""
+    error: ValidText = ""
 
 
 class Ticket(_Said):
@@ -218,7 +213,7 @@ class Result(_Said):
     key: str
     runtime: str
     error: str = ""
-    message: _AnyText = ""
+    message: ValidText = ""
     teaches: bool = False
     figures: Mapping[str, Any] = {}
     rows: str = ""

@@ -19,8 +19,9 @@ from aiohttp import web
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tool_stream import decode_call
 from agentloop.config import to_toml
-from agentloop.errors import RequestError, SettingsError, sole
+from agentloop.errors import ModelError, RequestError, SettingsError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
+from agentloop.export import find
 from agentloop.groups.queue import GroupQueue
 from agentloop.groups.reward import RewardFunction, RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
@@ -1058,13 +1059,15 @@ async def test_what_was_undone_is_nobodys_model(tmp_path: Path, how: str, num_st
     tasks = await gone_back(tmp_path, 1)
     with pytest.raises(SettingsError, match="no run with a model"):
         RunFolder.model_in(path)
-    assert (path / "undone").exists()
+    with pytest.raises(ModelError, match="no published weights"):
+        find(path)
     await played(
         tmp_path, learner=Marked("second"), tasks=tasks, restored={"step": 1, "version": 1},
         steps=num_steps, **settings,
     )  # fmt: skip
     model = json.loads((RunFolder.model_in(path) / "config.json").read_text())
     assert model == {"life": "second", "version": str(num_steps)}
+    assert find(path).folder == RunFolder.model_in(path)
     assert versions(path) == [str(num_steps)]
     (kept,) = (path / "undone").glob("*/weights/3/config.json")
     assert json.loads(kept.read_text())["life"] == "first"
