@@ -11,7 +11,6 @@ A request lives in its handler's task: a client that leaves cancels what it aske
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import socket
@@ -26,7 +25,6 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
-import orjson
 import pydantic
 from aiohttp import web
 from anyio.streams.memory import MemoryObjectSendStream
@@ -62,6 +60,7 @@ from agentloop.observe.otel import Traces
 from agentloop.observe.page import Page
 from agentloop.observe.readers import Readers
 from agentloop.observe.stalls import Stalls, Wait
+from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message, StopReason, Trajectory
 
@@ -361,7 +360,7 @@ class App:
                         tasks.start_soon(work, lines_in.clone())
                 async with lines:
                     async for line in lines:  # no deadline: the rollouts have theirs
-                        await self._write(request, response, _dumps(line) + b"\n")
+                        await self._write(request, response, dumps(line) + b"\n")
         finally:
             for index in range(len(asked.prompts)):
                 self._runtime.router.forget_group(f"{name}.{index}")
@@ -414,7 +413,7 @@ class App:
             raise web.HTTPBadRequest(text="the body is not encoded as it says") from None
 
     async def _send(self, request: web.Request, response: web.StreamResponse, body: Any) -> None:
-        await self._write(request, response, b"data: " + orjson.dumps(body) + b"\n\n")
+        await self._write(request, response, b"data: " + dumps(body) + b"\n\n")
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
         """A client that reads nothing is one that has left: it holds a rollout's place, and what
@@ -567,15 +566,7 @@ def _completion_id() -> str:
 
 
 def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
-
-
-def _dumps(value: Any) -> bytes:
-    """JSON, also of integers beyond 64 bits, which a model may well write."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return json.dumps(value, default=str).encode()
+    return web.Response(body=dumps(body), status=status, content_type="application/json")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ from agentloop.training.revive import is_child, revived, tell_run
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
 from agentloop.training.steps import load_newest
+from agentloop.training.undo import finish_undo, undo
 
 __all__ = ["TrainSettings", "main", "train"]
 
@@ -133,11 +134,13 @@ async def train(
             await anyio.to_thread.run_sync(
                 folder.metrics
             )  # damage is told now, not with servers up
+            await finish_undo(folder, queue)
             cursor = (await queue.noted("cursor") or {}).get("tasks")
             tasks = await anyio.to_thread.run_sync(opened, cursor, abandon_on_cancel=True)
             if from_step is not None:
-                folder.undo(from_step)
-                await queue.undo(from_step)
+                await undo(folder, queue, from_step)
+                if (cursor := (await queue.noted("cursor") or {}).get("tasks")) is not None:
+                    tasks.go_to(cursor)
             folder.tell(config)  # not before: what is refused leaves the run as it was
         tell_run(folder.path)
         with folder.noting_failure():

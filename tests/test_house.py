@@ -24,6 +24,7 @@ BOTTOM = {
     "agentloop.config",
     "agentloop.events",
     "agentloop.distribution",
+    "agentloop.plain_json",
 }
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
 # These run inside of the servers, on their own path, and belong to no package of ours.
@@ -133,6 +134,7 @@ MAY_IMPORT = {
     },
     "agentloop.models": set(),
     "agentloop.errors": set(),
+    "agentloop.plain_json": set(),
     "agentloop.trajectory": {"agentloop.errors"},
     "agentloop.config": {"agentloop.errors"},
     "agentloop.events": {"agentloop.trajectory", "agentloop.errors"},

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from agentloop.errors import ModelError, RequestError
+from agentloop.plain_json import valid_text
 from agentloop.trajectory import Message, Turn
 
 __all__ = ["ChatFormat", "TextStream"]
@@ -299,7 +300,7 @@ class ChatFormat:
         return value
 
     def _encode(self, text: str) -> list[int]:
-        whole = text.encode("utf-8", "replace").decode()  # a lone surrogate has no tokens
+        whole = valid_text(text)  # a lone surrogate has no tokens
         ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=False).ids
         return ids
 

@@ -42,6 +42,7 @@ from agentloop.events import (
 )
 from agentloop.inference.router import Generation
 from agentloop.inference.sglang import Chunk, Sampling
+from agentloop.plain_json import valid_text
 from agentloop.trajectory import (
     CallStatus,
     Message,
@@ -343,7 +344,7 @@ class Rollout:
         if output.started_s is not None:
             started_s = output.started_s - self.started_s
         # A lone surrogate, as in the name of a file, has no UTF-8 for a model or a client to read.
-        content = output.content.encode("utf-8", "replace").decode()
+        content = valid_text(output.content)
         result = ToolResult(
             call.id, call.name, output.status, content, dispatched_s, started_s, self._now()
         )

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
-import orjson
 import pydantic
 
 from agentloop.errors import RequestError
+from agentloop.plain_json import dumps
 from agentloop.trajectory import CallStatus
 
 __all__ = [
@@ -349,6 +349,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     try:
-        return orjson.dumps(value).decode()
-    except TypeError:  # not JSON: what Python would print
+        return dumps(value, default=None).decode()
+    except (TypeError, ValueError):  # not JSON: what Python would print
         return str(value)

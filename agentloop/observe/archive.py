@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import orjson
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
 from agentloop.observe.record import Telling, trajectory_of
 from agentloop.observe.runs import curves, read_metrics, runs_beside
+from agentloop.plain_json import dumps, loads
 from agentloop.trajectory import CallStatus
 
 __all__ = ["Archive", "read_group", "read_rollout"]
@@ -30,7 +30,7 @@ _MAX_ROLLOUTS = 2_000
 _MAX_ROWS = 500  # in a frame
 _LOOK_EVERY_S = 3.0
 _MAX_DIGITS = 18  # of a group's number
-_DAMAGED = (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError)
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 _VERDICT = ("reward", "answer", "reason", "advantage", "dropped")
 
 _Summary = tuple[dict[str, Any], list[dict[str, Any]]]
@@ -55,7 +55,7 @@ class Archive:
                 seen = now
                 whole = await self.frame()
                 for frame in _sliced(whole):
-                    yield "", orjson.dumps(frame, default=str)
+                    yield "", dumps(frame)
             await anyio.sleep(_LOOK_EVERY_S)
             yield "", b""
 
@@ -179,7 +179,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in lines:
         try:
-            row = orjson.loads(line)
+            row = loads(line)
             _group_row([row], 0.0), _member(row, is_chosen=True)
         except _DAMAGED:
             continue
@@ -210,7 +210,7 @@ def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]]
         return None
     for line in lines:
         try:
-            row = orjson.loads(line)
+            row = loads(line)
             if row["id"] == key:
                 found: list[list[float]] = row["entropies"]
                 return found

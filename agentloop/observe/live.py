@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anyio
-import orjson
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
 from agentloop.inference.router import ServerView
 from agentloop.observe.board import Board, Row
-from agentloop.observe.plain import dumps
 from agentloop.observe.record import Telling
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
+from agentloop.plain_json import dumps, loads
 
 __all__ = ["Live", "Sources"]
 
@@ -164,7 +163,7 @@ class Live:
         """Everything, at once."""
         whole: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
         async for data in self._all(0, taken=False):  # no deadline: it is there
-            for name, value in orjson.loads(data).items():
+            for name, value in loads(data).items():
                 if isinstance(value, list) and name in whole:
                     whole[name] += value
                 elif name != "full" or value:

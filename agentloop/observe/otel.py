@@ -35,7 +35,6 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
-import orjson
 import pydantic
 
 from agentloop.distribution import install_hint, version
@@ -48,6 +47,7 @@ from agentloop.events import (
     RolloutStarted,
 )
 from agentloop.observe.dropped import Dropped
+from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Trajectory, Turn, TurnEnd
 
 __all__ = ["Attribute", "OtelSettings", "Traces"]
@@ -379,7 +379,7 @@ class Traces:
         return _Span(name, result.dispatched_s, result.ended_s, attributes)
 
     def _cut(self, text: str) -> str:
-        return text[: self._settings.max_content_chars].encode("utf-8", "replace").decode()
+        return valid_text(text[: self._settings.max_content_chars])
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -526,7 +526,4 @@ def _finish_reason(turn: Turn) -> str:
 
 
 def _json(value: Any) -> str:
-    try:
-        return orjson.dumps(value, default=str).decode()
-    except TypeError:  # more than 64 bits, or half a surrogate pair: a model may write either
-        return str(value)
+    return dumps(value).decode()

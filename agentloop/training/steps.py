@@ -25,7 +25,7 @@ import anyio.to_thread
 from agentloop.groups.queue import GroupQueue, Lease
 from agentloop.inference.keep_alive import Restarts
 from agentloop.training.batch import Sample, write_batch
-from agentloop.training.handover import Published, Publisher
+from agentloop.training.handover import InFolder, Published, Publisher
 from agentloop.training.learner import (
     KeptLearner,
     Learner,
@@ -86,6 +86,7 @@ class Steps:
         self._restarts = Restarts(max_restarts)
         self._writing: tuple[int, str] | None = None  # step and folder of a checkpoint
         self._saved_step = -1
+        self._published_in: Path | None = None  # where the newest weights lie, as far as we know
         self._stand(restored)
         self.step, self.version = self._step, self._version
 
@@ -127,7 +128,13 @@ class Steps:
         async with self._busy:  # no deadline: what it does has one
             while True:
                 try:
-                    return await publisher.publish(str(self.version), timeout_s=self._timeout_s)
+                    published = await publisher.publish(
+                        str(self.version), timeout_s=self._timeout_s
+                    )
+                    self._published_in = (
+                        published.folder if isinstance(published, InFolder) else None
+                    )
+                    return published
                 except LearnerLost as error:
                     await self._revive(error, before=self.step + 1)
 
@@ -280,12 +287,13 @@ class Steps:
             self.step, self.version = self._step, self._version
 
     async def leave_model(self) -> None:
-        """In the run's folder, where handing over has left it elsewhere, or nowhere."""
+        """Leave the learner's weights, and no others, in the run's folder. A folder that is there
+        already may be of an earlier life, and other weights of that version."""
         folder = self._folder.path / "weights" / str(self.version)
-        if folder.exists():
-            return
-        async with self._busy:  # no deadline: what it does has one
-            await self._ask("publish", folder=str(folder), version=str(self.version))
+        if self._published_in != folder:
+            async with self._busy:  # no deadline: what it does has one
+                await self._ask("publish", folder=str(folder), version=str(self.version))
+        await anyio.to_thread.run_sync(_remove_others, folder)
 
     def _compare(self, lease: Lease, metrics: Mapping[str, Any]) -> None:
         """The same batch on the same weights: another loss would be another run."""
@@ -294,3 +302,10 @@ class Steps:
             return
         if not math.isclose(before, now, rel_tol=_SAME_LOSS, abs_tol=_SAME_LOSS):
             self._say(f"Step {lease.step} had the loss {before:.6g}, and done again {now:.6g}")
+
+
+def _remove_others(folder: Path) -> None:
+    """The weights of other versions, beside those in `folder`."""
+    for other in folder.parent.iterdir():
+        if other.name.isdigit() and other != folder:
+            shutil.rmtree(other, ignore_errors=True)

@@ -155,6 +155,25 @@ async def test_what_is_refused_leaves_the_run_as_it_was(
 
 
 @pytest.mark.anyio
+async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> None:
+    settings = run_at(tmp_path)
+    folder = RunFolder.of(settings.run, to_toml(settings))
+    path = folder.path
+    for step in (1, 2):
+        checkpoint = path / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "state.json").write_text(json.dumps({"state": {"step": step}}))
+    tasks = TaskSource.open(settings.tasks)
+    async with GroupQueue.open(path / "queue.sqlite") as queue:
+        await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
+        await queue.undo(1)  # killed here
+    del folder  # its lock
+    with pytest.raises(AgentLoopError, match="not those of the cursor"):
+        await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, Said()), resume=path)
+    assert [one.name for one in (path / "checkpoints").iterdir()] == ["step-1"]
+
+
+@pytest.mark.anyio
 async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None:
     settings = run_at(tmp_path)
     folder = RunFolder.of(settings.run, to_toml(settings))
