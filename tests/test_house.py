@@ -18,7 +18,13 @@ import sandbox
 
 ROOT = Path(__file__).parent.parent
 OURS = ("agentloop", "sandbox", "learner", "bench", "tests")
-BOTTOM = {"agentloop.errors", "agentloop.trajectory", "agentloop.config", "agentloop.events"}
+BOTTOM = {
+    "agentloop.errors",
+    "agentloop.trajectory",
+    "agentloop.config",
+    "agentloop.events",
+    "agentloop.openmp",
+}
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
 # These run inside of the servers, on their own path, and belong to no package of ours.
 OVERLAY = "agentloop.inference.cpu.overlay"
@@ -127,6 +133,7 @@ MAY_IMPORT = {
     },
     "agentloop.models": set(),
     "agentloop.errors": set(),
+    "agentloop.openmp": set(),
     "agentloop.trajectory": {"agentloop.errors"},
     "agentloop.config": {"agentloop.errors"},
     "agentloop.events": {"agentloop.trajectory", "agentloop.errors"},

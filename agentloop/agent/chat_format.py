@@ -40,10 +40,12 @@ _SAMPLED = (*_THOUGHTS, "tool_call")  # what a model writes of its own accord
 _MAX_CHARS_ON_LOOP = 20_000  # some milliseconds
 
 _MAX_HELD = 64
+# What a template is rendered with, besides `ChatSettings.arguments`.
+_RENDERED_WITH = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize"}
 
 
 class ChatSettings(pydantic.BaseModel):
-    """How messages become the model's tokens, where its folder does not say it, or says it wrong."""
+    """How messages become tokens, where the model's folder does not say so or says it wrong."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
@@ -57,6 +59,17 @@ class ChatSettings(pydantic.BaseModel):
         description="The token that ends an assistant's turn; none: the first control token that "
         "the chat template writes after an assistant's message.",
     )
+    arguments: dict[str, Any] = pydantic.Field(
+        default_factory=dict,
+        description="Variables of the chat template, such as enable_thinking = false for Qwen3.",
+    )
+
+    @pydantic.field_validator("arguments")
+    @classmethod
+    def _are_not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_RENDERED_WITH & value.keys()):
+            raise ValueError(f"{', '.join(taken)}: set by agentloop for each prompt")
+        return value
 
     @pydantic.field_validator("template")
     @classmethod
@@ -158,6 +171,7 @@ class ChatFormat:
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **settings.arguments,
             )
             return str(text)
 
@@ -310,23 +324,24 @@ class ChatFormat:
         turn, end, _ = text.removeprefix(before).partition(self._end_token)
         if not end:
             raise RequestError(
-                f"content: the model's chat template does not end this turn with "
-                f"{self._end_token!r}: set chat.template to one that ends every turn alike"
+                f"content: the model's chat template does not end this message with "
+                f"{self._end_token!r}: set chat.template to a template that ends every turn so"
             )
         return [*self._encode_marked(turn, mark), self.end_id]
 
     def _why_not_sampled(self, message: Message) -> str:
         """Say why the template does not write `message` behind its generation prompt."""
         why = (
-            "content: the model's chat template begins a turn that is generated with "
-            f"{self.generation_prompt!r}, and this message in another way: "
+            "content: the model's chat template starts a generated turn with "
+            f"{self.generation_prompt!r} but does not start this message so"
         )
         opened = self.opened_thought.strip()
         if opened and not str(message.get("content") or "").startswith(opened):
             return (
-                f"{why}begin the content with {opened!r}, or set chat.template to one that adds it"
+                f"{why}: begin the content with {opened}, or set chat.template to a template that "
+                "adds it, such as docs/recipes/paper.jinja"
             )
-        return f"{why}set chat.template to one that writes both alike"
+        return f"{why}: set chat.template to a template that starts both alike"
 
     def observation(self, contents: Sequence[str | list[int]]) -> list[int]:
         """What follows an assistant's turn: the tools' responses and a new generation prompt.

@@ -621,9 +621,7 @@ class Router:
             if seat is not None and seat.health.state.takes_own:
                 places = [*places, home.place]
         places = [
-            place
-            for place in places
-            if ask.num_tokens < self._seats[place.server].context_length
+            place for place in places if ask.num_tokens < self._seats[place.server].context_length
         ]
         decision = self._placement.choose(ask, places, now=now, waited_s=now - waiting.since_s)
         request.decision = decision

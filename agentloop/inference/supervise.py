@@ -31,6 +31,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validat
 from agentloop.errors import ModelError, ServerStartError
 from agentloop.inference.cpu import OVERLAY, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
+from agentloop.openmp import wait_policy
 
 __all__ = [
     "Launch",
@@ -327,7 +328,7 @@ async def guarded(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=dict(environment),
+            env={**environment, **wait_policy(environment)},
             start_new_session=True,  # Ctrl-C in a terminal is ours to handle
         )
 
