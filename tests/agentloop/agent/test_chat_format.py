@@ -350,6 +350,12 @@ def test_a_model_folder_is_loaded_and_a_bad_one_refused(tmp_path: Path) -> None:
     assert given.prompt(messages) == chat.prompt(messages)
     other = TEMPLATE.replace("assistant\n", "assistant\n<think>")
     assert ChatFormat.load(tmp_path / "good", ChatSettings(template=other)).opened_thought
+    asked = TEMPLATE.replace("assistant\n' }}", "assistant\n' }}{{ '<think>' if thinks else '' }}")
+    for thinks in (True, False):
+        settings = ChatSettings(template=asked, arguments={"thinks": thinks})
+        assert bool(ChatFormat.load(tmp_path / "good", settings).opened_thought) == thinks
+    with pytest.raises(ValueError, match="tools: set by agentloop"):
+        ChatSettings(arguments={"tools": []})
 
 
 def test_a_template_is_read_from_its_file_once(tmp_path: Path) -> None:
