@@ -126,9 +126,12 @@ class ChatFormat:
         self._control_re = _spelling(token.content for token in added.values())
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
         self._end_token = self._find_end_token(end_token)
-        self.end_id: int = tokenizer.token_to_id(self._end_token)
-        eos_id = tokenizer.token_to_id(eos_token) if eos_token else None
-        self.stop_ids = (self.end_id,) if eos_id in (None, self.end_id) else (self.end_id, eos_id)
+        stops = {
+            token: tokenizer.token_to_id(token) for token in (self._end_token, eos_token or "")
+        }
+        self._stops = {token: id for token, id in stops.items() if id is not None}
+        self.end_id: int = self._stops[self._end_token]
+        self.stop_ids: tuple[int, ...] = tuple(self._stops.values())
         self._learn_observation()
         self._rendering = anyio.Lock()
         self._rendered: OrderedDict[str, tuple[int, ...]] = OrderedDict()
@@ -194,8 +197,8 @@ class ChatFormat:
         messages: list[Message] = []
         for turn in turns:
             said = turn.text.partition("<tool_call>")[0]
-            for stop_id in self.stop_ids:
-                said = said.removesuffix(self.tokenizer.id_to_token(stop_id))
+            for token in self._stops:
+                said = said.removesuffix(token)
             message: dict[str, Any] = {
                 "role": "assistant",
                 "content": self.opened_thought + said.rstrip("\n"),

@@ -133,16 +133,17 @@ async def test_with_a_port_of_its_own_another_nodes_line_in_a_loop_is_there_agai
     make_batch().save(tmp_path / "batch")
     settings = SETTINGS.model_copy(update={"zero_stage": 3}).model_dump(mode="json")
     ranks = RanksSettings(launcher="torchrun", port=free_port(), **NODES)
-    step = {"batch": str(tmp_path / "batch"), "timeout_s": 60}
+    batch = str(tmp_path / "batch")
     try:
         async with KeptLearner(
             settings, ranks, log_dir=tmp_path / "logs", on_progress=start_other
         ) as learner:
-            before = await learner.ask("step", **step)
+            before = await learner.ask("step", batch=batch, timeout_s=60)
             learner._processes._processes[0].kill()  # its guardian: nothing of it is left
             await learner.lost()
             await learner.restart()
-            assert (await learner.ask("step", **step))["loss"] == before["loss"]
+            after = await learner.ask("step", batch=batch, timeout_s=60)
+            assert after["loss"] == before["loss"]
     finally:
         for one in loops:
             os.killpg(one.pid, signal.SIGKILL)
