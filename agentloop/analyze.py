@@ -19,7 +19,7 @@ import anyio.to_thread
 import pydantic
 
 from agentloop import console
-from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.config import load_known, load_settings
 from agentloop.distribution import require
 from agentloop.errors import DataError, SettingsError
@@ -57,6 +57,7 @@ class EntropySettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     model: str | None = pydantic.Field(None, description="Folder of the model it began with.")
+    chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     sampling: Sampling = pydantic.Field(default_factory=Sampling)
     learner: LearnerSettings = pydantic.Field(default_factory=LearnerSettings)
     ranks: RanksSettings = pydantic.Field(default_factory=RanksSettings)
@@ -416,7 +417,7 @@ async def _entropy(options: argparse.Namespace) -> int:
             weights=options.weights,
             top=options.top,
         )
-        chat = await anyio.to_thread.run_sync(ChatFormat.load, report.origin.weights)
+        chat = await anyio.to_thread.run_sync(ChatFormat.load, report.origin.weights, settings.chat)
     data = as_data(report, chat, num_tokens=options.tokens)
     if options.json:
         console.print_json(data)

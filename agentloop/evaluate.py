@@ -50,7 +50,7 @@ _GENERATED = 64  # tasks of a generator, which has no end
 _LINES = 20  # of progress, where there is no terminal
 _TICK_S = 0.5
 # What may not change within a run: its samples would be of both.
-_OF_ONE_RUN = ("model", "tools", "tool_timeout_s", "sampling", "tasks", "reward")
+_OF_ONE_RUN = ("model", "chat", "tools", "tool_timeout_s", "sampling", "tasks", "reward")
 
 
 class EvaluateSettings(Settings):

@@ -35,7 +35,7 @@ import anyio.abc
 import pydantic
 from aiohttp import ClientSession
 
-from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.agent.rollout import Budget, Rollout, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, Tools, as_tool
@@ -96,6 +96,7 @@ class Settings(pydantic.BaseModel):
     log_dir: Path | None = pydantic.Field(
         None, description="Where the servers' logs go; none: a temporary folder."
     )
+    chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     server: ServerSettings = pydantic.Field(default_factory=ServerSettings)
     router: RouterSettings = pydantic.Field(default_factory=RouterSettings)
     sandbox: PoolSettings = pydantic.Field(default_factory=PoolSettings)
@@ -478,7 +479,7 @@ class Runtime:
             model = self.settings.model or (None if urls else SMALL)
             chat = None
             if model is not None:  # before servers start: a wrong name is told at once
-                chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
+                chat = await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
             if not urls:
                 processes = await stack.enter_async_context(
                     sglang_servers(
@@ -500,7 +501,7 @@ class Runtime:
             )
             if model is None or chat is None:
                 model = router.model_path
-                chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
+                chat = await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
                 tasks.start_soon(keep_alive, processes, self.settings.server, router)

@@ -12,7 +12,7 @@ import anyio.to_thread
 import pydantic
 
 from agentloop import console
-from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import require
 from agentloop.errors import SettingsError
@@ -56,8 +56,9 @@ class StartSettings(pydantic.BaseModel):
             raise ValueError("data.paths: name a file of dialogues at least (or set data.teacher)")
         if self.learner.loss not in (LossSettings(), LossSettings(kind="sft")):
             raise ValueError("learner.loss: it is that of the kind sft, which has no settings")
-        if self.learner.model != LearnerSettings().model:
-            raise ValueError("learner.model: set model instead")
+        for name, instead in (("model", "model"), ("chat_template", "chat.template")):
+            if getattr(self.learner, name) != getattr(LearnerSettings(), name):
+                raise ValueError(f"learner.{name}: set {instead} instead")
         for name in ("lr", "warmup_steps"):
             if getattr(self.learner.optimizer, name) != getattr(OptimizerSettings(), name):
                 raise ValueError(f"learner.optimizer.{name}: set loop.lr and loop.warmup instead")
@@ -72,6 +73,7 @@ class SftSettings(StartSettings):
         description="Folder of the model to start from; with learner.init = random it needs a "
         "configuration and a tokenizer alone.",
     )
+    chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     run: RunSettings = pydantic.Field(default_factory=RunSettings)
 
 
@@ -82,9 +84,9 @@ async def sft(settings: SftSettings, progress: console.Progress) -> Path:
         AgentLoopError: what it cannot go on from, by its name.
     """
     model = model_folder(settings.model)
-    samples = await samples_of(settings, model, progress)
+    samples = await samples_of(settings, model, settings.chat, progress)
     folder = RunFolder.of(settings.run, to_toml(settings))
-    return await imitate(settings, model, samples, folder, progress)
+    return await imitate(settings, model, settings.chat, samples, folder, progress)
 
 
 def model_folder(path: Path | str) -> Path:
@@ -108,13 +110,13 @@ def require_learner(settings: LearnerSettings) -> None:
 
 
 async def samples_of(
-    settings: StartSettings, model: Path, progress: console.Progress
+    settings: StartSettings, model: Path, chat: ChatSettings, progress: console.Progress
 ) -> list[Sample]:
     """The dialogues as `model` would read them. Raises DataError."""
     progress("Reading the dialogues")
-    chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
+    format = await anyio.to_thread.run_sync(ChatFormat.load, model, chat)
     read = partial(
-        read_samples, chat, settings.data, max_tokens=settings.learner.micro_batch_tokens
+        read_samples, format, settings.data, max_tokens=settings.learner.micro_batch_tokens
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
     left_out = f", {num_left_out} left out as too long" if num_left_out else ""
@@ -128,13 +130,18 @@ async def samples_of(
 async def imitate(
     settings: StartSettings,
     model: Path,
+    chat: ChatSettings,
     samples: Sequence[Sample],
     folder: RunFolder,
     progress: console.Progress,
 ) -> Path:
     """Start a learner, train `model` on the samples, stop it; returns the new model's folder."""
     learner_settings = settings.learner.model_copy(
-        update={"model": model, "loss": LossSettings(kind="sft")}
+        update={
+            "model": model,
+            "chat_template": chat.template,
+            "loss": LossSettings(kind="sft"),
+        }
     )
     async with started(
         learner_settings.model_dump(mode="json"),

@@ -169,7 +169,7 @@ async def _run(
     try:
         async with told, scene.shown(settings.serve) if settings.page else nullcontext():
             if settings.start is not None:
-                model = await _start(settings.start, settings.learner.model, folder, progress)
+                model = await _start(settings, settings.start, folder, progress)
                 learner = settings.learner.model_copy(update={"model": model})
                 settings = settings.model_copy(update={"model": str(model), "learner": learner})
             await _roll_out_and_learn(settings, tasks, queue, scene, progress)
@@ -182,15 +182,16 @@ async def _run(
 
 
 async def _start(
-    start: StartSettings, model: Path, folder: RunFolder, progress: console.Progress
+    settings: TrainSettings, start: StartSettings, folder: RunFolder, progress: console.Progress
 ) -> Path:
     """The model that the rollouts begin with; it is made once."""
     made = folder.path / "start" / "model"
     if (made / "config.json").is_file():  # it appears when it is whole
         return made
     await anyio.to_thread.run_sync(partial(shutil.rmtree, made.parent, ignore_errors=True))
-    samples = await samples_of(start, model, progress)
-    return await imitate(start, model, samples, folder.within("start"), progress)
+    model, chat = settings.learner.model, settings.chat
+    samples = await samples_of(start, model, chat, progress)
+    return await imitate(start, model, chat, samples, folder.within("start"), progress)
 
 
 async def _roll_out_and_learn(
@@ -315,7 +316,7 @@ async def _rolling_out(
 
 def recipe_of(settings: TrainSettings) -> dict[str, Any]:
     """What runtimes elsewhere must have in common with the trainer (agentloop/rollouts.py)."""
-    names = {"model", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
+    names = {"model", "chat", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
     loop = settings.loop.model_dump(
         include={"group_size", "seed", "shuffle_rewards", "enough_of_group"}
     )
@@ -335,9 +336,12 @@ def _whole(settings: TrainSettings) -> TrainSettings:
     if s.servers and not s.model:
         raise SettingsError("model: the learner needs the folder of the model that `servers` have")
     usual = LearnerSettings()
-    for name, value in (("model", model), ("temperature", s.sampling.temperature)):
+    for name, there, value in (
+        ("model", "model", model),
+        ("chat_template", "chat.template", s.chat.template),
+        ("temperature", "sampling.temperature", s.sampling.temperature),
+    ):
         if getattr(s.learner, name) not in (getattr(usual, name), value):
-            there = "model" if name == "model" else f"sampling.{name}"
             raise SettingsError(f"learner.{name}: it is that of the servers: set {there} alone")
     if s.sampling.temperature < _MIN_TEMPERATURE:
         raise SettingsError(
@@ -402,7 +406,13 @@ def _whole(settings: TrainSettings) -> TrainSettings:
         raise SettingsError("loop.steps: each of the stages has its own")
     if not s.loop.steps and not s.stages and not s.tasks.held_out:
         raise SettingsError("tasks.held_out: without steps there is nothing else to do")
-    learner = s.learner.model_copy(update={"model": model, "temperature": s.sampling.temperature})
+    learner = s.learner.model_copy(
+        update={
+            "model": model,
+            "chat_template": s.chat.template,
+            "temperature": s.sampling.temperature,
+        }
+    )
     return s.model_copy(update={"model": str(model), "learner": learner})
 
 

@@ -15,7 +15,7 @@ import pydantic
 from aiohttp import web
 
 from agentloop import console
-from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.api.guard import Guard, ServeSettings
 from agentloop.api.http import bind, serving
 from agentloop.config import load_settings
@@ -143,13 +143,14 @@ def _chat_of(folder: Path, config: Path) -> ChatFormat | None:
         told: Mapping[str, Any] = tomllib.loads(config.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise SettingsError(f"{config}: {error}") from error
+    chat = ChatSettings.model_validate(told.get("chat", {}))
     candidates = [told.get("model"), str(SMALL)]
     with contextlib.suppress(SettingsError):
         candidates.insert(0, str(RunFolder.model_in(folder)))
     for model in candidates:
         if isinstance(model, str) and Path(model).is_dir():
             try:
-                return ChatFormat.load(model)
+                return ChatFormat.load(model, chat)
             except ModelError:
                 continue
     return None

@@ -210,6 +210,8 @@ def _copy_others(settings: LearnerSettings, target: Path) -> None:
         known = file.suffix in _COPIED and not file.name.endswith(".index.json")
         if file.is_file() and known and file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
+    if settings.chat_template is not None:
+        (target / "chat_template.jinja").write_text(settings.chat_template, "utf-8")
     config = config_of(settings)
     config.pop("torch_dtype", None)  # its name of old
     config["dtype"] = settings.publish_dtype

@@ -79,7 +79,8 @@ class ServeSettings(BaseSettings):
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Names, besides its own address, that callers may reach it by.",
+        description="Names, besides its own address, that callers may reach it by; with a token "
+        "any name will do, and these are the sites whose pages may call it.",
     )
     max_requests: int = Field(
         4096, ge=1, description="Requests at once; further ones get 503 and `Retry-After`."

@@ -266,6 +266,10 @@ class FakeSGLang:
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.how == "refuse":
             return web.Response(status=fault.status, body=fault.body)
+        num_tokens = len(asked["input_ids"]) + asked["sampling_params"]["max_new_tokens"]
+        if num_tokens > self.context_length:
+            said = f"Requested token count exceeds the model's context length: {num_tokens}"
+            return web.json_response({"error": {"message": said}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.num_streaming += 1

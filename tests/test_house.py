@@ -25,6 +25,7 @@ BOTTOM = {
     "agentloop.events",
     "agentloop.distribution",
     "agentloop.plain_json",
+    "agentloop.openmp",
 }
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
 # These run inside of the servers, on their own path, and belong to no package of ours.
@@ -135,6 +136,7 @@ MAY_IMPORT = {
     "agentloop.models": set(),
     "agentloop.errors": set(),
     "agentloop.plain_json": set(),
+    "agentloop.openmp": set(),
     "agentloop.trajectory": {"agentloop.errors"},
     "agentloop.config": {"agentloop.errors"},
     "agentloop.events": {"agentloop.trajectory", "agentloop.errors"},

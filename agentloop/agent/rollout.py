@@ -272,7 +272,7 @@ class Rollout:
             ids=ids,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
-            stop_ids=(self.chat.end_id,),
+            stop_ids=self.chat.stop_ids,
             group=self.group,
             num_shared=len(self._trajectory.prompt_ids) if self.group else 0,
         )

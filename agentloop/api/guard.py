@@ -36,7 +36,8 @@ class ServeSettings(pydantic.BaseModel):
     )
     allowed_hosts: list[str] = pydantic.Field(
         default_factory=list,
-        description="Names, besides its own address, that callers may reach it by.",
+        description="Names, besides its own address, that callers may reach it by; with a token "
+        "any name will do, and these are the sites whose pages may call it.",
     )
     max_rollouts: int = pydantic.Field(
         1024, ge=1, description="Rollouts in flight; more wait their turn."

@@ -32,6 +32,7 @@ from agentloop.errors import ModelError, ServerStartError
 from agentloop.inference.cpu import OVERLAY, PRIVATE, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
 from agentloop.models import not_a_model
+from agentloop.openmp import wait_policy
 
 __all__ = [
     "Launch",
@@ -328,7 +329,7 @@ async def guarded(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=dict(environment),
+            env={**environment, **wait_policy(environment)},
             start_new_session=True,  # Ctrl-C in a terminal is ours to handle
         )
 

@@ -35,6 +35,8 @@ def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("learner.optimizer.lr=0.1", "learner.optimizer.lr: set loop.lr"),
         ("learner.config.num_hidden_layers=2", "learner.config: .*init = random"),
         ("learner.model=x", "learner.model: set model"),
+        ("learner.chat_template=x", "learner.chat_template: set chat.template"),
+        ("chat.template=gone.jinja", "chat.template: 'gone.jinja' cannot be read: No such file"),
         ("learner.loss.clip_low=0.1", "learner.loss: it is that of the kind sft"),
         ("model=/gone", "model: /gone is no model folder"),
         ('data.paths=["gone.jsonl"]', "gone.jsonl: No such file"),
@@ -90,8 +92,11 @@ async def test_random_weights_learn_to_imitate(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
     model = tmp_path / "tiny"
     shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    own = "{#- ours -#}" + (SMALL / "chat_template.jinja").read_text("utf-8")
+    (tmp_path / "own.jinja").write_text(own, "utf-8")
     overrides = [
         f"model={model}",
+        f"chat.template={tmp_path / 'own.jinja'}",
         "data.teacher=120",
         f"run.folder={tmp_path}",
         "run.name=first",
@@ -112,6 +117,7 @@ async def test_random_weights_learn_to_imitate(tmp_path: Path) -> None:
     assert losses[-1] < 5
     assert (published / "model.safetensors").stat().st_size > 500_000
     assert (published / "tokenizer.json").read_bytes() == (SMALL / "tokenizer.json").read_bytes()
+    assert (published / "chat_template.jinja").read_text("utf-8") == own
     config = json.loads((published / "config.json").read_text("utf-8"))
     assert (config["num_hidden_layers"], len(config["layer_types"])) == (2, 2)
     assert said.lines[0].startswith("120 samples, ")

@@ -223,6 +223,41 @@ async def test_the_token_is_needed() -> None:
                 pass
 
 
+class Names(aiohttp.abc.AbstractResolver):
+    """A network in which every name leads to this machine."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        return [
+            {
+                "hostname": host,
+                "host": "127.0.0.1",
+                "port": port,
+                "family": socket.AF_INET,
+                "proto": 0,
+                "flags": 0,
+            }
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/recipes/paper.toml names them."""
+    monkeypatch.setattr(aiohttp.connector, "DefaultResolver", lambda loop: Names())
+    async with host(token="hush") as there:
+        there.url = there.url.replace("127.0.0.1", "node-4")
+        async with over(there, hosts_token=SecretStr("hush")) as pool:
+            assert (await pool.run("1")).ok
+    async with host() as there:
+        there.url = there.url.replace("127.0.0.1", "node-4")
+        with pytest.raises(SandboxUnavailable, match="403"):
+            async with over(there):
+                pass
+
+
 async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> None:
     async with host(max_waiting=1, slots_per_worker=1) as there, over(there) as pool:
         results: list[CallResult] = []

@@ -320,13 +320,20 @@ async def test_foreign_pages_are_refused(pool: Pool, client: Client, header: str
     assert pool.stats()["calls"] == before
 
 
-def test_a_guard_of_every_address_takes_addresses_but_no_names() -> None:
-    guard = Guard("0.0.0.0", "t")
-    ask = {"Authorization": "Bearer t"}
-    assert guard.refusal("/run", {"Host": "10.0.0.7:8010", **ask}) is None
-    assert guard.refusal("/run", {"Host": "[::1]:8010", **ask}) is None
-    assert guard.refusal("/run", {"Host": "evil.example", **ask}) is not None
-    assert Guard("0.0.0.0", "t", ["box.lan"]).refusal("/run", {"Host": "box.lan", **ask}) is None
+def test_a_guard_with_a_token_takes_any_name_and_one_without_only_its_own() -> None:
+    right, wrong = {"Authorization": "Bearer t"}, {"Authorization": "Bearer u"}
+    for name in ("10.0.0.7:8010", "[::1]:8010", "node-4:8010", "box.lan"):
+        for guard in (Guard("0.0.0.0", "t"), Guard("127.0.0.1", "t")):
+            assert guard.refusal("/run", {"Host": name, **right}) is None
+            refusal = guard.refusal("/run", {"Host": name, **wrong})
+            assert refusal is not None
+            assert refusal[0] == 401
+    local = Guard("127.0.0.1", None, ["box.lan"])
+    assert local.refusal("/run", {"Host": "box.lan:8010"}) is None
+    refusal = local.refusal("/run", {"Host": "node-4:8010"})
+    assert refusal is not None
+    assert refusal[0] == 403
+    assert "allowed_hosts" in refusal[1]
 
 
 async def test_code_judge(client: Client) -> None:

@@ -37,10 +37,21 @@ from agentloop.training.supervised import (
     trajectories_of,
 )
 from agentloop.trajectory import CallStatus, Trajectory
-from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
+from tests.support import (
+    END,
+    ScriptedEngine,
+    call_text,
+    chat_format,
+    chunks,
+    template,
+    tokenizer,
+    written,
+)
 
 FAKE = chat_format()
 SHIPPED = ChatFormat.load(SMALL)
+RECIPES = Path(__file__).parents[3] / "docs" / "recipes"
+PAPER = ChatFormat(tokenizer(), template((RECIPES / "paper.jinja").read_text("utf-8")))
 USER = {"role": "user", "content": "What is 37 times 48?"}
 TOOL = {
     "type": "function",
@@ -83,7 +94,7 @@ words = st.text("abc 0123,.{}\n<|>_", max_size=20)
 results = st.one_of(words, st.sampled_from([END, "<tool_call>", "x" * 3000]))
 
 
-@pytest.mark.parametrize("chat", [FAKE, SHIPPED], ids=["fake", "shipped"])
+@pytest.mark.parametrize("chat", [FAKE, SHIPPED, PAPER], ids=["fake", "shipped", "paper"])
 @pytest.mark.parametrize("in_content", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(turns=st.lists(st.tuples(words, st.lists(results, min_size=1, max_size=3)), max_size=3))
