@@ -153,8 +153,10 @@ class _Room:
         """A caller gave up: out of the queue, or its slot back if it was just granted."""
         if waiter.worker is not None:
             self.free(waiter.worker)
-        else:
-            self.waiting.pop(waiter, None)
+            return
+        self.waiting.pop(waiter, None)
+        if waiter.alone:
+            self.serve()  # no worker is to be emptied for it any more
 
     def free(self, worker: _Worker) -> None:
         worker.free += 1

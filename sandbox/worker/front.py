@@ -462,7 +462,7 @@ class Front:
         result = said.get("result")
         if not child.has_started():
             verdict = call.verdict or "sandbox_error"
-            why = f"its process did not get as far as the program: {last_line(stderr) or status}"
+            why = unstarted_why(call, stderr)
         else:
             verdict = self.judge(call, exit_code, signum, error, max_rss * 1024, cpu_s)
             why = "killed for memory that calls beside it had taken"
@@ -544,8 +544,11 @@ class Front:
         return "sandbox_error" if by_kernel and 2 * max_rss < self.spec.memory_bytes else "ended"
 
 
-def last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]
+def unstarted_why(call: Call, stderr: str) -> str:
+    if call.verdict is not None:
+        return f"the program had not begun after {call.timeout_s:g} s"
+    fault = stderr.rstrip().rpartition("\n")[2]
+    return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
 def keep_low_fds(far: socket.socket) -> socket.socket:

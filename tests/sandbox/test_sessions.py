@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import struct
@@ -66,7 +67,7 @@ async def test_no_cell_runs_in_a_fresh_process(pool: Pool) -> None:
             await session.run(
                 f"import os, threading; threading.Timer({delay_s}, os._exit, (1,)).start(); x = 7"
             )
-            with anyio.fail_after(20), pytest.raises(SessionLost):
+            with anyio.fail_after(20), contextlib.suppress(SessionLost):
                 while True:
                     results.append(await session.run("x"))
     assert {result.result for result in results} <= {"7", None}
