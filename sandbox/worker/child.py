@@ -42,6 +42,7 @@ from sandbox.worker.wire import (
     REPORT_SIZE,
     REPORT_START,
     STARTED,
+    Job,
     clip,
     unpack_job,
 )
@@ -67,13 +68,11 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
     interrupt: Any = signal.default_int_handler  # what the program does at SIGINT
     num_cells = 0
     while True:
-        data = read_job()
-        if not data:
+        job = read_job()
+        if job is None:
             return 0
         if not num_cells:
             os.write(JOB_FD, STARTED.pack(time.monotonic_ns()))
-        job = unpack_job(data)
-        del data
         if not job.lasting:
             os.close(JOB_FD)
         if job.stdin or num_cells:  # else it is /dev/null already
@@ -125,8 +124,8 @@ def become_nobody(spec: Spec, lane: int) -> None:
     os.chdir(spec.lane_dir(lane))
 
 
-def read_job() -> bytes:
-    """The next job of our channel, packed; b"" when the front has closed it."""
+def read_job() -> Job | None:
+    """The next job of our channel; None when the front has closed it."""
     data = os.read(JOB_FD, INLINE_JOB)
     if data == LARGE_JOB:
         with socket.socket(fileno=os.dup(JOB_FD)) as channel:
@@ -134,7 +133,7 @@ def read_job() -> bytes:
         with open(fds[0], "rb") as f:
             f.seek(0)
             data = f.read()
-    return data
+    return unpack_job(data) if data else None
 
 
 def give_stdin(data: bytes) -> None:
