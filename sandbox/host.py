@@ -32,7 +32,7 @@ class Guest:
         self._pool = pool
         self._outbox = Outbox()
         self._scopes: dict[int, anyio.CancelScope] = {}
-        self._opening: dict[int, anyio.CancelScope] = {}  # by session
+        self._cells: dict[int, anyio.CancelScope] = {}  # by session; also of one that is opened
         # As many again wait here as can run, so that no slot waits for the network.
         self._num_slots = 2 * pool.stats()["slots"]
 
@@ -87,6 +87,8 @@ class Guest:
                 raise ProtocolError(f"the id {call_id} is that of a call which is still open")
             case {"op": "run", "id": int(call_id)} if len(self._scopes) < 2 * self._num_slots:
                 scope = self._scopes[call_id] = anyio.CancelScope()
+                if isinstance(session := frame.get("session"), int):
+                    self._cells[session] = scope
                 self._group.start_soon(self._call, call_id, frame, scope)
             case {"op": "run", "id": int(call_id)}:
                 self._done(call_id, CallStatus.OVERLOADED, "more calls than slots were told")
@@ -94,8 +96,8 @@ class Guest:
                 if call_id in self._scopes:
                     self._scopes[call_id].cancel()
             case {"op": "close", "session": int(session)}:
-                if session in self._opening:
-                    self._opening[session].cancel()
+                if session in self._cells:
+                    self._cells[session].cancel()
                 self._sessions.close(session)
             case _:
                 raise ProtocolError(
@@ -105,7 +107,7 @@ class Guest:
     async def _call(self, call_id: int, frame: dict[str, Any], scope: anyio.CancelScope) -> None:
         try:
             with scope:
-                result = await self._run(check(LinkRequest, frame), scope)
+                result = await self._run(check(LinkRequest, frame))
                 if lost_by := self._sessions.lost_by(frame.get("session")):
                     self._lost(frame["session"], lost_by)
                 self._outbox.put(encode({"op": "done", **_fields(result), "id": call_id}))
@@ -117,24 +119,19 @@ class Guest:
             self._done(call_id, CallStatus.SANDBOX_ERROR, str(error))
         finally:
             del self._scopes[call_id]
+            session = frame.get("session")
+            if isinstance(session, int) and self._cells.get(session) is scope:
+                del self._cells[session]
 
-    async def _run(self, asked: LinkRequest, scope: anyio.CancelScope) -> CallResult:
+    async def _run(self, asked: LinkRequest) -> CallResult:
         what = (asked.code, asked.stdin, asked.timeout_s)
         if asked.session is None:
             return await self._pool.run(*what)
         if asked.opens and asked.session not in self._sessions:
-            await self._open(asked.session, scope)
+            await self._sessions.open(asked.session)
         if asked.session not in self._sessions:
             raise SessionLost("there is no such session here")
         return await self._sessions.run(asked.session, *what)
-
-    async def _open(self, session: int, scope: anyio.CancelScope) -> None:
-        """Open a session, unless its client closes it meanwhile, which cancels `scope`."""
-        self._opening[session] = scope
-        try:
-            await self._sessions.open(session)
-        finally:
-            del self._opening[session]
 
     def _lost(self, session: int, by: LostBy, **more: int) -> None:
         self._outbox.put(encode({"op": "session_lost", "session": session, "by": by, **more}))
