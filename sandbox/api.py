@@ -38,6 +38,7 @@ class LinkRequest(RunRequest, extra="ignore", strict=True):
     """A `run` frame of a link (remote.py), without its `op` and `id`."""
 
     session: int | None = None
+    opens: bool = False
 
 
 class SessionRequest(pydantic.BaseModel, extra="forbid"):

@@ -12,7 +12,7 @@ import anyio
 from aiohttp import web
 
 from sandbox.api import LinkRequest, check
-from sandbox.errors import ProtocolError, SandboxError, SessionLost
+from sandbox.errors import LostBy, ProtocolError, SandboxError, SessionLost
 from sandbox.pool import GRACE_S, Pool
 from sandbox.protocol import FrameReader, encode
 from sandbox.remote import Outbox
@@ -32,6 +32,7 @@ class Guest:
         self._pool = pool
         self._outbox = Outbox()
         self._scopes: dict[int, anyio.CancelScope] = {}
+        self._cells: dict[int, anyio.CancelScope] = {}  # by session; also of one that is opened
         # As many again wait here as can run, so that no slot waits for the network.
         self._num_slots = 2 * pool.stats()["slots"]
 
@@ -86,6 +87,8 @@ class Guest:
                 raise ProtocolError(f"the id {call_id} is that of a call which is still open")
             case {"op": "run", "id": int(call_id)} if len(self._scopes) < 2 * self._num_slots:
                 scope = self._scopes[call_id] = anyio.CancelScope()
+                if isinstance(session := frame.get("session"), int):
+                    self._cells[session] = scope
                 self._group.start_soon(self._call, call_id, frame, scope)
             case {"op": "run", "id": int(call_id)}:
                 self._done(call_id, CallStatus.OVERLOADED, "more calls than slots were told")
@@ -93,6 +96,8 @@ class Guest:
                 if call_id in self._scopes:
                     self._scopes[call_id].cancel()
             case {"op": "close", "session": int(session)}:
+                if session in self._cells:
+                    self._cells[session].cancel()
                 self._sessions.close(session)
             case _:
                 raise ProtocolError(
@@ -103,26 +108,33 @@ class Guest:
         try:
             with scope:
                 result = await self._run(check(LinkRequest, frame))
+                if lost_by := self._sessions.lost_by(frame.get("session")):
+                    self._lost(frame["session"], lost_by)
                 self._outbox.put(encode({"op": "done", **_fields(result), "id": call_id}))
                 return
             self._done(call_id, CallStatus.CANCELLED, "killed by its caller")
-        except SessionLost:
-            lost = {"op": "session_lost", "session": frame["session"], "id": call_id}
-            self._outbox.put(encode(lost))
+        except SessionLost as error:
+            self._lost(frame["session"], error.by, id=call_id)
         except (SandboxError, ValueError) as error:
             self._done(call_id, CallStatus.SANDBOX_ERROR, str(error))
         finally:
             del self._scopes[call_id]
+            session = frame.get("session")
+            if isinstance(session, int) and self._cells.get(session) is scope:
+                del self._cells[session]
 
     async def _run(self, asked: LinkRequest) -> CallResult:
         what = (asked.code, asked.stdin, asked.timeout_s)
         if asked.session is None:
             return await self._pool.run(*what)
-        if asked.session not in self._sessions:
+        if asked.opens and asked.session not in self._sessions:
             await self._sessions.open(asked.session)
-            if asked.session not in self._sessions:
-                raise SessionLost("its client closed it as it was opened")
+        if asked.session not in self._sessions:
+            raise SessionLost("there is no such session here")
         return await self._sessions.run(asked.session, *what)
+
+    def _lost(self, session: int, by: LostBy, **more: int) -> None:
+        self._outbox.put(encode({"op": "session_lost", "session": session, "by": by, **more}))
 
     def _done(self, call_id: int, status: CallStatus, why: str) -> None:
         self._outbox.put(encode({"op": "done", "id": call_id, "status": status, "why": why}))

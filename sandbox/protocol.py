@@ -1,8 +1,12 @@
 """Frames between the supervisor and a worker: four bytes of length (big endian), then JSON.
 
-To the worker            run {id, code, stdin, timeout_s, session?}   kill {id}   close {session}
-From the worker          ready {pid, python, kill_by, layers}         done {id, status, ...}
-                         session_lost {session}                       fatal {why}
+To the worker     run {id, code, stdin, timeout_s, session?, opens?}   kill {id}   close {session}
+                  ping
+From the worker   ready {pid, python, kill_by, layers}   done {id, status, ...}   pong
+                  session_lost {session, by?, id?}       fatal {why}
+
+A session begins with a cell that `opens` it, and no other cell begins one: it is answered with
+`session_lost` and its `id` where the session is not there any more. `by`: errors.LostBy.
 
 A worker is trusted as far as its own calls go: the code inside can reach neither the connection
 nor the process that writes to it.

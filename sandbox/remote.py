@@ -5,7 +5,7 @@ does for a worker (waiting, cancelling, sessions, a second run elsewhere after a
 for a host. Beyond a worker's frames:
 
 From the host     ready {slots, seats, grace_s, layers}     load {others}
-                  done {..., queue_s, worker_id, attempt}   session_lost {session, id?}
+                  done {..., queue_s, worker_id, attempt}
 
 `others`: calls that the host has for other clients; the pool goes where the least are. A host that
 vanishes is found by its missing heartbeat, within 15 s.
@@ -66,6 +66,10 @@ class HostLink(Link):
         super().__init__(worker_id)
         self.others = 0
 
+    async def watch(self) -> None:
+        """Return when the host is lost; the WebSocket's own heartbeat finds one that is silent."""
+        await self.lost.wait()  # no deadline: as long as the host lives
+
     def submit(self, message: dict[str, Any]) -> Pending:
         # Lone surrogates would be no JSON to the host: replaced here, as a worker does it.
         clean = {key: message[key].encode("utf-8", "replace").decode() for key in ("code", "stdin")}
@@ -75,9 +79,6 @@ class HostLink(Link):
         match message:
             case {"op": "load", "others": int(others)}:
                 self.others = others
-            case {"op": "session_lost", "session": session, "id": call_id}:
-                self.lost_sessions.add(session)
-                self._settle(call_id, None)
             case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
                 raise ProtocolError("the host's results lack fields: is it of another version?")
             case _:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import anyio
 import anyio.abc
 
-from sandbox.errors import SessionLost
+from sandbox.errors import LostBy, SessionLost
 from sandbox.pool import Pool, Session
 from sandbox.results import CallResult
 
@@ -71,6 +71,11 @@ class Sessions:
             held.num_running -= 1
             if not held.num_running:
                 held.scope.deadline = anyio.current_time() + self._idle_s
+
+    def lost_by(self, key: Any) -> LostBy | None:
+        """By whose doing a session is lost; None where it lives, or is not here."""
+        held = self._held.get(key)
+        return held.session.lost_by if held is not None else None
 
     def close(self, key: Any) -> bool:
         """End a session; False where there is none."""

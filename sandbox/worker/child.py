@@ -33,12 +33,15 @@ from sandbox.worker.kernel import (
 )
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import (
+    CELL_DONE,
     INLINE_JOB,
     JOB_FD,
     LARGE_JOB,
     REPORT_BYTES,
     REPORT_FD,
-    REPORT_HEAD,
+    REPORT_SIZE,
+    REPORT_START,
+    STARTED,
     Job,
     clip,
     unpack_job,
@@ -62,38 +65,38 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
+    interrupt: Any = signal.default_int_handler  # what the program does at SIGINT
     num_cells = 0
     while True:
-        if num_cells:
-            signal.sigtimedwait(INTERRUPT, 0)  # one that came after its cell
         job = read_job()
         if job is None:
             return 0
+        if not num_cells:
+            os.write(JOB_FD, STARTED.pack(time.monotonic_ns()))
         if not job.lasting:
             os.close(JOB_FD)
         if job.stdin or num_cells:  # else it is /dev/null already
             give_stdin(job.stdin)
         limit_cpu(job.timeout_s, first=not num_cells)
-        if not num_cells and NEEDS_SEED.search(job.code):
+        if not num_cells and (job.lasting or NEEDS_SEED.search(job.code)):
             reseed()
         if "fork" in job.code or "process" in job.code:
             register_fork_hooks()
         num_cells += 1
-        name = f"<cell {num_cells}>" if job.lasting else NAME
-        started_ns = time.monotonic_ns()
-        area[: REPORT_HEAD.size] = REPORT_HEAD.pack(started_ns, 0)
         if job.lasting:
-            status, report = run_to_its_end(job.code, variables, name)
+            status, report, interrupt = run_lasting_cell(
+                job.code, variables, f"<cell {num_cells}>", area, interrupt
+            )
         else:
-            status, report = run_cell(job.code, variables, name)
+            status, report = run_cell(job.code, variables, NAME)
         if not job.lasting or os.getpid() != pid:  # a fork that came back ends here, unheard
             finish_threads()
             finish_variables(variables, job.code)
             if report and os.getpid() == pid:
-                write_report(area, started_ns, report)
+                write_report(area, report)
             return status
-        write_report(area, started_ns, {**report, "exit_code": status})
-        os.write(JOB_FD, b"done")
+        write_report(area, {**report, "exit_code": status})
+        os.write(JOB_FD, CELL_DONE)
 
 
 def become_nobody(spec: Spec, lane: int) -> None:
@@ -184,8 +187,8 @@ def limit_cpu(timeout_s: float, first: bool) -> None:
         pass
 
 
-# Who names none of these reaches no generator that the zygote has seeded.
-NEEDS_SEED = re.compile("random|numpy|scipy|sympy|exec|eval|import_")
+# A program without any of these imports no module, and so uses no generator that the zygote seeded.
+NEEDS_SEED = re.compile("import|exec|eval")
 
 
 def reseed() -> None:
@@ -217,18 +220,30 @@ def compile_cell(code: str, name: str) -> tuple[types.CodeType, types.CodeType |
         return compile(code, name, "exec", dont_inherit=True), None
 
 
-INTERRUPT = (signal.SIGINT,)  # blocked by the zygote: out of a cell it would end the session
+def run_lasting_cell(
+    code: str, variables: dict[str, Any], name: str, area: mmap.mmap, interrupt: Any
+) -> tuple[int, dict[str, Any], Any]:
+    """Run a cell of a session with `interrupt` as the handler of SIGINT. Returns what run_cell
+    does, and the handler that the cell leaves behind.
 
-
-def run_to_its_end(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
-    """Run a cell of a session. An interrupt is for it alone, however late it comes."""
+    An interrupt is for one cell alone: one that comes late, between two cells, is ignored.
+    """
     try:
-        done = run_cell(code, variables, name)
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
+        signal.signal(signal.SIGINT, interrupt)
+        REPORT_SIZE.pack_into(area, STARTED.size, 0)
+        STARTED.pack_into(area, 0, time.monotonic_ns())  # from here on the front may interrupt
+        status, report = run_cell(code, variables, name)
+        return status, report, ignore_interrupts()
     except KeyboardInterrupt:  # as the cell ended
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
-        return 1, {}
-    return done
+        return 1, {}, ignore_interrupts()
+
+
+def ignore_interrupts() -> Any:
+    """Ignore SIGINT; return the handler that was set."""
+    handler = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # None: it was not set from Python, and can't be set again.
+    return signal.default_int_handler if handler is None else handler
 
 
 def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
@@ -239,7 +254,6 @@ def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     variables["__file__"] = name
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)  # one may have come already
         body, last = compile_cell(code, name)
         exec(body, variables)
         if last is not None:
@@ -340,9 +354,8 @@ def finish_variables(variables: dict[str, Any], code: str) -> None:
 LINGERS = re.compile("open|__del__|weakref|yield|Wrapper|Writer|async")
 
 
-def write_report(area: mmap.mmap, started_ns: int, report: dict[str, Any]) -> None:
+def write_report(area: mmap.mmap, report: dict[str, Any]) -> None:
     data = json.dumps(report, ensure_ascii=False).encode("utf-8", "replace")
-    if len(data) > REPORT_BYTES - REPORT_HEAD.size:
-        data = b""
-    head = REPORT_HEAD.pack(started_ns, len(data))
-    area[: len(head) + len(data)] = head + data
+    if len(data) <= REPORT_BYTES - REPORT_START:
+        area[REPORT_START : REPORT_START + len(data)] = data
+        REPORT_SIZE.pack_into(area, STARTED.size, len(data))

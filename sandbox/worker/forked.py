@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import termios
+import time
 from typing import Any
 
 from sandbox.worker.wire import (
@@ -16,13 +17,16 @@ from sandbox.worker.wire import (
     LARGE_JOB,
     MAX_TEXT,
     REPORT_BYTES,
-    REPORT_HEAD,
+    REPORT_SIZE,
+    REPORT_START,
+    STARTED,
     clip,
     pack_job,
 )
 
 _INT = struct.Struct("i")
 _ZERO = bytes(_INT.size)
+MAX_STALE = 1000  # messages; more than a channel holds
 
 
 class Output:
@@ -75,9 +79,11 @@ class Call:
         self.code: str = frame["code"]
         self.timeout_s: float = frame["timeout_s"]
         self.session: int | None = frame.get("session")
+        self.opens: bool = frame.get("opens", False)  # the first cell of its session
         lasting = self.session is not None
         self.job = pack_job(self.code, frame.get("stdin", ""), self.timeout_s, lasting)
-        self.started = 0.0
+        self.started = 0.0  # when it was sent, by time.monotonic()
+        self.started_ns = 0  # the same
         self.oom_kills = 0  # the kernel's, before it
         self.alone = True  # no other ran beside it
         self.verdict: str | None = None  # why we killed it, if we did
@@ -90,7 +96,8 @@ class Forked:
         self.lane = lane
         self.level = level
         self.pid: int | None = None  # known once the zygote says so
-        self.doomed = False
+        self.doom: str | None = None  # why it was killed; no further call is for it
+        self.started_ns: int | None = None  # of its first program; None: not heard of yet
         self.channel, self.far_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         out, self.far_out = os.pipe2(os.O_CLOEXEC)
         err, self.far_err = os.pipe2(os.O_CLOEXEC)
@@ -100,6 +107,7 @@ class Forked:
         self.report_fd = os.memfd_create("report", os.MFD_CLOEXEC)
         os.ftruncate(self.report_fd, REPORT_BYTES)
         self.call: Call | None = None
+        self.oom_kills = 0  # the kernel's, before its last cell ended
         self.session: int | None = None
 
     def far_fds(self) -> list[int]:
@@ -129,16 +137,46 @@ class Forked:
         finally:
             os.close(fd)
 
-    def report(self) -> tuple[int | None, dict[str, Any]]:
-        """What the child says of itself. Read by copying: it can't shrink under us."""
-        started_ns, size = REPORT_HEAD.unpack(os.pread(self.report_fd, REPORT_HEAD.size, 0))
-        if not 0 < size <= REPORT_BYTES:
-            return started_ns or None, {}
+    def hear(self) -> bytes | None:
+        """The child's next message; None if there is none yet, b"" if none can follow."""
         try:
-            given = json.loads(os.pread(self.report_fd, size, REPORT_HEAD.size))
+            said = self.channel.recv(64, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+        if self.started_ns is None and len(said) == STARTED.size:
+            (self.started_ns,) = STARTED.unpack(said)
+        return said
+
+    def has_started(self) -> bool:
+        """Return True once a program runs, or has run, in this child."""
+        if self.started_ns is None:
+            self.hear()
+        return self.started_ns is not None
+
+    def cell_started_ns(self, call: Call) -> int | None:
+        """When this cell of a session began; None if it has not. The word of its process, which
+        can't be outside of the call's own time."""
+        (started_ns,) = STARTED.unpack(os.pread(self.report_fd, STARTED.size, 0))
+        return min(started_ns, time.monotonic_ns()) if started_ns >= call.started_ns else None
+
+    def forget_stale(self) -> None:
+        """Drop what a session's process has said since its last cell."""
+        for _ in range(MAX_STALE):
+            if not self.hear():
+                return
+
+    def report(self) -> dict[str, Any]:
+        """What the child says of itself. Read by copying: it can't shrink under us."""
+        (size,) = REPORT_SIZE.unpack(os.pread(self.report_fd, REPORT_SIZE.size, STARTED.size))
+        if not 0 < size <= REPORT_BYTES:
+            return {}
+        try:
+            given = json.loads(os.pread(self.report_fd, size, REPORT_START))
         except (ValueError, RecursionError):
-            return started_ns or None, {}
-        return started_ns or None, given if isinstance(given, dict) else {}
+            return {}
+        return given if isinstance(given, dict) else {}
 
 
 def honest_error(given: Any) -> dict[str, Any] | None:

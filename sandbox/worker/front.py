@@ -47,6 +47,9 @@ TOP_UP_DELAY_S = 0.002
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 CROWD_CHECK_S = 0.25
 HEED_S = 2.0  # for a cell to heed an interrupt, on a machine that is busy
+LATE_CHECK_S = 0.05  # between looks at a cell that is out of time and has not begun
+# By why its process was killed: whose doing it is that a session is lost. Else its program's.
+LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
 
 class Front:
@@ -63,7 +66,6 @@ class Front:
         self.ready: list[deque[Forked]] = [deque() for _ in spec.levels]
         self.calls: dict[int, Forked] = {}
         self.sessions: dict[int, Forked] = {}
-        self.closed: set[int] = set()  # sessions
         self.queue: deque[Call] = deque()
         self.deadlines: list[tuple[float, int, Call]] = []
         self.serial = itertools.count()
@@ -166,22 +168,30 @@ class Front:
             if now < call.started + call.timeout_s:
                 self.lanes.hold_back(child.lane)
                 self.look_again(call)
-            elif call.session is not None and call.verdict is None and child.pid:
-                self.interrupt(child, call)
-            else:
+            elif not child.has_started():
+                self.condemn(child, "sandbox_error")
+            elif call.session is None or call.verdict is not None:
                 self.condemn(child, "timeout")
+            else:
+                self.interrupt(child, call, now)
 
     def look_again(self, call: Call) -> None:
         due = time.monotonic() + CROWD_CHECK_S
         if due < call.started + call.timeout_s:
             heapq.heappush(self.deadlines, (due, next(self.serial), call))
 
-    def interrupt(self, child: Forked, call: Call) -> None:
-        """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on."""
+    def interrupt(self, child: Forked, call: Call, now: float) -> None:
+        """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on. One that
+        has not begun yet would not hear it."""
+        begun = child.pid is not None and child.cell_started_ns(call) is not None
+        if not begun and now < call.started + call.timeout_s + HEED_S:
+            heapq.heappush(self.deadlines, (now + LATE_CHECK_S, next(self.serial), call))
+            return
         call.verdict = "timeout"
-        heapq.heappush(self.deadlines, (time.monotonic() + HEED_S, next(self.serial), call))
-        with contextlib.suppress(OSError):
-            os.kill(child.pid or 0, signal.SIGINT)
+        heapq.heappush(self.deadlines, (now + HEED_S, next(self.serial), call))
+        if child.pid is not None:
+            with contextlib.suppress(OSError):
+                os.kill(child.pid, signal.SIGINT)
 
     # -- the supervisor's connection --------------------------------------------------------
 
@@ -212,10 +222,9 @@ class Front:
             case "kill":
                 self.cancel(frame["id"])
             case "close":
-                self.closed.add(frame["session"])  # a cell of it may still be under way
-                session = self.sessions.pop(frame["session"], None)
-                if session is not None:
-                    self.condemn(session, "cancelled")
+                self.close(frame["session"])
+            case "ping":
+                self.send({"op": "pong"})
 
     def take(self, frame: dict[str, Any]) -> None:
         """A call for the queue. One that makes no sense is answered; we live on."""
@@ -226,11 +235,27 @@ class Front:
             answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": why}
             self.send(answer)
             return
-        if call.session in self.closed:
-            self.answer_unstarted(call, "cancelled", "its session is closed")
+        if call.session is None or call.opens:
+            self.queue.append(call)
+            self.start_queued()
             return
-        self.queue.append(call)
-        self.start_queued()
+        child = self.sessions.get(call.session)
+        if child is None:  # its end was told before
+            self.send({"op": "session_lost", "session": call.session, "id": call.id})
+        elif child.doom is not None:
+            self.lose_session(child, child.doom, call)
+        elif child.call is not None:
+            self.answer_unstarted(call, "sandbox_error", "its session runs another cell")
+        else:
+            self.begin(child, call)
+
+    def close(self, session: int) -> None:
+        for call in [call for call in self.queue if call.session == session]:
+            self.cancel(call.id)
+        child = self.sessions.pop(session, None)
+        if child is not None:
+            child.session = None  # nobody asks any more how it ends
+            self.condemn(child, "cancelled")
 
     def send(self, frame: dict[str, Any]) -> None:
         data = _to_json(frame).encode("utf-8", "replace")
@@ -269,12 +294,9 @@ class Front:
             self.begin(child, call)
 
     def child_for(self, call: Call) -> Forked | None:
+        level = len(self.names) - 1  # later cells of a session may name anything
         if call.session is None:
             level = self.level_for(call.code)
-        elif call.session in self.sessions:
-            return self.sessions[call.session]
-        else:  # its later cells may name anything
-            level = len(self.names) - 1
         if self.ready[level]:
             return self.ready[level].popleft()
         return self.spawn(level)
@@ -283,9 +305,10 @@ class Front:
         if call.session is not None:
             child.session = call.session
             self.sessions[call.session] = child
-            if child.channel.fileno() not in self.handlers:
-                self.watch(child.channel.fileno(), lambda _: self.on_cell_done(child))
-        call.started = time.monotonic()
+            child.forget_stale()
+            self.watch(child.channel.fileno(), lambda _: self.on_cell_news(child))
+        call.started_ns = time.monotonic_ns()
+        call.started = call.started_ns / 1e9
         call.oom_kills = self.oom_kills
         call.alone = not self.calls
         for other in self.calls.values():
@@ -297,11 +320,9 @@ class Front:
         self.look_again(call)
         try:
             child.send(call)
-        except OSError as error:  # it died while it waited
-            call.verdict = "sandbox_error"
-            child.doomed = True
+        except OSError as error:  # it died while it waited: news of its end are on their way
             if error.errno == errno.EMSGSIZE:
-                self.lanes.kill(child.lane, child.pid)
+                self.condemn(child, "sandbox_error")
         call.code, call.job = "", b""  # `deadlines` holds it until its time would be up
         # The next fork waits: at once it would take the processor from the call just sent.
         self.top_up_at = self.top_up_at or call.started + TOP_UP_DELAY_S
@@ -338,6 +359,8 @@ class Front:
         for call in self.queue:
             if call.id == call_id:
                 self.queue.remove(call)
+                if call.session is not None:
+                    self.send({"op": "session_lost", "session": call.session, "by": "caller"})
                 self.answer_unstarted(call, "cancelled")
                 return
         child = self.calls.get(call_id)
@@ -348,7 +371,7 @@ class Front:
         """Kill a child for a reason; its answer follows when the zygote tells of its end."""
         if child.call is not None and child.call.verdict is None:
             child.call.verdict = verdict
-        child.doomed = True
+        child.doom = child.doom or verdict
         self.lanes.kill(child.lane, child.pid)
 
     # -- news of children -------------------------------------------------------------------
@@ -365,7 +388,7 @@ class Front:
             child = self.children[lane]
             if kind == NEWS_FORKED:
                 child.pid = value
-                if child.doomed:
+                if child.doom is not None:
                     self.lanes.kill(child.lane, child.pid)
             elif kind == NEWS_EXITED:
                 self.on_exit(child, value, cpu_s, max_rss)
@@ -377,6 +400,8 @@ class Front:
         self.lanes.kill_rest(child.lane)
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
+        elif child.session is not None:
+            self.lose_session(child, self.judge_idle(child, status, max_rss * 1024))
         elif child in self.ready[child.level]:
             self.ready[child.level].remove(child)
         self.discard(child)
@@ -385,51 +410,73 @@ class Front:
         call = child.call
         if call is not None:
             self.calls.pop(call.id, None)
+            self.lose_session(child, "sandbox_error")
             self.answer_unstarted(call, "sandbox_error", f"fork: {os.strerror(code)}")
         elif child in self.ready[child.level]:
             self.ready[child.level].remove(child)
         self.discard(child)
 
-    def on_cell_done(self, child: Forked) -> None:
-        try:
-            said = child.channel.recv(64)
-        except OSError:
-            said = b""
-        if not said:
-            self.unwatch(child.channel.fileno())
+    def on_cell_news(self, child: Forked) -> None:
+        """A session's process has started, or its cell has ended: by its own word."""
+        is_first = child.started_ns is None
+        said = child.hear()
+        if said is None or (said and is_first):
             return
-        if child.call is not None and not child.doomed:
+        # Not heard again before its next cell: a background thread may write without end.
+        self.unwatch(child.channel.fileno())
+        if said and child.call is not None and child.doom is None:
             self.answer(child, time.monotonic(), None, 0.0, 0)
+
+    def lose_session(self, child: Forked, reason: str, call: Call | None = None) -> None:
+        """Tell that a session is over, once; and that `call`, a cell of it, will not run."""
+        if child.session is None:  # closed, or told
+            return
+        self.sessions.pop(child.session, None)
+        by = LOST_BY.get(reason, "program")
+        frame = {"op": "session_lost", "session": child.session, "by": by}
+        self.send(frame if call is None else {**frame, "id": call.id})
+        child.session = None
 
     def discard(self, child: Forked) -> None:
         for fd in (child.out.fd, child.err.fd, child.channel.fileno()):
             self.unwatch(fd)
         child.close()
         del self.children[child.lane]
-        if child.session is not None:
-            self.sessions.pop(child.session, None)
-            self.send({"op": "session_lost", "session": child.session})
         self.lanes.clean(child.lane)
 
     def answer(
         self, child: Forked, ended: float, status: int | None, cpu_s: float, max_rss: int
     ) -> None:
-        """The one frame that a call gets. `status` is None for a cell whose process lives on."""
+        """The one answer that a call gets. `status` is None for a cell whose process lives on."""
         call = child.call
         assert call is not None
         child.call = None
         del self.calls[call.id]
         child.out.read()
         child.err.read()
-        started_ns, said = child.report()
+        said = child.report()
         stdout, stdout_bytes, stdout_cut = child.out.take()
         stderr, stderr_bytes, stderr_cut = child.err.take()
         exit_code, signum = split_status(status, said)
         error = honest_error(said.get("error"))
         result = said.get("result")
-        verdict = self.judge(call, exit_code, signum, error, max_rss * 1024)
+        if not child.has_started():
+            verdict = call.verdict or "sandbox_error"
+            why = unstarted_why(call, stderr)
+        else:
+            verdict = self.judge(call, exit_code, signum, error, max_rss * 1024, cpu_s)
+            why = "killed for memory that calls beside it had taken"
+        started_ns = child.started_ns
+        if call.session is not None and not call.opens:
+            started_ns = child.cell_started_ns(call)
+            if started_ns is None and status is not None and call.verdict is None:
+                self.lose_session(child, verdict, call)
+                return
+        child.oom_kills = self.oom_kills
+        if status is not None:
+            self.lose_session(child, verdict)
         if verdict == "sandbox_error":
-            self.answer_unstarted(call, verdict, "killed for memory that calls beside it had taken")
+            self.answer_unstarted(call, verdict, why)
             return
         self.send(
             {
@@ -467,6 +514,7 @@ class Front:
         signum: int | None,
         error: dict[str, Any] | None,
         max_rss: int,
+        cpu_s: float,
     ) -> str:
         if call.verdict is None and exit_code == 0:
             return "ok"
@@ -474,7 +522,7 @@ class Front:
         self.oom_kills = count_oom_kills()
         if call.verdict is not None:
             return call.verdict
-        if signum == signal.SIGXCPU:
+        if signum == signal.SIGXCPU and cpu_s > call.timeout_s:
             return "timeout"
         if signum == signal.SIGKILL and self.oom_kills > call.oom_kills:
             # The kernel takes the largest; one that was not alone, and had less than half of what
@@ -484,6 +532,23 @@ class Front:
         if signum is not None:
             return "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
+
+    def judge_idle(self, child: Forked, status: int, max_rss: int) -> str:
+        """Why a session's process has ended between two cells."""
+        if child.doom is not None:
+            return child.doom
+        self.oom_kills = count_oom_kills()
+        by_kernel = split_status(status, {})[1] == signal.SIGKILL and (
+            self.oom_kills > child.oom_kills
+        )
+        return "sandbox_error" if by_kernel and 2 * max_rss < self.spec.memory_bytes else "ended"
+
+
+def unstarted_why(call: Call, stderr: str) -> str:
+    if call.verdict is not None:
+        return f"the program had not begun after {call.timeout_s:g} s"
+    fault = stderr.rstrip().rpartition("\n")[2]
+    return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
 def keep_low_fds(far: socket.socket) -> socket.socket:

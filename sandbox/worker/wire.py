@@ -2,6 +2,10 @@
 
 front to zygote   FORK, with the child's descriptors     zygote to front   NEWS of a child
 front to child    a job: JOB, code, standard input       child to front    a report, in a mapping
+child to front    STARTED, once, before its program runs; then CELL_DONE after each cell
+
+A child that ended without STARTED has not run its program, which is the fault of the sandbox. No
+program can keep that message from being sent, change it or take it back.
 """
 
 from __future__ import annotations
@@ -17,7 +21,12 @@ JOB = struct.Struct("<d?I")  # timeout_s, of a session, bytes of code
 INLINE_JOB = 64 * 1024  # larger jobs travel as a memory file
 LARGE_JOB = b"+"
 
-REPORT_HEAD = struct.Struct("<qi")  # started_ns, bytes of JSON that follow
+STARTED = struct.Struct("<q")  # time.monotonic_ns()
+CELL_DONE = b"done"
+
+# The mapping: STARTED of the latest cell, if of a session; REPORT_SIZE; as many bytes of JSON.
+REPORT_SIZE = struct.Struct("<i")
+REPORT_START = STARTED.size + REPORT_SIZE.size
 REPORT_BYTES = 256 * 1024
 
 JOB_FD, REPORT_FD = 3, 4  # held free in a zygote

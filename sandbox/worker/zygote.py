@@ -14,7 +14,7 @@ import traceback
 import types
 
 from sandbox.worker import child, warm
-from sandbox.worker.child import INTERRUPT, NAME, be_child, open_input, open_output
+from sandbox.worker.child import NAME, be_child, open_input, open_output
 from sandbox.worker.kernel import (
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
@@ -61,8 +61,7 @@ class Zygote:
         self.prepare()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a call's
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         poll = select.poll()
         poll.register(self.front, select.POLLIN)

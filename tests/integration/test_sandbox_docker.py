@@ -230,6 +230,55 @@ async def test_a_memory_bomb_can_not_send_the_killer_to_its_neighbours(pool: Poo
     assert kept == ["kept\n"]
 
 
+BOMB_AND_KILL_ITSELF = """
+import os, signal, time
+for _ in range(6):
+    if os.fork() == 0:
+        hoard = []
+        while True:
+            try: hoard.append(b"1" * 5_000_000)
+            except MemoryError: pass
+def kills():
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        try:
+            for line in open(path):
+                if line.startswith("oom_kill "): return int(line.split()[1])
+        except OSError: pass
+    return 0
+before, end = kills(), time.monotonic() + 10
+while kills() == before and time.monotonic() < end: time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def test_a_program_can_not_make_its_own_end_look_like_ours(pool: Pool) -> None:
+    """It fills the memory by a process of its own, and then kills itself beside another call."""
+    kept: list[str] = []
+
+    async def keep() -> None:
+        kept.append((await pool.run("import time; time.sleep(6); print('kept')")).stdout)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(keep)
+        await anyio.sleep(0.5)
+        result = await pool.run(BOMB_AND_KILL_ITSELF)
+    assert result.status in (CallStatus.OOM, CallStatus.KILLED), result
+    assert kept == ["kept\n"]
+
+
+async def test_an_idle_container_that_hangs_is_found(
+    engine: aiodocker.Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sandbox.link.BEAT_S", 0.5)
+    async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
+        name = f"agentloop-sandbox-{pool._room.workers[0].link.worker_id}"
+        await (await engine.containers.get(name)).pause()
+        with anyio.fail_after(60):
+            while not pool.stats()["replaced"]:  # noqa: ASYNC110 - nor does the pool
+                await anyio.sleep(0.02)
+        assert (await pool.run("print(1)")).stdout == "1\n"
+
+
 async def test_a_killed_container_is_replaced_and_its_call_runs_again(
     engine: aiodocker.Docker,
 ) -> None:
