@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import anyio
 import pydantic
 
+from agentloop.agent.channels import Speech, answer_in
 from agentloop.agent.chat_format import ChatFormat, TextStream
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema, Tool, ToolFunction, ToolOutput, Tools
@@ -54,7 +55,7 @@ from agentloop.trajectory import (
     VersionSpan,
 )
 
-__all__ = ["Budget", "Engine", "Rollout", "prompt_of", "truncated"]
+__all__ = ["Budget", "Engine", "Rollout", "TurnOptions", "prompt_of", "truncated"]
 
 
 class Budget(pydantic.BaseModel):
@@ -66,6 +67,9 @@ class Budget(pydantic.BaseModel):
     max_response_tokens: int = pydantic.Field(
         8192, ge=1, description="Tokens after the prompt, tool responses included."
     )
+    max_sampled_tokens: int | None = pydantic.Field(
+        None, ge=1, description="Tokens sampled in all turns; none: the response's budget."
+    )
     max_turn_tokens: int | None = pydantic.Field(
         None, ge=1, description="Tokens sampled in one turn; none: the response's budget."
     )
@@ -73,6 +77,24 @@ class Budget(pydantic.BaseModel):
         512, ge=8, description="A longer tool response keeps its head and its tail."
     )
     timeout_s: float = pydantic.Field(600.0, gt=0, description="Wall time, queues included.")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOptions:
+    """What ends a turn besides the model's end-of-turn token, and what is recorded of it.
+
+    Attributes:
+        stop: The answer, and with it the rollout, ends before the first of these strings: see
+            `agentloop.agent.channels.Speech`.
+        single_call: A turn ends with its first tool call.
+        ignore_end: The end-of-turn token ends no turn, only the budget does: for load tests.
+        num_top_logprobs: How many of the likeliest tokens a turn records for each token.
+    """
+
+    stop: tuple[str, ...] = ()
+    single_call: bool = False
+    ignore_end: bool = False
+    num_top_logprobs: int = 0
 
 
 class Engine(Protocol):
@@ -97,6 +119,7 @@ class Engine(Protocol):
 # What tells how long rollouts are. The others were cut short by something else than the rollout.
 _WHOLE = (
     StopReason.ANSWERED,
+    StopReason.STOP_SEQUENCE,
     StopReason.CALLER_TOOLS,
     StopReason.TURN_BUDGET,
     StopReason.TOKEN_BUDGET,
@@ -116,16 +139,19 @@ async def prompt_of(
         RequestError: they are not possible, or more.
     """
     if (at_least := chat.at_least(messages)) >= context_length:
-        raise PromptTooLong(
-            f"messages: they make at least {at_least} tokens; the model's context is "
-            f"{context_length}"
-        )
+        raise _too_long(f"at least {at_least}", context_length)
     prompt_ids = await chat.prompt_in_turn(messages, schemas)
     if len(prompt_ids) >= context_length:
-        raise PromptTooLong(
-            f"messages: they make {len(prompt_ids)} tokens; the model's context is {context_length}"
-        )
+        raise _too_long(str(len(prompt_ids)), context_length)
     return prompt_ids
+
+
+def _too_long(num_tokens: str, context_length: int) -> PromptTooLong:
+    # Clients look for "maximum context length", some for all of "this model's ... is".
+    return PromptTooLong(
+        f"messages: this model's maximum context length is {context_length} tokens, but the "
+        f"messages make {num_tokens}, which leaves no room for an answer: shorten them"
+    )
 
 
 @dataclass(slots=True)
@@ -138,6 +164,7 @@ class Rollout:
     tools: Sequence[Tool | ToolFunction] = ()
     sampling: Sampling = field(default_factory=lambda: Sampling())
     budget: Budget = field(default_factory=lambda: Budget())
+    options: TurnOptions = TurnOptions()
     emit: Emit = ignore
     with_text: bool = True  # decode as tokens arrive; training does without
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -146,6 +173,7 @@ class Rollout:
     started_s: float = 0.0  # time.monotonic() when run() was called: 0 on its clock
     _tools: Tools = field(init=False)
     _trajectory: Trajectory = field(init=False)
+    _speech: Speech = field(init=False)  # looks for stop sequences
     _scope: anyio.CancelScope | None = field(init=False, default=None)  # while it runs
     _is_cancelled: bool = field(init=False, default=False)
 
@@ -163,6 +191,8 @@ class Rollout:
         """
         self.started_s = time.monotonic()
         self._tools = Tools(self.tools)
+        thinks, stop = bool(self.chat.opened_thought), self.options.stop
+        self._speech = Speech(reasoning=thinks, stop=stop)
         prompt_ids = self.prompt_ids
         if prompt_ids is None:
             longest = self.engine.context_length
@@ -182,6 +212,7 @@ class Rollout:
         finally:
             self.engine.forget(self.id, whole=whole)
         self._trajectory.elapsed_s = self._now()
+        self._trajectory.answer = answer_in(self._trajectory.text, reasoning=thinks, stop=stop)
         self.emit(RolloutFinished(self.id, self._trajectory))
         return self._trajectory
 
@@ -203,17 +234,21 @@ class Rollout:
     async def _turns(self) -> StopReason:
         ids = list(self._trajectory.prompt_ids)
         budget_left = self.budget.max_response_tokens
+        sampled_left = self.budget.max_sampled_tokens or budget_left
         while True:
             room = min(budget_left, self.engine.context_length - len(ids))
-            if room <= 0:
+            most = min(room, sampled_left, self.budget.max_turn_tokens or room)
+            if most <= 0:
                 return StopReason.TOKEN_BUDGET
-            turn = await self._turn(ids, min(room, self.budget.max_turn_tokens or room))
+            turn = await self._turn(ids, most)
             if turn.end is TurnEnd.ABORT:
                 raise _Broken("the stream of a turn ended before the turn did")
             if turn.end is TurnEnd.LENGTH:
                 return StopReason.TOKEN_BUDGET
             if any(result.status is CallStatus.CALLER for result in turn.results):
                 return StopReason.CALLER_TOOLS
+            if self._speech.stopped:
+                return StopReason.STOP_SEQUENCE
             if not turn.calls:
                 return StopReason.ANSWERED
             if len(self._trajectory.turns) >= self.budget.max_turns:
@@ -224,6 +259,7 @@ class Rollout:
                 return StopReason.TOKEN_BUDGET
             turn.observation_ids = observation
             budget_left -= len(turn.output_ids) + len(observation)
+            sampled_left -= len(turn.output_ids)
             ids += turn.output_ids
             ids += observation
 
@@ -263,17 +299,20 @@ class Rollout:
         dispatch: Callable[[ToolCall], None],
     ) -> None:
         stream = ToolCallStream(self.chat, id_prefix=f"call_{self.id[-12:]}_{index}")
-        text = TextStream(self.chat) if self.with_text else None
+        options, speech = self.options, self._speech
+        text = TextStream(self.chat) if self.with_text or options.stop else None
         versions = _Versions()
+        cut = anyio.CancelScope()  # cancelled where the turn is to end before the model ends it
         generation = Generation(
             rid=uuid.uuid4().hex,
             key=self.id,
             ids=ids,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
-            stop_ids=(self.chat.end_id,),
+            stop_ids=() if options.ignore_end else (self.chat.end_id,),
             group=self.group,
             num_shared=len(self._trajectory.prompt_ids) if self.group else 0,
+            num_top_logprobs=options.num_top_logprobs,
         )
 
         def placed(server: str, decision: Explained) -> None:
@@ -284,18 +323,32 @@ class Rollout:
             self.emit(TurnMoved(self.id, server, reason))
 
         def take(chunk: Chunk) -> None:
-            self._take(index, turn, chunk, text, versions)
-            for call in stream.feed(chunk.ids):
-                dispatch(call)
+            # The token at which a turn is cut is the same, however many arrive together.
+            by_token = options.single_call or options.stop
+            for part in _tokens(chunk) if by_token else [chunk]:
+                if cut.cancel_called:
+                    return
+                piece = self._take(index, turn, part, text, versions)
+                calls = stream.feed(part.ids)
+                for call in calls:
+                    dispatch(call)
+                if options.stop:
+                    list(speech.feed(piece))
+                if speech.stopped or (options.single_call and calls):
+                    turn.end = TurnEnd.STOP
+                    if part.end is None:
+                        turn.versions = versions.spans(len(turn.output_ids), ())
+                        cut.cancel()
 
         try:
-            await self.engine.generate(
-                generation,
-                vocab_size=self.chat.vocab_size,
-                on_chunk=take,
-                on_placed=placed,
-                on_moved=moved,
-            )
+            with cut:
+                await self.engine.generate(
+                    generation,
+                    vocab_size=self.chat.vocab_size,
+                    on_chunk=take,
+                    on_placed=placed,
+                    on_moved=moved,
+                )
         finally:
             turn.generated_s = self._now()
             if turn.end is TurnEnd.ABORT:
@@ -305,23 +358,29 @@ class Rollout:
             elif held := text.flush():
                 turn.text += held
                 self.emit(TokensSampled(self.id, index, [], held))
-        if turn.end is TurnEnd.STOP:
+        if options.stop and turn.end is not TurnEnd.ABORT:
+            list(speech.end_turn())
+            if speech.stopped:  # also by what was held back, when the tokens were used up
+                turn.end = TurnEnd.STOP
+        if turn.end is TurnEnd.STOP and not cut.cancel_called:
             for call in stream.finish():
                 dispatch(call)
 
     def _take(
         self, index: int, turn: Turn, chunk: Chunk, text: TextStream | None, versions: _Versions
-    ) -> None:
+    ) -> str:
+        """Record a chunk, tell of it, and return its text."""
         if turn.first_token_s is None and chunk.ids:
             turn.first_token_s = self._now()
         start = len(turn.output_ids)
         turn.output_ids += chunk.ids
         turn.logprobs += chunk.logprobs
+        turn.top_logprobs += chunk.top_logprobs
+        turn.cached_tokens = chunk.cached_tokens or turn.cached_tokens
         if chunk.ids and chunk.version != versions.current:
             versions.change(chunk.version, start)
         if chunk.end is not None:
             turn.end = chunk.end
-            turn.cached_tokens = chunk.cached_tokens
             account = chunk.versions
             num_seen = account[0].start if account else len(turn.output_ids)
             turn.versions = versions.spans(num_seen, account)
@@ -331,6 +390,7 @@ class Rollout:
             turn.text += piece
         if chunk.ids and self.emit is not ignore:
             self.emit(TokensSampled(self.id, index, chunk.ids, piece))
+        return piece
 
     async def _call(
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
@@ -355,7 +415,10 @@ class Rollout:
     def _observe(self, turn: Turn) -> list[int]:
         limit = self.budget.max_tool_response_tokens
         contents = [truncated(self.chat, result.content, limit) for result in turn.results]
-        return self.chat.observation(contents)
+        observation = self.chat.observation(contents)
+        if self.options.single_call and turn.output_ids[-1] != self.chat.end_id:
+            observation.insert(0, self.chat.end_id)  # of a turn that was cut after its call
+        return observation
 
     def _now(self) -> float:
         return time.monotonic() - self.started_s
@@ -378,6 +441,27 @@ def truncated(chat: ChatFormat, content: str, limit: int) -> list[int]:
         head, tail = ids[:num_head], ids[-num_tail:]
         left_out = f"{len(ids) - limit} tokens left out"
     return head + chat.encode(f"\n[... {left_out} ...]\n") + tail
+
+
+def _tokens(chunk: Chunk) -> Iterator[Chunk]:
+    """The same tokens one by one; what is told of all of them comes with the last."""
+    last = len(chunk.ids) - 1
+    for i in range(last):
+        yield Chunk(
+            chunk.ids[i : i + 1],
+            chunk.logprobs[i : i + 1],
+            chunk.version,
+            cached_tokens=chunk.cached_tokens,
+            top_logprobs=chunk.top_logprobs[i : i + 1],
+        )
+    if last >= 1:
+        chunk = replace(
+            chunk,
+            ids=chunk.ids[last:],
+            logprobs=chunk.logprobs[last:],
+            top_logprobs=chunk.top_logprobs[last:],
+        )
+    yield chunk
 
 
 class _Versions:

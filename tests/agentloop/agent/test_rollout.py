@@ -286,7 +286,7 @@ async def test_the_models_context_bounds_a_turn_as_well() -> None:
 
 async def test_a_prompt_too_long_is_refused_before_anything_runs() -> None:
     engine = ScriptedEngine(context_length=len(CHAT.prompt(ASKED)))
-    with pytest.raises(PromptTooLong, match="messages: they make"):
+    with pytest.raises(PromptTooLong, match="maximum context length is 22"):
         await rollout(engine).run()
     assert engine.asked == []
 
