@@ -59,7 +59,7 @@ from agentloop.observe.ask import Ask, asking
 from agentloop.observe.board import Board
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.metrics import Metrics
-from agentloop.observe.otel import Traces
+from agentloop.observe.otel import CallerSpan, Traces, caller_span
 from agentloop.observe.page import Page
 from agentloop.observe.readers import Readers
 from agentloop.observe.stalls import Stalls, Wait
@@ -446,6 +446,8 @@ class App:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        # One task serves all requests of a connection: none inherits the last one's.
+        caller_span.set(CallerSpan.parse(request.headers.get("traceparent", "")))
         try:
             return await handler(request)
         except RequestError as error:

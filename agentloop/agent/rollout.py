@@ -147,10 +147,10 @@ async def prompt_of(
 
 
 def _too_long(num_tokens: str, context_length: int) -> PromptTooLong:
-    # Clients look for "maximum context length", some for all of "this model's ... is".
+    # What programs look for: some for "this model's maximum context length is", some for the code.
     return PromptTooLong(
         f"messages: this model's maximum context length is {context_length} tokens, but the "
-        f"messages make {num_tokens}, which leaves no room for an answer: shorten them"
+        f"messages make {num_tokens}: shorten them ({PromptTooLong.code})"
     )
 
 

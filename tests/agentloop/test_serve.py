@@ -21,6 +21,7 @@ from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.health import ServerState
 from agentloop.inference.router import Router, ServerView
 from agentloop.inference.sglang import http_session
+from agentloop.observe.otel import CallerSpan, caller_span
 from agentloop.runtime import Runtime, Settings, _Parts
 from agentloop.serve import App, listening
 from sandbox import Pool
@@ -303,6 +304,24 @@ async def test_a_stop_sequence_ends_the_answer_and_the_generation(stream: bool) 
         assert choices[-1]["finish_reason"] == "stop"
         assert choices[-1]["stop_reason"] == "stop_sequence"
         assert at.router.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_rollouts_know_the_span_of_their_caller(stream: bool) -> None:
+    seen: list[CallerSpan | None] = []
+
+    async def look() -> None:
+        seen.append(caller_span.get())
+
+    async with service(*[[look, *says("It")]] * 3) as at:
+        for traceparent in [f"00-{'1' * 32}-{'2' * 16}-01", "no traceparent"]:
+            body = json.dumps({"messages": HELLO, "stream": stream, "n": 1 + (not seen)})
+            headers = {"traceparent": traceparent}
+            url = f"{at.url}/v1/chat/completions"  # in the same connection
+            async with at.http.post(url, data=body, headers=headers) as response:
+                await response.read()
+    caller = CallerSpan(int("1" * 32, 16), int("2" * 16, 16), True)
+    assert seen == [caller, caller, None]
 
 
 async def test_no_more_tokens_are_sampled_than_were_asked_for() -> None:
