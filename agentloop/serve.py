@@ -41,15 +41,14 @@ from agentloop.api.bodies import Chunk, FunctionTool, Health, RolloutLine
 from agentloop.api.guard import Guard
 from agentloop.api.http import bind, serving
 from agentloop.api.openai import (
-    ChatRequest,
     ChunkWriter,
     chunk_frame,
     completion,
     error_body,
     model_list,
-    parse,
 )
 from agentloop.api.openapi import document, service
+from agentloop.api.requests import ChatRequest, parse
 from agentloop.config import load_settings
 from agentloop.errors import AgentLoopError, RequestError, ServerError, UnknownModel
 from agentloop.events import Emit, Event

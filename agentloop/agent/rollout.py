@@ -87,7 +87,8 @@ class TurnOptions:
         stop: The answer, and with it the rollout, ends before the first of these strings: see
             `agentloop.agent.channels.Speech`.
         single_call: A turn ends with its first tool call.
-        ignore_end: The end-of-turn token ends no turn, only the budget does: for load tests.
+        ignore_end: The end-of-turn token ends no turn, and calls are not run: for load tests, where
+            a turn takes all of its budget.
         num_top_logprobs: How many of the likeliest tokens a turn records for each token.
     """
 
@@ -298,21 +299,17 @@ class Rollout:
         max_new_tokens: int,
         dispatch: Callable[[ToolCall], None],
     ) -> None:
-        stream = ToolCallStream(self.chat, id_prefix=f"call_{self.id[-12:]}_{index}")
-        options, speech = self.options, self._speech
-        text = TextStream(self.chat) if self.with_text or options.stop else None
-        versions = _Versions()
-        cut = anyio.CancelScope()  # cancelled where the turn is to end before the model ends it
+        reader = _TurnReader(self, index, turn, dispatch)
         generation = Generation(
             rid=uuid.uuid4().hex,
             key=self.id,
             ids=ids,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
-            stop_ids=() if options.ignore_end else (self.chat.end_id,),
+            stop_ids=() if self.options.ignore_end else (self.chat.end_id,),
             group=self.group,
             num_shared=len(self._trajectory.prompt_ids) if self.group else 0,
-            num_top_logprobs=options.num_top_logprobs,
+            num_top_logprobs=self.options.num_top_logprobs,
         )
 
         def placed(server: str, decision: Explained) -> None:
@@ -322,75 +319,19 @@ class Rollout:
         def moved(server: str, reason: str) -> None:
             self.emit(TurnMoved(self.id, server, reason))
 
-        def take(chunk: Chunk) -> None:
-            # The token at which a turn is cut is the same, however many arrive together.
-            by_token = options.single_call or options.stop
-            for part in _tokens(chunk) if by_token else [chunk]:
-                if cut.cancel_called:
-                    return
-                piece = self._take(index, turn, part, text, versions)
-                calls = stream.feed(part.ids)
-                for call in calls:
-                    dispatch(call)
-                if options.stop:
-                    list(speech.feed(piece))
-                if speech.stopped or (options.single_call and calls):
-                    turn.end = TurnEnd.STOP
-                    if part.end is None:
-                        turn.versions = versions.spans(len(turn.output_ids), ())
-                        cut.cancel()
-
         try:
-            with cut:
+            with reader.cut:
                 await self.engine.generate(
                     generation,
                     vocab_size=self.chat.vocab_size,
-                    on_chunk=take,
+                    on_chunk=reader.take,
                     on_placed=placed,
                     on_moved=moved,
                 )
         finally:
             turn.generated_s = self._now()
-            if turn.end is TurnEnd.ABORT:
-                turn.versions = versions.spans(len(turn.output_ids), ())
-            if text is None:
-                turn.text = self.chat.decode(turn.output_ids)
-            elif held := text.flush():
-                turn.text += held
-                self.emit(TokensSampled(self.id, index, [], held))
-        if options.stop and turn.end is not TurnEnd.ABORT:
-            list(speech.end_turn())
-            if speech.stopped:  # also by what was held back, when the tokens were used up
-                turn.end = TurnEnd.STOP
-        if turn.end is TurnEnd.STOP and not cut.cancel_called:
-            for call in stream.finish():
-                dispatch(call)
-
-    def _take(
-        self, index: int, turn: Turn, chunk: Chunk, text: TextStream | None, versions: _Versions
-    ) -> str:
-        """Record a chunk, tell of it, and return its text."""
-        if turn.first_token_s is None and chunk.ids:
-            turn.first_token_s = self._now()
-        start = len(turn.output_ids)
-        turn.output_ids += chunk.ids
-        turn.logprobs += chunk.logprobs
-        turn.top_logprobs += chunk.top_logprobs
-        turn.cached_tokens = chunk.cached_tokens or turn.cached_tokens
-        if chunk.ids and chunk.version != versions.current:
-            versions.change(chunk.version, start)
-        if chunk.end is not None:
-            turn.end = chunk.end
-            account = chunk.versions
-            num_seen = account[0].start if account else len(turn.output_ids)
-            turn.versions = versions.spans(num_seen, account)
-        piece = ""
-        if text is not None:
-            piece = text.feed(chunk.ids)
-            turn.text += piece
-        if chunk.ids and self.emit is not ignore:
-            self.emit(TokensSampled(self.id, index, chunk.ids, piece))
-        return piece
+            reader.flush()
+        reader.finish()
 
     async def _call(
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
@@ -422,6 +363,94 @@ class Rollout:
 
     def _now(self) -> float:
         return time.monotonic() - self.started_s
+
+
+class _TurnReader:
+    """Takes the chunks of a turn: records them, tells of them, dispatches the calls in them, and
+    cuts the turn off where the caller wants it to end.
+
+    Attributes:
+        cut: Is cancelled there; to be entered around the generation.
+    """
+
+    def __init__(
+        self, rollout: Rollout, index: int, turn: Turn, dispatch: Callable[[ToolCall], None]
+    ) -> None:
+        self.cut = anyio.CancelScope()
+        self._rollout = rollout
+        self._index = index
+        self._turn = turn
+        self._dispatch = dispatch
+        self._options = rollout.options
+        self._speech = rollout._speech
+        chat = rollout.chat
+        self._calls = ToolCallStream(chat, id_prefix=f"call_{rollout.id[-12:]}_{index}")
+        has_text = rollout.with_text or self._options.stop
+        self._text = TextStream(chat) if has_text else None
+        self._versions = _Versions()
+
+    def take(self, chunk: Chunk) -> None:
+        # The token at which a turn is cut is the same, however many arrive together.
+        by_token = self._options.single_call or self._options.stop
+        for part in _tokens(chunk) if by_token else [chunk]:
+            if self.cut.cancel_called:
+                return
+            piece = self._record(part)
+            calls = [] if self._options.ignore_end else self._calls.feed(part.ids)
+            for call in calls:
+                self._dispatch(call)
+            if self._options.stop:
+                list(self._speech.feed(piece))
+            if self._speech.stopped or (self._options.single_call and calls):
+                self._turn.end = TurnEnd.STOP
+                if part.end is None:
+                    self.cut.cancel()
+
+    def flush(self) -> None:
+        """No chunk will come, for whatever reason: record what was held back."""
+        turn = self._turn
+        if turn.end is TurnEnd.ABORT or self.cut.cancel_called:
+            turn.versions = self._versions.spans(len(turn.output_ids), ())
+        if self._text is None:
+            turn.text = self._rollout.chat.decode(turn.output_ids)
+        elif held := self._text.flush():
+            turn.text += held
+            self._rollout.emit(TokensSampled(self._rollout.id, self._index, [], held))
+
+    def finish(self) -> None:
+        """The turn is over: decide about what might have gone on."""
+        if self._options.stop and self._turn.end is not TurnEnd.ABORT:
+            list(self._speech.end_turn())
+            if self._speech.stopped:  # also where the tokens were used up
+                self._turn.end = TurnEnd.STOP
+        if self._turn.end is TurnEnd.STOP and not self.cut.cancel_called:
+            for call in self._calls.finish():
+                self._dispatch(call)
+
+    def _record(self, chunk: Chunk) -> str:
+        """Returns the chunk's text."""
+        rollout, turn = self._rollout, self._turn
+        if turn.first_token_s is None and chunk.ids:
+            turn.first_token_s = rollout._now()
+        start = len(turn.output_ids)
+        turn.output_ids += chunk.ids
+        turn.logprobs += chunk.logprobs
+        turn.top_logprobs += chunk.top_logprobs
+        turn.cached_tokens = chunk.cached_tokens or turn.cached_tokens
+        if chunk.ids and chunk.version != self._versions.current:
+            self._versions.change(chunk.version, start)
+        if chunk.end is not None:
+            turn.end = chunk.end
+            account = chunk.versions
+            num_seen = account[0].start if account else len(turn.output_ids)
+            turn.versions = self._versions.spans(num_seen, account)
+        piece = ""
+        if self._text is not None:
+            piece = self._text.feed(chunk.ids)
+            turn.text += piece
+        if chunk.ids and rollout.emit is not ignore:
+            rollout.emit(TokensSampled(rollout.id, self._index, chunk.ids, piece))
+        return piece
 
 
 def truncated(chat: ChatFormat, content: str, limit: int) -> list[int]:

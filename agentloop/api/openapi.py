@@ -26,7 +26,7 @@ from agentloop.api.bodies import (
     RolloutLine,
     UsageChunk,
 )
-from agentloop.api.openai import ChatRequest
+from agentloop.api.requests import ChatRequest
 
 __all__ = ["Answer", "Body", "Operation", "document", "service"]
 

@@ -68,7 +68,8 @@ THOUGHT, CONTENT = Channel.REASONING, Channel.CONTENT
 
 def heard(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]) -> Said:
     """What a `Speech` says of these turns, each cut at the same places."""
-    speech, said = Speech(reasoning=reasoning, stop=stop), []
+    said: Said = []
+    speech = Speech(reasoning=reasoning, stop=stop)
     for text in turns:
         edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
         for start, end in itertools.pairwise(edges):

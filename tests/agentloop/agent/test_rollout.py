@@ -397,8 +397,12 @@ async def test_a_turn_of_one_call_that_ended_by_itself_is_as_it_is() -> None:
 
 
 async def test_the_end_of_a_turn_may_be_ignored() -> None:
-    engine = ScriptedEngine(says("abc", end=TurnEnd.LENGTH))
-    await rollout(engine, options=TurnOptions(ignore_end=True)).run()
+    text = call_text("echo", {"text": "x"})
+    engine = ScriptedEngine(says(f"{text}{END}{text}", end=TurnEnd.LENGTH))
+    trajectory = await rollout(engine, [echo], options=TurnOptions(ignore_end=True)).run()
+    check(trajectory, engine)
+    assert trajectory.calls == []  # they could not be answered
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
     assert engine.asked[0].stop_ids == ()
     assert engine.asked[0].sampling.to_sglang(max_new_tokens=3, stop_ids=())["ignore_eos"]
 
