@@ -36,7 +36,7 @@ import pydantic
 from aiohttp import ClientSession
 
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
-from agentloop.agent.rollout import Budget, Rollout, prompt_of
+from agentloop.agent.rollout import Budget, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, Tools, as_tool
 from agentloop.api.guard import ServeSettings
@@ -197,6 +197,7 @@ class Runtime:
         tools: Sequence[AnyTool] | None = None,
         sampling: Sampling | None = None,
         budget: Budget | None = None,
+        options: TurnOptions | None = None,
         group: str = "",
         on_event: Emit = ignore,
     ) -> Trajectory:
@@ -205,6 +206,7 @@ class Runtime:
         Args:
             messages: a question, or a conversation in OpenAI's terms.
             tools: what the model may call; none: the built-in tools of the settings.
+            options: what ends a turn besides the model's end-of-turn token.
             group: a name for all that have the same messages and tools: they share KV cache.
             on_event: called with each event as it happens; must not block.
 
@@ -219,6 +221,7 @@ class Runtime:
             tools=self._tools(tools),
             sampling=sampling or self.settings.sampling,
             budget=budget or self.settings.budget,
+            options=options or TurnOptions(),
             emit=on_event,
             with_text=on_event is not ignore,
             group=group,

@@ -20,6 +20,7 @@ import httpx
 import orjson
 import pydantic
 
+from agentloop.agent.channels import answer_in
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
 from agentloop.evaluation.loop import Sample
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
@@ -270,6 +271,7 @@ class Endpoint:
             ended_s=trajectory.elapsed_s,
         )
         trajectory.turns.append(turn)
+        trajectory.answer = answer_in(found.text, reasoning=False)
         return found.num_tokens
 
     def _body(self, messages: Sequence[Message], sampling: Sampling) -> bytes:

@@ -108,6 +108,7 @@ class Generation:
     stop_ids: tuple[int, ...]
     group: str = ""
     num_shared: int = 0
+    num_top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,6 +499,7 @@ class Router:
                     rid=rest.rid,
                     on_chunk=take,
                     rank=place.rank if seat.info.dp_size > 1 else None,
+                    num_top_logprobs=rest.num_top_logprobs,
                 )
                 if not aborted:
                     whole = True

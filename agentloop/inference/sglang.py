@@ -85,6 +85,8 @@ class Sampling(pydantic.BaseModel):
             "stop_token_ids": list(stop_ids),
             "skip_special_tokens": False,
         }
+        if not stop_ids:
+            params["ignore_eos"] = True  # or the model's own would end it still
         if self.seed is not None:
             params["sampling_seed"] = self.seed
         return params
@@ -99,9 +101,10 @@ class Chunk:
     version: str
     end: TurnEnd | None = None
     versions: tuple[VersionSpan, ...] = ()  # of the whole response; on the last frame
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
     num_retractions: int = 0  # on the last frame: how often the server threw it out of its batch
     error: str | None = None  # with TurnEnd.ABORT: what the server said
+    top_logprobs: Sequence[list[tuple[float, int]]] = ()  # of each id, where they are asked for
 
 
 OnChunk = Callable[[Chunk], None]
@@ -258,6 +261,7 @@ class SGLangServer:
         rid: str,
         on_chunk: OnChunk,
         rank: int | None = None,
+        num_top_logprobs: int = 0,
     ) -> None:
         """Stream the continuation of `ids`; returns after the chunk that has `end` set.
 
@@ -266,6 +270,7 @@ class SGLangServer:
         Args:
             on_chunk: called as tokens arrive, in the event loop's callback: must not block.
             rank: the data-parallel rank that serves it; none: the server chooses.
+            num_top_logprobs: how many of the likeliest tokens are told in the place of each token.
 
         Raises:
             ServerRefused: the server answered with an error.
@@ -278,6 +283,8 @@ class SGLangServer:
             "return_logprob": True,
             "rid": rid,
         }
+        if num_top_logprobs:
+            body["top_logprobs_num"] = num_top_logprobs
         if rank is not None:
             body["routed_dp_rank"] = rank
         if self._cache_key is not None:
@@ -618,7 +625,8 @@ def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     ids: list[int] = []
     logprobs: list[float] = []
-    version = ""
+    top: list[list[tuple[float, int]]] = []
+    version, num_cached = "", 0
     try:
         for payload in payloads:
             if payload == b"[DONE]":
@@ -626,9 +634,9 @@ def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
             frame = _frame(payload)
             meta = frame["meta_info"]
             if ids and meta["weight_version"] != version:
-                chunks.append(Chunk(ids, logprobs, version))
-                ids, logprobs = [], []
-            version = meta["weight_version"]
+                chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
+                ids, logprobs, top = [], [], []
+            version, num_cached = meta["weight_version"], meta.get("cached_tokens") or 0
             # Increments with `--incremental-streaming-output`, the whole response so far
             # without: counting from the end reads both.
             if num_new := meta["completion_tokens"] - seen:
@@ -639,13 +647,16 @@ def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
                     raise _NoFrame(f"{num_new} new tokens, {len(new_ids)} of them in it")
                 ids += new_ids
                 logprobs += [entry[0] for entry in new_logprobs]
+                if "output_top_logprobs" in meta:
+                    new_top = meta["output_top_logprobs"][-num_new:]
+                    top += [[(entry[0], entry[1]) for entry in place] for place in new_top]
             if meta["finish_reason"] is not None:
-                chunks.append(_last_chunk(ids, logprobs, meta))
+                chunks.append(_last_chunk(ids, logprobs, top, meta))
                 return chunks
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise _NoFrame(f"{type(error).__name__}: {error}") from error
     if ids:
-        chunks.append(Chunk(ids, logprobs, version))
+        chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
     return chunks
 
 
@@ -658,7 +669,9 @@ def _frame(payload: bytes) -> Any:
     return frame
 
 
-def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
+def _last_chunk(
+    ids: list[int], logprobs: list[float], top: list[list[tuple[float, int]]], meta: Any
+) -> Chunk:
     finish = meta["finish_reason"]
     kind = finish["type"]
     status = finish.get("status_code")
@@ -676,6 +689,7 @@ def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
         cached_tokens=meta.get("cached_tokens") or 0,
         num_retractions=meta.get("num_retractions") or 0,
         error=finish.get("message"),
+        top_logprobs=top,
     )
 
 

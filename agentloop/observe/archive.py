@@ -301,7 +301,7 @@ def _member(row: Mapping[str, Any], *, is_chosen: bool) -> dict[str, Any]:
 def _results(folder: Path) -> dict[str, Any]:
     """Return the headline figures of an evaluation; nothing for other runs."""
     try:
-        told = orjson.loads((folder / "results.json").read_bytes())
+        told = loads((folder / "results.json").read_bytes())
         k, whole = told["num_samples"], told["all"]
         values = {"tasks": str(whole["num_tasks"]), "samples missing": str(whole["num_missing"])}
         if (found := whole["avg_at_k"]) is not None:
