@@ -254,6 +254,7 @@ def test_the_sandboxs_public_names() -> None:
         "CallError",
         "CallResult",
         "CallStatus",
+        "LostBy",
         "Overloaded",
         "Pool",
         "PoolSettings",

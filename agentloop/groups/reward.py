@@ -5,7 +5,8 @@
                                  └──else: math-verify, in a process that can be killed──> 1 or 0
 
 A rollout that infrastructure broke, or whose check hung or crashed, has no reward: its value is
-None. It is never 0, for that would teach the model that it was wrong.
+None. It is never 0, for that would teach the model that it was wrong. A puzzle's answer that breaks
+its scorer is wrong, see puzzles.py.
 """
 
 from __future__ import annotations

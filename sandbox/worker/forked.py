@@ -110,6 +110,10 @@ class Forked:
         self.oom_kills = 0  # the kernel's, before its last cell ended
         self.session: int | None = None
 
+    @property
+    def doomed(self) -> bool:
+        return self.doom is not None
+
     def far_fds(self) -> list[int]:
         return [self.far_channel.fileno(), self.far_out, self.far_err, self.report_fd]
 

@@ -388,7 +388,7 @@ class Front:
             child = self.children[lane]
             if kind == NEWS_FORKED:
                 child.pid = value
-                if child.doom is not None:
+                if child.doomed:
                     self.lanes.kill(child.lane, child.pid)
             elif kind == NEWS_EXITED:
                 self.on_exit(child, value, cpu_s, max_rss)
@@ -424,7 +424,7 @@ class Front:
             return
         # Not heard again before its next cell: a background thread may write without end.
         self.unwatch(child.channel.fileno())
-        if said and child.call is not None and child.doom is None:
+        if said and child.call is not None and not child.doomed:
             self.answer(child, time.monotonic(), None, 0.0, 0)
 
     def lose_session(self, child: Forked, reason: str, call: Call | None = None) -> None:
