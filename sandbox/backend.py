@@ -21,6 +21,7 @@ _free_slices = deque(range(_NUM_SLICES))
 
 NUM_READY = 4  # children forked ahead of their calls, of each preloaded set
 INODES = 2048  # files and directories of one call
+ZYGOTE_BYTES = 256 << 20  # what a zygote may hold, with the children that wait for calls
 
 # The whole environment of a worker. The tunables halve the page faults of a child of a zygote with
 # large modules: its heap lies in huge pages.
@@ -34,7 +35,8 @@ TUNED = (
 
 # In the order of their imports.
 WORKER_MODULES = (
-    "kernel", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "front",
+    "kernel", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "usage", "watch",
+    "front",
 )  # fmt: skip
 
 
@@ -82,6 +84,20 @@ def num_lanes(settings: PoolSettings) -> int:
     levels = 1 + len(settings.preload)
     # Twice the slots: a lane is being cleaned while the next call runs in another.
     return 2 * settings.slots_per_worker + settings.sessions_per_worker + NUM_READY * levels
+
+
+def worker_bytes(settings: PoolSettings, machine_bytes: int, num_workers: int) -> int:
+    """The most memory of a worker with all its calls, of `num_workers` on a machine.
+
+    As much as all slots may use, and as much again for sessions that rest; but no more than the
+    worker's part of three quarters of the machine. It is a bound, nothing is set aside for it.
+    """
+    own = ZYGOTE_BYTES * (1 + len(settings.preload))
+    call = settings.memory_mib << 20
+    slots = settings.slots_per_worker
+    wanted = own + call * (slots + min(slots, settings.sessions_per_worker))
+    there = machine_bytes * 3 // 4 // num_workers
+    return max(own + call, min(wanted * 8 // 7, there))  # an eighth is in reserve (watch.py)
 
 
 def lane_size(settings: PoolSettings) -> str:
