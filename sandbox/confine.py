@@ -108,16 +108,6 @@ def interpreter_dirs() -> list[str]:
     return sorted(d for d in dirs if not d.startswith("/usr/") and d not in SYSTEM)
 
 
-def fit_uid_base(wanted: int, count: int) -> int:
-    """`wanted`, or a base inside what this user namespace maps (a remapped engine)."""
-    with open("/proc/self/uid_map") as f:
-        ranges = [tuple(map(int, line.split())) for line in f]
-    if any(inside <= wanted and wanted + count <= inside + size for inside, _, size in ranges):
-        return wanted
-    inside, _, size = max(ranges, key=lambda r: r[2])
-    return inside + 1000 + wanted % max(1, size - 1000 - count)
-
-
 def build_root(base: str, lanes: list[str]) -> None:
     """A root of system files, the interpreter and a directory for each lane, a file system with
     these options; nothing else of the host."""
@@ -250,8 +240,8 @@ def start(spec: dict[str, Any]) -> None:
     spaces = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid)
-    uid_base = fit_uid_base(spec["uid_base"], spec["lanes"])
-    told: dict[str, Any] = {"uid_base": uid_base}  # the worker's settings, as they have come to be
+    uid_base = spec["uid_base"]
+    told: dict[str, Any] = {}  # the worker's settings, as they have come to be
     rooted = "no: calls see the files that the user sees"
     if spaces != "none":
         try:

@@ -30,7 +30,9 @@ from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
 
 from sandbox.backend import (
+    REMAPPED_UIDS,
     TUNED,
+    UIDS,
     greeting,
     lane_size,
     num_lanes,
@@ -162,7 +164,8 @@ class DockerBackend:
         engine.num_workers += 1
         try:
             open_worker = self._by_socket if engine.local else self._by_attach
-            with uid_range(engine.remapped) as uid_base:
+            uids = REMAPPED_UIDS if engine.remapped else UIDS
+            with uid_range(self._settings, uids) as uid_base:
                 async with open_worker(engine, worker_id, uid_base) as link:
                     yield link
         except SandboxUnavailable:
