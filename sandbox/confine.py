@@ -6,8 +6,7 @@ With the rights of root the calls get uids of their own. An ordinary user gets a
 instead, and each call a pid namespace of its own. Where neither is allowed, calls are ordinary
 processes of the user under limits: the layers, which the worker passes on, say so.
 
-Not covered without containers: the memory of a call's processes together (each is limited alone)
-and, outside a namespace, files that the user can read.
+Not covered without containers: outside a namespace, files that the user can read.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
-PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 38, 24
+PR_SET_NO_NEW_PRIVS, PR_CAPBSET_READ, PR_CAPBSET_DROP = 38, 23, 24
 CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_ADMIN = 5, 6, 7, 19, 21
+CAP_SYS_RESOURCE = 24
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
@@ -192,7 +192,8 @@ def keep_caps(*kept: int) -> None:
     for number in range(64):
         if number not in kept and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             break
-    mask = sum(1 << number for number in kept)
+    there = (number for number in kept if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
+    mask = sum(1 << number for number in there)
     header = struct.pack("<Ii", 0x20080522, 0)
     low = mask & 0xFFFFFFFF
     data = struct.pack("<6I", low, low, 0, 0, 0, 0)
@@ -229,7 +230,7 @@ def describe(spaces: str, rooted: str, filtered: str) -> dict[str, str]:
         "uid": uid[spaces],
         "capabilities": "none in a call",
         "system calls": filtered,
-        "memory": "address space of each process; no: all processes of a call together",
+        "memory": "limit per call",
         "process count": "limit per call" if uid[spaces].startswith("one") else "limit per worker",
     }
 
@@ -268,7 +269,8 @@ def start(spec: dict[str, Any]) -> None:
         own_pid_spaces(spec["seccomp"])
         keep_caps(CAP_KILL, CAP_SYS_ADMIN, CAP_SYS_PTRACE)  # the last to measure calls' memory
     elif os.getuid() == 0:
-        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID)
+        # The last, where root has it, to give calls an OOM score that they can't lower.
+        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_RESOURCE)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filtered = "own allow list (seccomp)"
     try:

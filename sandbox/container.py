@@ -1,8 +1,9 @@
 """Workers in containers, through aiodocker.
 
 A container gets: no network, a read-only root, no capability but the three that the uid switch
-needs, no new privileges, no swap, a bound on processes, our own system call filter, no IPC, and
-a small tmpfs. Its command carries the worker's source, so nothing of ours is in the image.
+needs and one for OOM scores, no new privileges, no swap, a bound on processes, our own system call
+filter, no IPC, and a small tmpfs. Its command carries the worker's source, so nothing of ours is in
+the image.
 
 The worker connects to a socket in a directory that is mounted for this one purpose. We close the
 listener and remove the directory as soon as it has, before the first call: a call finds nothing
@@ -47,6 +48,7 @@ from sandbox.image import ensure_image
 from sandbox.link import Link, SocketProtocol, wait_ready
 from sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
 from sandbox.settings import PoolSettings
+from sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
 
 log = logging.getLogger("sandbox")
 
@@ -65,15 +67,21 @@ LAYERS = {
     "uid": "one per call",
     "capabilities": "none in a call",
     "system calls": "own allow list (seccomp)",
-    "memory": "cgroup and address space",
+    "memory": "limit per call, and the cgroup",
     "processes": "cgroup, and a limit per call",
 }
 
 
 def host_config(
-    settings: PoolSettings, socket_dir: Path | None, uid_base: int, memory: int
+    settings: PoolSettings,
+    socket_dir: Path | None,
+    uid_base: int,
+    memory: int,
+    fixes_scores: bool = False,
 ) -> dict[str, Any]:
-    """The walls, in the Engine's words. `memory`: bytes, of all calls together."""
+    """The walls, in the Engine's words. `memory`: bytes, of all calls together. `fixes_scores`:
+    the engine can let the worker give calls an OOM score that they can't lower."""
+    scores = ["SYS_RESOURCE"] if fixes_scores else []
     size = lane_size(settings)
     calls = settings.slots_per_worker + settings.sessions_per_worker
     mounts = [
@@ -81,7 +89,7 @@ def host_config(
     ]  # fmt: skip
     return {
         "CapDrop": ["ALL"],
-        "CapAdd": ["SETUID", "SETGID", "KILL"],
+        "CapAdd": ["SETUID", "SETGID", "KILL", *scores],
         "SecurityOpt": ["no-new-privileges", f"seccomp={read_profile()}"],
         "ReadonlyRootfs": True,
         "NetworkMode": "none",
@@ -89,8 +97,8 @@ def host_config(
         "PidsLimit": 64 + num_lanes(settings) + settings.processes_per_call * calls,
         "Memory": memory,
         "MemorySwap": memory,
-        # The least that a process inside can give itself: a call starts with 1000, and one that
-        # lowers it to fill the memory must still be the one that is killed, not its neighbours.
+        # Less than a call's 1000: where memory runs out after all, the worker is killed last. It
+        # is also the least that a process inside can give itself where scores aren't fixed.
         "OomScoreAdj": OOM_SCORE_ADJ,
         # The container's root owns them, so that no call can open its own to others.
         "Tmpfs": {
@@ -114,6 +122,8 @@ class _Engine:
         self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
         self.worker_bytes = worker_bytes  # the memory of each of its workers
+        # A capability that the engine itself lacks would keep containers from starting.
+        self.fixes_scores = local and can_have_cap(CAP_SYS_RESOURCE)
         self.num_workers = 0
         self.avoid_until = 0.0  # it refused a worker: others first, for a while
         self.left: set[str] = set()  # names of containers that could not be removed yet
@@ -309,7 +319,7 @@ class DockerBackend:
             "StdinOnce": attached,
             "Labels": {LABEL: worker_id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()},
             "HostConfig": host_config(
-                self._settings, socket_dir, uid_base, engine.worker_bytes
+                self._settings, socket_dir, uid_base, engine.worker_bytes, engine.fixes_scores
             ),
         }
         name = f"agentloop-sandbox-{worker_id}"

@@ -115,7 +115,7 @@ class Guest:
             del self._scopes[call_id]
 
     async def _run(self, asked: LinkRequest) -> CallResult:
-        what = (asked.code, asked.stdin, asked.timeout_s)
+        what = (asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
         if asked.session is None:
             return await self._pool.run(*what)
         if asked.session not in self._sessions:

@@ -110,8 +110,8 @@ class Forked:
         self.used = 0  # bytes of memory, when it looked last
         self.audit_after = 0.0
         self.nice = 0
-        self.stopped: list[int] | None = None  # pids, while the session rests
-        self.strikes = 0
+        self.stopped: dict[int, float] | None = None  # while it rests: pids, their CPU seconds
+        self.stolen_s = 0.0
 
     @property
     def rests(self) -> bool:

@@ -295,12 +295,13 @@ class Front:
         self.watcher.wake(child)
         try:
             child.send(call)
-        except OSError as error:  # it died while it waited
+        except OSError as error:  # it died while it waited, or the job doesn't fit
             call.verdict = "sandbox_error"
             child.doomed = True
-            if error.errno == errno.EMSGSIZE:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
                 self.lanes.kill(child.lane, child.pid)
-        call.code, call.job, call.stdin = "", b"", b""  # `deadlines` holds it until its time would be up
+        # `deadlines` holds it until its time would be up.
+        call.code, call.job, call.stdin = "", b"", b""
         # The next fork waits: at once it would take the processor from the call just sent.
         self.top_up_at = self.top_up_at or call.started + TOP_UP_DELAY_S
 

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Iterator
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
-PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
+PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP = 22, 23, 24
 CLONE_NEWPID = 0x20000000
-CAP_SETGID, CAP_SETUID = 6, 7
+CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 6, 7, 24
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -27,6 +27,11 @@ def has_cap(number: int) -> bool:
     with open("/proc/self/status") as f:
         mask = next((line.split()[1] for line in f if line.startswith("CapEff:")), "0")
     return bool(int(mask, 16) >> number & 1)
+
+
+def can_have_cap(number: int) -> bool:
+    """Whether the machine gives the capability to anybody here, root included."""
+    return bool(libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
 
 
 def drop_caps() -> None:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 SOCKET_BYTES = 208 << 10  # net.core.wmem_default: the most that waits to be read from one
 PIPE_BYTES = 64 << 10
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 _STATUS = re.compile(
     rb"\nState:\t(\w).*?\nPPid:\t(\d+)\n.*?\nUid:\t(\d+)\t.*?\nFDSize:\t(\d+)\n"
@@ -111,16 +112,26 @@ def census() -> list[Process]:
     return [process for process in map(read_process, pids) if process is not None]
 
 
-def audit(pids: Iterable[int]) -> int:
-    """What the processes of one call hold together, in bytes.
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process; 0 if it has ended."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
+
+
+def audit(seen: Iterable[Process]) -> int:
+    """What the processes of one call hold together, in bytes. `seen`: by the last census.
 
     A process that keeps its memory from being read counts with the most that it can hold. It may
     take long, and wait for a lock of the processes': so not in the front itself.
     """
-    mine = os.geteuid()  # a pid may be another call's by now
-    found = map(read_process, pids)
-    processes = [process for process in found if process is not None and process.uid == mine]
     total = 0
+    processes = []
+    for old in seen:
+        process = read_process(old.pid)
+        if process is None:
+            total += old.most if _is_alive(old.pid) else 0
+        elif process.uid == os.geteuid():  # else the pid is another call's by now
+            processes.append(process)
     shared: dict[str, int] = {}
     for process in processes:
         if _runs_on_in_child(process, processes):
@@ -135,6 +146,14 @@ def audit(pids: Iterable[int]) -> int:
         except PermissionError:
             total += process.most
     return total + sum(shared.values())
+
+
+def _is_alive(pid: int) -> bool:
+    """Also of a process that is hidden from our view of /proc."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, 0)
+        return True
+    return False
 
 
 def _runs_on_in_child(process: Process, others: list[Process]) -> bool:
@@ -185,10 +204,14 @@ class Gauge:
                 self._fd = os.open(usage, os.O_RDONLY | os.O_CLOEXEC)
                 self.own, self._stat = True, stat
                 return
-        self._fd = os.open("/proc/meminfo", os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = os.open("/proc/meminfo", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> int:
-        """Bytes in use, with what the page cache holds of a cgroup."""
+        """Bytes in use, with what the page cache holds of a cgroup; 0 where nothing tells."""
+        if self._fd < 0:
+            return 0
         data = os.pread(self._fd, 256, 0)
         if self.own:
             return int(data)

@@ -27,15 +27,15 @@ from sandbox.worker.forked import Forked
 from sandbox.worker.kernel import PR_SET_PDEATHSIG, prctl
 from sandbox.worker.lanes import Lanes
 from sandbox.worker.spec import Spec
-from sandbox.worker.usage import Gauge, Process, audit, census, read_process, scratch_used
+from sandbox.worker.usage import Gauge, Process, audit, census, cpu_s, read_process, scratch_used
 
 TICK_S = 0.02
-RESTING_TICK_S = 0.5  # no call runs, only sessions rest
+RESTING_TICK_S = 1.0  # no call runs, only sessions rest
 CENSUS_EVERY_S = 0.25  # while a call runs for longer than that, or a session rests
 STEP_BYTES = 32 << 20  # growth that is worth a census
 AUDIT_TIMEOUT_S = 2.0
 FEW = 4  # processes of a session's cell that share nothing: a lower priority stays with it
-MAX_STRIKES = 8  # censuses in a row that found a stopped session running
+MAX_STOLEN_S = 1.0  # of processors, by a session that is stopped: it has itself sent SIGCONT
 
 _TOTAL = struct.Struct("<q")
 _LEVEL = math.log(1.25)  # of priority: each has 1.25 times the share of the next
@@ -81,8 +81,10 @@ class Watch:
             least = min((self.bound(child) for child in running), default=math.inf)
             grown = grown and used - self.base > least
         full = self.gauge.own and used > self.full_at
-        slow = resting or any(now - child.call.started > CENSUS_EVERY_S for child in running if child.call)
-        if (grown or full) and now >= self.busy_until or slow and now >= self.census_due:
+        long_ago = now - CENSUS_EVERY_S
+        slow = resting or any(child.call and child.call.started < long_ago for child in running)
+        due = self.busy_until if grown or full else self.census_due if slow else math.inf
+        if now >= due:
             self.low = used
             self.look(now, children)
             took = time.monotonic() - now
@@ -150,16 +152,16 @@ class Watch:
         """Let a helper find out what a call really holds."""
         if child.lane in self.audits or now < child.audit_after:
             return
-        pids = [process.pid for process in processes]
         helper = self.lanes.start_helper(
-            partial(self.audit_in_helper, child.lane, pids), partial(self.on_audited, child, now)
+            partial(self.audit_in_helper, child.lane, processes),
+            partial(self.on_audited, child, now),
         )
         self.audits[child.lane] = helper, now + AUDIT_TIMEOUT_S
 
-    def audit_in_helper(self, lane: int, pids: list[int]) -> None:
+    def audit_in_helper(self, lane: int, processes: list[Process]) -> None:
         with self.lanes.acting_as(lane):
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            total = audit(pids)
+            total = audit(processes)
         if self.lanes.empty_bytes is not None:
             total += scratch_used(self.spec.lane_dir(lane))
         _TOTAL.pack_into(self.totals, _TOTAL.size * lane, total)
@@ -184,12 +186,10 @@ class Watch:
         held = sum(child.used for child in children.values())
         if (self.gauge.read_kept() if self.gauge.own else held) <= self.full_at:
             return
-        inside = [child for child in children.values() if not child.doomed]
-        largest = max(
-            (child for child in inside if child.rests or child.call is not None),
-            key=lambda child: (child.rests, child.used),
-            default=None,
-        )
+        if any(child.doomed for child in children.values()):  # what it held is not free yet
+            return
+        inside = (child for child in children.values() if child.rests or child.call is not None)
+        largest = max(inside, key=lambda child: (child.rests, child.used), default=None)
         if largest is not None:
             self.condemn(largest, "sandbox_error")
 
@@ -209,23 +209,22 @@ class Watch:
         """Between cells nothing of a session runs. A process that only waits for the next cell
         needn't be stopped for that."""
         awake = [process for process in processes if process.state not in "TtZX"]
-        if child.stopped is not None and awake:
-            child.strikes += 1
-        elif child.stopped is None:
-            waits = len(awake) == 1 and awake[0].num_threads == 1 and awake[0].state == "S"
-            if waits or not awake:
+        if child.stopped is None:
+            alone = len(awake) == 1 and awake[0].num_threads == 1
+            if not awake or (alone and awake[0].state == "S"):
                 return
-        else:
-            child.strikes = 0
-            return
-        if child.strikes > MAX_STRIKES:  # it has found a way to be sent SIGCONT
+            child.stopped = {process.pid: cpu_s(process.pid) for process in processes}
+        for process in awake:  # on a busy machine it may take long to heed the signal
+            used = cpu_s(process.pid)
+            child.stolen_s += max(0.0, used - child.stopped.get(process.pid, 0.0))
+            child.stopped[process.pid] = used
+        if child.stolen_s > MAX_STOLEN_S:
             self.condemn(child, "killed")
-            return
-        child.stopped = [process.pid for process in processes]
-        self.lanes.stop(child.lane, child.stopped)
+        elif awake:
+            self.lanes.stop(child.lane, child.stopped)
 
     def wake(self, child: Forked) -> None:
         """Its next cell begins."""
         if child.stopped is not None:
             self.lanes.resume(child.lane, child.stopped)
-            child.stopped, child.strikes = None, 0
+            child.stopped, child.stolen_s = None, 0.0
