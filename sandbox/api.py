@@ -32,6 +32,11 @@ class RunRequest(pydantic.BaseModel, extra="forbid"):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         default=None, description="Wall time of the program in seconds. Default: the pool's."
     )
+    memory_mib: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="What the program's processes may hold together. Default, and the most: the "
+        "pool's.",
+    )
 
 
 class LinkRequest(RunRequest, extra="ignore", strict=True):

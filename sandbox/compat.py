@@ -94,7 +94,7 @@ class RunCodeRequest(pydantic.BaseModel):
 
 
 def refused_code(request: RunCodeRequest) -> dict[str, Any] | None:
-    """The answer to what isn't run here, or None. The pool's own memory limit always holds."""
+    """The answer to what isn't run here, or None."""
     if request.language != "python":
         why = f"language: {request.language!r} is not offered here, only 'python'"
     elif request.files or request.fetch_files:
@@ -102,6 +102,11 @@ def refused_code(request: RunCodeRequest) -> dict[str, Any] | None:
     else:
         return None
     return _fusion("SandboxError", why, None)
+
+
+def memory_mib(request: RunCodeRequest, most: int) -> int | None:
+    """What the program may hold; `most` is the pool's own limit, which always holds."""
+    return min(request.memory_limit_MB, most) if request.memory_limit_MB > 0 else None
 
 
 def run_code_answer(result: CallResult) -> dict[str, Any]:

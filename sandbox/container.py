@@ -1,8 +1,9 @@
 """Workers in containers, through aiodocker.
 
 A container gets: no network, a read-only root, no capability but the three that the uid switch
-needs, no new privileges, no swap, a bound on processes, our own system call filter, no IPC, and
-a small tmpfs. Its command carries the worker's source, so nothing of ours is in the image.
+needs and one for OOM scores, no new privileges, no swap, a bound on processes, our own system call
+filter, no IPC, and a small tmpfs. Its command carries the worker's source, so nothing of ours is in
+the image.
 
 The worker connects to a socket in a directory that is mounted for this one purpose. We close the
 listener and remove the directory as soon as it has, before the first call: a call finds nothing
@@ -30,13 +31,16 @@ from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
 
 from sandbox.backend import (
+    REMAPPED_UIDS,
     TUNED,
+    UIDS,
     greeting,
     lane_size,
     num_lanes,
     read_boot,
     read_profile,
     uid_range,
+    worker_bytes,
 )
 from sandbox.engine import connect, is_local
 from sandbox.errors import SandboxUnavailable
@@ -44,6 +48,7 @@ from sandbox.image import ensure_image
 from sandbox.link import Link, SocketProtocol, wait_ready
 from sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
 from sandbox.settings import PoolSettings
+from sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
 
 log = logging.getLogger("sandbox")
 
@@ -62,31 +67,38 @@ LAYERS = {
     "uid": "one per call",
     "capabilities": "none in a call",
     "system calls": "own allow list (seccomp)",
-    "memory": "cgroup and address space",
+    "memory": "limit per call, and the cgroup",
     "processes": "cgroup, and a limit per call",
 }
 
 
-def host_config(settings: PoolSettings, socket_dir: Path | None, uid_base: int) -> dict[str, Any]:
-    """The walls, in the Engine's words."""
-    memory = settings.memory_mib << 20
+def host_config(
+    settings: PoolSettings,
+    socket_dir: Path | None,
+    uid_base: int,
+    memory: int,
+    fixes_scores: bool = False,
+) -> dict[str, Any]:
+    """The walls, in the Engine's words. `memory`: bytes, of all calls together. `fixes_scores`:
+    the engine can let the worker give calls an OOM score that they can't lower."""
+    scores = ["SYS_RESOURCE"] if fixes_scores else []
     size = lane_size(settings)
-    pids = 64 + settings.processes_per_call * settings.slots_per_worker
+    calls = settings.slots_per_worker + settings.sessions_per_worker
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
     ]  # fmt: skip
     return {
         "CapDrop": ["ALL"],
-        "CapAdd": ["SETUID", "SETGID", "KILL"],
+        "CapAdd": ["SETUID", "SETGID", "KILL", *scores],
         "SecurityOpt": ["no-new-privileges", f"seccomp={read_profile()}"],
         "ReadonlyRootfs": True,
         "NetworkMode": "none",
         "IpcMode": "none",
-        "PidsLimit": pids + 2 * settings.sessions_per_worker,
+        "PidsLimit": 64 + num_lanes(settings) + settings.processes_per_call * calls,
         "Memory": memory,
         "MemorySwap": memory,
-        # The least that a process inside can give itself: a call starts with 1000, and one that
-        # lowers it to fill the memory must still be the one that is killed, not its neighbours.
+        # Less than a call's 1000: where memory runs out after all, the worker is killed last. It
+        # is also the least that a process inside can give itself where scores aren't fixed.
         "OomScoreAdj": OOM_SCORE_ADJ,
         # The container's root owns them, so that no call can open its own to others.
         "Tmpfs": {
@@ -102,11 +114,16 @@ def host_config(settings: PoolSettings, socket_dir: Path | None, uid_base: int) 
 class _Engine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
-    def __init__(self, docker: aiodocker.Docker, local: bool, remapped: bool, image: str) -> None:
+    def __init__(
+        self, docker: aiodocker.Docker, local: bool, remapped: bool, image: str, worker_bytes: int
+    ) -> None:
         self.docker = docker
         self.local = local
         self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
+        self.worker_bytes = worker_bytes  # the memory of each of its workers
+        # A capability that the engine itself lacks would keep containers from starting.
+        self.fixes_scores = local and can_have_cap(CAP_SYS_RESOURCE)
         self.num_workers = 0
         self.avoid_until = 0.0  # it refused a worker: others first, for a while
         self.left: set[str] = set()  # names of containers that could not be removed yet
@@ -157,7 +174,8 @@ class DockerBackend:
         engine.num_workers += 1
         try:
             open_worker = self._by_socket if engine.local else self._by_attach
-            with uid_range(engine.remapped) as uid_base:
+            uids = REMAPPED_UIDS if engine.remapped else UIDS
+            with uid_range(self._settings, uids) as uid_base:
                 async with open_worker(engine, worker_id, uid_base) as link:
                     yield link
         except SandboxUnavailable:
@@ -175,7 +193,7 @@ class DockerBackend:
     ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         loop = asyncio.get_running_loop()
-        protocol = SocketProtocol(link, self._greeting(uid_base))
+        protocol = SocketProtocol(link, self._greeting(engine, uid_base))
         outer = make_dir()  # 0700: keeps everybody on the host out
         try:
             inner = outer / "socket"
@@ -222,8 +240,14 @@ class DockerBackend:
         if failed is not None:
             raise failed
 
-    def _greeting(self, uid_base: int) -> bytes:
-        return greeting(self._settings, scratch=SCRATCH, uid_base=uid_base)
+    def _greeting(self, engine: _Engine, uid_base: int) -> bytes:
+        return greeting(
+            self._settings,
+            scratch=SCRATCH,
+            uid_base=uid_base,
+            worker_bytes=engine.worker_bytes,
+            own_cgroup=True,
+        )
 
     @asynccontextmanager
     async def _by_attach(
@@ -232,7 +256,7 @@ class DockerBackend:
         link = Link(worker_id)
         outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         link.write = outgoing.put_nowait  # bounded by the slots: one frame for each
-        link.write(self._greeting(uid_base))
+        link.write(self._greeting(engine, uid_base))
         failed: Exception | None = None
         async with (
             self._container(engine, worker_id, uid_base, "stdio:", None) as container,
@@ -294,7 +318,9 @@ class DockerBackend:
             "OpenStdin": attached,
             "StdinOnce": attached,
             "Labels": {LABEL: worker_id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()},
-            "HostConfig": host_config(self._settings, socket_dir, uid_base),
+            "HostConfig": host_config(
+                self._settings, socket_dir, uid_base, engine.worker_bytes, engine.fixes_scores
+            ),
         }
         name = f"agentloop-sandbox-{worker_id}"
         made = True
@@ -370,14 +396,18 @@ async def docker_backend(
     await anyio.to_thread.run_sync(reap_dirs)
     async with AsyncExitStack() as stack:
         engines = []
-        for url in settings.engines or [""]:
+        urls = settings.engines or [""]
+        for url in urls:
             docker = await stack.enter_async_context(connect(url, settings.engine_certs))
             if num := await reap_containers(docker, is_local(url)):
                 on_progress(f"Removed {num} containers that a killed process had left.")
             image = await ensure_image(docker, settings.image, on_progress)
-            options = (await docker.system.info())["SecurityOptions"] or []
+            info = await docker.system.info()
+            options = info["SecurityOptions"] or []
             remapped = any("userns" in option or "rootless" in option for option in options)
-            engines.append(_Engine(docker, is_local(url), remapped, image))
+            num_workers = -(-settings.workers // len(urls))
+            memory = worker_bytes(settings, info["MemTotal"], num_workers)
+            engines.append(_Engine(docker, is_local(url), remapped, image, memory))
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
             group.start_soon(engine.sweep)

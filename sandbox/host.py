@@ -124,7 +124,7 @@ class Guest:
                 del self._cells[session]
 
     async def _run(self, asked: LinkRequest) -> CallResult:
-        what = (asked.code, asked.stdin, asked.timeout_s)
+        what = (asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
         if asked.session is None:
             return await self._pool.run(*what)
         if asked.opens and asked.session not in self._sessions:

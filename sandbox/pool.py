@@ -395,15 +395,22 @@ class Pool:
 
     # -- calls ------------------------------------------------------------------------------
 
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        memory_mib: int | None = None,
+    ) -> CallResult:
         """Run a program from a clean state and say how it ended; a failing program is a result.
 
         timeout_s: wall time of the program (default: the pool's setting), not of the waiting.
-        Cancelling the caller kills the call. Raises ValueError for a timeout that isn't above 0
-        and at most an hour, TypeError for code that is no str, RuntimeError outside of the pool's
-        block.
+        memory_mib: what its processes may hold together (default, and the most: the pool's
+        setting). Cancelling the caller kills the call. Raises ValueError for a timeout that isn't
+        above 0 and at most an hour, or for memory that isn't between 1 and the pool's; TypeError
+        for code that is no str; RuntimeError outside of the pool's block.
         """
-        message = self._message(code, stdin, timeout_s)
+        message = self._message(code, stdin, timeout_s, memory_mib)
         result = self._refused(message, None) or await self._run(message, None)
         self._counts[result.status] += 1
         return result
@@ -444,16 +451,25 @@ class Pool:
             "layers": layers[self._backends[-1].name],
         }
 
-    def _message(self, code: str, stdin: str, timeout_s: float | None) -> dict[str, Any]:
+    def _message(
+        self, code: str, stdin: str, timeout_s: float | None, memory_mib: int | None
+    ) -> dict[str, Any]:
         for name, text in (("code", code), ("stdin", stdin)):
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
         timeout_s = float(self.settings.timeout_s if timeout_s is None else timeout_s)
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+        if memory_mib is not None:
+            if not isinstance(memory_mib, int):
+                raise TypeError(f"memory_mib must be an int, not {type(memory_mib).__name__}")
+            if not 0 < memory_mib <= self.settings.memory_mib:
+                most = self.settings.memory_mib
+                raise ValueError(f"memory_mib must be between 1 and the pool's {most}")
         if not self._open:
             raise RuntimeError(NOT_OPEN)
-        return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s}
+        more = {} if memory_mib is None else {"memory_mib": memory_mib}
+        return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s} | more
 
     def _refused(self, message: dict[str, Any], only: _Worker | None) -> CallResult | None:
         """An answer without a run, where the call can't or mustn't be taken."""
@@ -594,14 +610,20 @@ class Session:
         self._state: OpenSession = worker.link.open_session(session_id)
         self._turn = anyio.Lock()
 
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        memory_mib: int | None = None,
+    ) -> CallResult:
         """Run a cell; its last expression's value is in `result`. Cells run one after another.
 
         Raises SessionLost if the process is gone: a cell that is killed (time, memory, output)
         still gets its result, and the next one this error, which says by whose doing (`by`).
         """
         pool = self._pool
-        message = pool._message(code, stdin, timeout_s) | {"session": self.id}
+        message = pool._message(code, stdin, timeout_s, memory_mib) | {"session": self.id}
         async with self._turn:  # no deadline: the calls before it have theirs
             if self.lost:
                 raise self.loss

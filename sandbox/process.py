@@ -20,10 +20,13 @@ from sandbox.backend import (
     TUNED,
     greeting,
     lane_size,
+    machine_bytes,
     num_lanes,
+    own_uids,
     read_boot,
     read_profile,
     uid_range,
+    worker_bytes,
 )
 from sandbox.errors import SandboxUnavailable
 from sandbox.link import Link, SocketProtocol, wait_ready
@@ -48,7 +51,7 @@ class ProcessBackend:
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
-        with uid_range() as uid_base:
+        with uid_range(self._settings, own_uids()) as uid_base:
             async with self._worker(worker_id, uid_base) as link:
                 yield link
 
@@ -70,7 +73,9 @@ class ProcessBackend:
                 raise
             # Not earlier: where a write fails as the connection is made, uvloop closes the file
             # descriptor under the socket, which closes it again, whosever it is by then.
-            link.write(greeting(self._settings, scratch=str(scratch), uid_base=uid_base))
+            memory = worker_bytes(self._settings, machine_bytes(), self._settings.workers)
+            more = {"scratch": str(scratch), "uid_base": uid_base, "worker_bytes": memory}
+            link.write(greeting(self._settings, **more))
             await wait_ready(link, self._settings.start_timeout_s)
             self._layers = link.hello["layers"]
             yield link

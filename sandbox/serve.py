@@ -153,14 +153,20 @@ class App:
 
     async def run(self, request: web.Request) -> web.Response:
         asked = parse(RunRequest, await self._body(request))
-        return _json(await self._pool.run(asked.code, asked.stdin, asked.timeout_s))
+        self._check_memory(asked)
+        result = await self._pool.run(asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
+        return _json(result)
 
     async def run_batch(self, request: web.Request) -> web.StreamResponse:
         calls = parse(BatchRequest, await self._body(request)).calls
+        for index, call in enumerate(calls):
+            self._check_memory(call, f"calls.{index}.")
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         try:
-            async with self._each((c.code, c.stdin, c.timeout_s) for c in calls) as results:
+            async with self._each(
+                (c.code, c.stdin, c.timeout_s, c.memory_mib) for c in calls
+            ) as results:
                 async for index, result in results:  # no deadline: the calls have theirs
                     with anyio.fail_after(self._settings.io_timeout_s):
                         await response.write(to_line(index, result))
@@ -177,8 +183,10 @@ class App:
     async def run_cell(self, request: web.Request) -> web.Response:
         key = request.match_info["id"]
         asked = parse(RunRequest, await self._body(request))
+        self._check_memory(asked)
+        what = (asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
         try:
-            return _json(await self._sessions.run(key, asked.code, asked.stdin, asked.timeout_s))
+            return _json(await self._sessions.run(key, *what))
         except KeyError:
             raise _no_session() from None
         except SessionLost as error:
@@ -227,7 +235,7 @@ class App:
         answers = [compat.refused_submission(one, with_output=with_output) for one in asked]
         todo = [index for index, answer in enumerate(answers) if answer is None]
         timeout_s = self._settings.code_judge_timeout_s
-        calls = ((asked[i].solution, asked[i].input or "", timeout_s) for i in todo)
+        calls = ((asked[i].solution, asked[i].input or "", timeout_s, None) for i in todo)
         async with self._each(calls) as results:
             async for place, result in results:  # no deadline: the calls have theirs
                 index = todo[place]
@@ -245,14 +253,15 @@ class App:
         asked = parse(compat.RunCodeRequest, await self._body(request))
         if refusal := compat.refused_code(asked):
             return _json(refusal)
-        result = await self._pool.run(asked.code, asked.stdin or "", asked.run_timeout)
+        memory_mib = compat.memory_mib(asked, self._pool.settings.memory_mib)
+        result = await self._pool.run(asked.code, asked.stdin or "", asked.run_timeout, memory_mib)
         return _json(compat.run_code_answer(result))
 
     # -- what they share --------------------------------------------------------------------
 
     @asynccontextmanager
     async def _each(
-        self, calls: Iterable[tuple[str, str, float | None]]
+        self, calls: Iterable[tuple[str, str, float | None, int | None]]
     ) -> AsyncIterator[AsyncIterator[Numbered]]:
         """Results of many calls as they finish, numbered. Only a few more than can run are with
         the pool at any time, so that one batch does not stand before everybody else's calls;
@@ -275,6 +284,13 @@ class App:
                 for _ in range(max(16, 2 * self._pool.stats()["slots"])):
                     group.start_soon(work, out.clone())
             yield results
+
+    def _check_memory(self, asked: RunRequest, where: str = "") -> None:
+        most = self._pool.settings.memory_mib
+        if asked.memory_mib is not None and asked.memory_mib > most:
+            field = f"{where}memory_mib"
+            why = f"{field}: the pool gives a call {most} MiB at most"
+            raise Refused(400, "bad_request", why, field)
 
     async def _body(self, request: web.Request) -> bytearray:
         """All of the body, counted as it comes: what is announced alone takes nobody's room."""

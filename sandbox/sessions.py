@@ -56,14 +56,21 @@ class Sessions:
         await self._group.start(self._hold, key)
         return key
 
-    async def run(self, key: Any, code: str, stdin: str, timeout_s: float | None) -> CallResult:
+    async def run(
+        self,
+        key: Any,
+        code: str,
+        stdin: str,
+        timeout_s: float | None,
+        memory_mib: int | None = None,
+    ) -> CallResult:
         """Run a cell. Raises KeyError for a session that is not here, SessionLost for a dead one,
         which is forgotten with that."""
         held = self._held[key]
         held.num_running += 1
         held.scope.deadline = math.inf
         try:
-            return await held.session.run(code, stdin, timeout_s)
+            return await held.session.run(code, stdin, timeout_s, memory_mib)
         except SessionLost:
             self.close(key)
             raise

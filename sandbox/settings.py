@@ -59,7 +59,9 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     )
     memory_mib: Annotated[int, Field(ge=128)] = Field(
         default=512,
-        description="Memory of a worker with its calls, and the most one process may map.",
+        description="Memory that the processes of one call may hold together, with its directory. "
+        "A worker may have that for each slot, and as much again for sessions that rest, but no "
+        "more than its part of three quarters of the machine.",
     )
     scratch_mib: Annotated[int, Field(ge=1)] = Field(
         default=32, description="Size of the directory that a call can write to. It is memory."

@@ -34,9 +34,9 @@ from sandbox.worker.kernel import (
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import (
     CELL_DONE,
+    FILE_JOB,
     INLINE_JOB,
     JOB_FD,
-    LARGE_JOB,
     REPORT_BYTES,
     REPORT_FD,
     REPORT_SIZE,
@@ -49,7 +49,8 @@ from sandbox.worker.wire import (
 
 NAME = "<call>"
 HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
-HARD_MEMORY = resource.RLIM_INFINITY  # set by the zygote
+MAPPED_BYTES = 0  # of address space, by the zygote, which sets this
+TELLING_BYTES = 8 << 20  # of address space, to tell of a MemoryError
 
 # What `fork` would have run in every child (modules register it as they are loaded); see warm.py.
 fork_hooks: list[dict[str, Any]] = []
@@ -68,16 +69,18 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
     interrupt: Any = signal.default_int_handler  # what the program does at SIGINT
     num_cells = 0
     while True:
-        job = read_job()
+        job, stdin = read_job()
         if job is None:
             return 0
         if not num_cells:
             os.write(JOB_FD, STARTED.pack(time.monotonic_ns()))
         if not job.lasting:
             os.close(JOB_FD)
-        if job.stdin or num_cells:  # else it is /dev/null already
-            give_stdin(job.stdin)
+        if stdin is not None or num_cells:  # else it is /dev/null already
+            give_stdin(stdin)
         limit_cpu(job.timeout_s, first=not num_cells)
+        if num_cells or job.memory_bytes != spec.memory_bytes:
+            limit_memory(job.memory_bytes, job.lasting)
         if not num_cells and (job.lasting or NEEDS_SEED.search(job.code)):
             reseed()
         if "fork" in job.code or "process" in job.code:
@@ -112,6 +115,7 @@ def become_nobody(spec: Spec, lane: int) -> None:
         most = spec.processes
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+        prctl(PR_SET_DUMPABLE, 1)  # the front may measure it, with the rights of this uid alone
     else:  # one uid for all: the limit counts the others too
         most = spec.processes + spec.others
         drop_caps()
@@ -124,27 +128,26 @@ def become_nobody(spec: Spec, lane: int) -> None:
     os.chdir(spec.lane_dir(lane))
 
 
-def read_job() -> Job | None:
-    """The next job of our channel; None when the front has closed it."""
+def read_job() -> tuple[Job | None, int | None]:
+    """The next job of our channel, None when the front has closed it; and its standard input, a
+    file of memory: no pipe to fill, nobody to wait for."""
     data = os.read(JOB_FD, INLINE_JOB)
-    if data == LARGE_JOB:
-        with socket.socket(fileno=os.dup(JOB_FD)) as channel:
-            _, fds, _, _ = socket.recv_fds(channel, 1, 1)
-        with open(fds[0], "rb") as f:
-            f.seek(0)
-            data = f.read()
-    return unpack_job(data) if data else None
+    if len(data) != FILE_JOB.size:
+        return (unpack_job(data) if data else None), None
+    (num_stdin,) = FILE_JOB.unpack(data)
+    with socket.socket(fileno=os.dup(JOB_FD)) as channel:
+        _, (fd,), _, _ = socket.recv_fds(channel, 1, 1)
+    job = unpack_job(os.pread(fd, os.fstat(fd).st_size, num_stdin))
+    if not num_stdin:
+        os.close(fd)
+        return job, None
+    os.ftruncate(fd, num_stdin)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return job, fd
 
 
-def give_stdin(data: bytes) -> None:
-    """Standard input as a file of memory: no pipe to fill, nobody to wait for."""
-    if data:
-        fd = os.memfd_create("stdin")
-        with open(os.dup(fd), "wb") as f:
-            f.write(data)
-        os.lseek(fd, 0, os.SEEK_SET)
-    else:
-        fd = os.open(os.devnull, os.O_RDONLY)
+def give_stdin(file: int | None) -> None:
+    fd = os.open(os.devnull, os.O_RDONLY) if file is None else file
     os.dup2(fd, 0)
     os.close(fd)
     sys.stdin = sys.__stdin__ = open_input()  # type: ignore[misc]
@@ -183,6 +186,18 @@ def limit_cpu(timeout_s: float, first: bool) -> None:
     seconds = int(spent + timeout_s) + 2
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, HARD_CPU_S))
+    except (ValueError, OSError):  # an earlier cell set a limit of its own
+        pass
+
+
+def limit_memory(num_bytes: int, lasting: bool) -> None:
+    """Bound the address space, so that what one process allocates ends in a MemoryError. The
+    worker bounds what the processes of a call hold together."""
+    soft = MAPPED_BYTES + num_bytes
+    # A later cell of the session may have more.
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1] if lasting else soft + TELLING_BYTES
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (min(soft, hard), hard))
     except (ValueError, OSError):  # an earlier cell set a limit of its own
         pass
 
@@ -266,7 +281,8 @@ def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict
         return exit_code_of(stop), report
     except BaseException as error:
         if isinstance(error, MemoryError):
-            resource.setrlimit(resource.RLIMIT_AS, (HARD_MEMORY, HARD_MEMORY))
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         report = {"error": show_error(error)}
         try:
             sys.stderr.write(report["error"]["traceback"])

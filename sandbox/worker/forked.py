@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -13,8 +14,8 @@ import time
 from typing import Any
 
 from sandbox.worker.wire import (
+    FILE_JOB,
     INLINE_JOB,
-    LARGE_JOB,
     MAX_TEXT,
     REPORT_BYTES,
     REPORT_SIZE,
@@ -74,14 +75,18 @@ class Output:
 class Call:
     """A job on its way through a child."""
 
-    def __init__(self, frame: dict[str, Any]) -> None:
+    def __init__(self, frame: dict[str, Any], memory_bytes: int) -> None:
         self.id: int = frame["id"]
         self.code: str = frame["code"]
         self.timeout_s: float = frame["timeout_s"]
         self.session: int | None = frame.get("session")
         self.opens: bool = frame.get("opens", False)  # the first cell of its session
         lasting = self.session is not None
-        self.job = pack_job(self.code, frame.get("stdin", ""), self.timeout_s, lasting)
+        if (mib := frame.get("memory_mib")) is not None:
+            memory_bytes = min(memory_bytes, mib << 20)
+        self.job = pack_job(self.code, self.timeout_s, lasting, memory_bytes)
+        self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
+        self.memory_bytes = memory_bytes
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same
         self.oom_kills = 0  # the kernel's, before it
@@ -109,6 +114,17 @@ class Forked:
         self.call: Call | None = None
         self.oom_kills = 0  # the kernel's, before its last cell ended
         self.session: int | None = None
+        # What watch.py knows of it:
+        self.used = 0  # bytes of memory, when it looked last
+        self.audit_after = 0.0
+        self.nice = 0
+        self.stopped: dict[int, float] | None = None  # while it rests: pids, their CPU seconds
+        self.stolen_s = 0.0
+
+    @property
+    def rests(self) -> bool:
+        """A session between two cells."""
+        return self.session is not None and self.call is None
 
     @property
     def doomed(self) -> bool:
@@ -129,17 +145,15 @@ class Forked:
 
     def send(self, call: Call) -> None:
         self.call = call
-        if len(call.job) <= INLINE_JOB:
+        if not call.stdin and len(call.job) <= INLINE_JOB:
             self.channel.send(call.job)
             return
-        fd = os.memfd_create("job", os.MFD_CLOEXEC)
-        try:
-            with open(os.dup(fd), "wb") as f:
-                f.write(call.job)
-            self.channel.send(LARGE_JOB)
-            socket.send_fds(self.channel, [LARGE_JOB], [fd])
-        finally:
-            os.close(fd)
+        with open(os.memfd_create("stdin", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+            for part in (call.stdin, call.job):
+                if file.write(part) != len(part):
+                    raise OSError(errno.ENOSPC, "the job does not fit")
+            self.channel.send(FILE_JOB.pack(len(call.stdin)))
+            socket.send_fds(self.channel, [b"+"], [file.fileno()])
 
     def hear(self) -> bytes | None:
         """The child's next message; None if there is none yet, b"" if none can follow."""

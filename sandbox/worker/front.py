@@ -30,6 +30,7 @@ from sandbox.worker.kernel import (
 )
 from sandbox.worker.lanes import Lanes
 from sandbox.worker.spec import Spec
+from sandbox.worker.watch import Watch
 from sandbox.worker.wire import (
     FORK,
     JOB_FD,
@@ -45,7 +46,6 @@ from sandbox.worker.zygote import Zygote
 HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/protocol.py)
 TOP_UP_DELAY_S = 0.002
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
-CROWD_CHECK_S = 0.25
 HEED_S = 2.0  # for a cell to heed an interrupt, on a machine that is busy
 LATE_CHECK_S = 0.05  # between looks at a cell that is out of time and has not begun
 # By why its process was killed: whose doing it is that a session is lost. Else its program's.
@@ -90,6 +90,7 @@ class Front:
         self.watch(wake, lambda _: self.on_sigchld(wake))
         self.watch(self.read_control, self.on_control)
         self.top_up()
+        self.watcher = Watch(self.spec, self.lanes, self.zygote_pids, self.condemn)
         self.send(
             {
                 "op": "ready",
@@ -102,6 +103,7 @@ class Front:
 
     def start_zygotes(self) -> None:
         waiting = []
+        self.zygote_pids: list[int] = []
         for level in range(len(self.spec.levels)):
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             pid = os.fork()
@@ -117,6 +119,7 @@ class Front:
             far.close()
             self.zygotes.append(near)
             self.lanes.ours.add(pid)
+            self.zygote_pids.append(pid)
             waiting.append(near)
         for near in waiting:  # warming: seconds where modules are large
             if not near.recv(NEWS.size):
@@ -153,32 +156,26 @@ class Front:
 
     def next_deadline(self) -> float:
         first = self.deadlines[0][0] if self.deadlines else math.inf
-        first = min(first, self.top_up_at or math.inf)
+        first = min(first, self.top_up_at or math.inf, self.watcher.due)
         return min(60.0, max(0.0, first - time.monotonic()))
 
     def check_deadlines(self) -> None:
         now = time.monotonic()
         if 0 < self.top_up_at <= now:
             self.top_up()
+        if self.watcher.due <= now:
+            self.watcher.check(now, self.children)
         while self.deadlines and self.deadlines[0][0] <= now:
             call = heapq.heappop(self.deadlines)[2]
             child = self.calls.get(call.id)
             if child is None or child.call is not call:
                 continue
-            if now < call.started + call.timeout_s:
-                self.lanes.hold_back(child.lane)
-                self.look_again(call)
-            elif not child.has_started():
+            if not child.has_started():
                 self.condemn(child, "sandbox_error")
             elif call.session is None or call.verdict is not None:
                 self.condemn(child, "timeout")
             else:
                 self.interrupt(child, call, now)
-
-    def look_again(self, call: Call) -> None:
-        due = time.monotonic() + CROWD_CHECK_S
-        if due < call.started + call.timeout_s:
-            heapq.heappush(self.deadlines, (due, next(self.serial), call))
 
     def interrupt(self, child: Forked, call: Call, now: float) -> None:
         """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on. One that
@@ -229,7 +226,7 @@ class Front:
     def take(self, frame: dict[str, Any]) -> None:
         """A call for the queue. One that makes no sense is answered; we live on."""
         try:
-            call = Call(frame)
+            call = Call(frame, self.spec.memory_bytes)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
             why = f"not a call: {error!r}"
             answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": why}
@@ -317,13 +314,15 @@ class Front:
         self.calls[call.id] = child
         deadline = call.started + call.timeout_s
         heapq.heappush(self.deadlines, (deadline, next(self.serial), call))
-        self.look_again(call)
+        self.watcher.expect(call.started)
+        self.watcher.wake(child)
         try:
             child.send(call)
-        except OSError as error:  # it died while it waited: news of its end are on their way
-            if error.errno == errno.EMSGSIZE:
+        except OSError as error:  # if it died while it waited, news of its end are on their way
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):  # the job doesn't fit
                 self.condemn(child, "sandbox_error")
-        call.code, call.job = "", b""  # `deadlines` holds it until its time would be up
+        # `deadlines` holds it until its time would be up.
+        call.code, call.job, call.stdin = "", b"", b""
         # The next fork waits: at once it would take the processor from the call just sent.
         self.top_up_at = self.top_up_at or call.started + TOP_UP_DELAY_S
 
@@ -464,7 +463,8 @@ class Front:
             verdict = call.verdict or "sandbox_error"
             why = unstarted_why(call, stderr)
         else:
-            verdict = self.judge(call, exit_code, signum, error, max_rss * 1024, cpu_s)
+            most_used = max(child.used, max_rss * 1024)
+            verdict = self.judge(call, exit_code, signum, error, most_used, cpu_s)
             why = "killed for memory that calls beside it had taken"
         started_ns = child.started_ns
         if call.session is not None and not call.opens:
@@ -501,8 +501,8 @@ class Front:
 
     def on_sigchld(self, wake: int) -> None:
         os.read(wake, 4096)
-        if self.lanes.reap():
-            self.start_queued()
+        self.lanes.reap()
+        self.start_queued()
 
     def answer_unstarted(self, call: Call, status: str, why: str = "") -> None:
         self.send({"op": "done", "id": call.id, "status": status, "why": why})
@@ -513,7 +513,7 @@ class Front:
         exit_code: int | None,
         signum: int | None,
         error: dict[str, Any] | None,
-        max_rss: int,
+        most_used: int,
         cpu_s: float,
     ) -> str:
         if call.verdict is None and exit_code == 0:
@@ -527,7 +527,7 @@ class Front:
         if signum == signal.SIGKILL and self.oom_kills > call.oom_kills:
             # The kernel takes the largest; one that was not alone, and had less than half of what
             # it may have, was in the way of others.
-            large = call.alone or 2 * max_rss >= self.spec.memory_bytes
+            large = call.alone or 2 * most_used >= call.memory_bytes
             return "oom" if large else "sandbox_error"
         if signum is not None:
             return "killed"

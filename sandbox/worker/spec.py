@@ -19,7 +19,10 @@ class Spec:
         self.uid_base: int | None = given.get("uid_base")
         self.keep_bytes: int = given.get("keep_output_bytes", 64 * 1024)
         self.max_output_bytes: int = given.get("max_output_bytes", 1 << 20)
-        self.memory_bytes: int = given.get("memory_bytes", 512 << 20)
+        self.memory_bytes: int = given.get("memory_bytes", 512 << 20)  # the most of one call
+        self.worker_bytes: int = given.get("worker_bytes", 4 << 30)  # of all together
+        #: Its memory cgroup is the worker's alone, limited to worker_bytes.
+        self.own_cgroup: bool = given.get("own_cgroup", False)
         self.file_bytes: int = given.get("file_bytes", 32 << 20)
         self.processes: int = given.get("processes", 32)
         self.layers: dict[str, str] = given.get("layers", {})
@@ -39,3 +42,14 @@ class Spec:
     def lane_uid(self, lane: int) -> int:
         assert self.uid_base is not None
         return self.uid_base + lane
+
+    def lane_of(self, uid: int) -> int | None:
+        """The inverse of lane_uid; None for a uid that is no lane's."""
+        assert self.uid_base is not None
+        return uid - self.uid_base if 0 <= uid - self.uid_base < self.num_lanes else None
+
+    @property
+    def spare_uid(self) -> int:
+        """A uid of our range that no process has but the front, for the time of a signal."""
+        assert self.uid_base is not None
+        return self.uid_base + self.num_lanes

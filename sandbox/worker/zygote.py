@@ -21,11 +21,11 @@ from sandbox.worker.kernel import (
     new_pid_space,
     old_pid_space,
     prctl,
+    refuse_hidden_memory,
 )
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
 
-TELLING_BYTES = 8 << 20
 NUM_FDS = 4  # of a child: its channel, its two outputs, its report
 
 
@@ -42,6 +42,7 @@ class Zygote:
         """Whatever can be done once for all children: a page touched here is not copied there."""
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
+        refuse_hidden_memory()
         warm.load(self.spec.levels[self.level])
         warm.rehearse()
         os.environ.clear()
@@ -67,6 +68,7 @@ class Zygote:
         poll.register(self.front, select.POLLIN)
         poll.register(wake, select.POLLIN)
         warm.freeze()
+        limit_address_space(self.spec)
         self.front.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
         while True:
             for fd, _ in poll.poll():
@@ -146,8 +148,15 @@ def set_limits(spec: Spec) -> None:
         hard = resource.getrlimit(which)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (bound, bound))
-    # What lies between is for telling of a MemoryError.
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    child.HARD_MEMORY = min(spec.memory_bytes, hard if hard >= 0 else spec.memory_bytes)
-    soft = child.HARD_MEMORY - TELLING_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (soft, child.HARD_MEMORY))
+
+
+def limit_address_space(spec: Spec) -> None:
+    """What a call may map beyond what it shares with the zygote."""
+    with open("/proc/self/statm") as f:
+        child.MAPPED_BYTES = int(f.read().split()[0]) * resource.getpagesize()
+    soft = child.MAPPED_BYTES + spec.memory_bytes
+    hard = soft + child.TELLING_BYTES
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

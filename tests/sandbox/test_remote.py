@@ -83,6 +83,8 @@ async def test_a_call_on_a_host() -> None:
         failed = await pool.run("1 / 0")
         assert failed.error is not None
         assert failed.error.type == "ZeroDivisionError"
+        greedy = await pool.run("x = b'1' * 10**8", memory_mib=50)
+        assert greedy.status is CallStatus.OOM
         stats = pool.stats()
         assert (stats["backend"], stats["workers"], stats["slots"]) == ("host", 1, 8)
         assert stats["layers"] == there.pool.stats()["layers"]

@@ -186,6 +186,9 @@ async def test_sessions_end_with_the_service(pool: Pool) -> None:
         ("/v1/run", {"code": 1}, 400, "code:"),
         ("/v1/run", {"code": "1", "timeout_s": -1}, 400, "timeout_s:"),
         ("/v1/run", {"code": "1", "timeout": 1}, 400, "timeout:"),
+        ("/v1/run", {"code": "1", "memory_mib": 0}, 400, "memory_mib:"),
+        ("/v1/run", {"code": "1", "memory_mib": 513}, 400, "memory_mib: the pool gives"),
+        ("/v1/run/batch", {"calls": [{"code": "1", "memory_mib": 513}]}, 400, "calls.0.memory_mib"),
         ("/v1/run/batch", {"calls": []}, 400, "calls:"),
         ("/v1/run/batch", {"calls": [{"code": "1"}, {}]}, 400, "calls.1.code: Field required"),
         ("/v1/run", b"#" * (2 << 20), 413, "the most"),
@@ -202,6 +205,17 @@ async def test_bad_input_is_named(pool: Pool, path: str, body: Any, status: int,
         got, answer = await client.post(path, body)
     assert got == status
     assert says in answer["error"]["message"]
+
+
+async def test_memory_of_a_call_and_of_a_cell(client: Client) -> None:
+    greedy = {"code": "x = b'1' * 10**8", "memory_mib": 50}
+    assert (await client.post("/v1/run", greedy))[1]["status"] == "oom"
+    assert (await client.post("/v1/run", greedy | {"memory_mib": 200}))[1]["status"] == "ok"
+    _, session = await client.post("/v1/sessions", {})
+    path = f"/v1/sessions/{session['id']}/run"
+    assert (await client.post(path, greedy))[1]["status"] == "oom"
+    status, answer = await client.post(path, greedy | {"memory_mib": 10**6})
+    assert (status, answer["error"]["field"]) == (400, "memory_mib")
 
 
 async def test_a_body_of_unknown_length_is_bounded(pool: Pool) -> None:
@@ -394,6 +408,8 @@ async def test_code_judge_says_what_went_wrong(pool: Pool) -> None:
         ({"code": "print(input())", "stdin": "x"}, "Success", ("Finished", 0, "x\n")),
         ({"code": "print(1); raise SystemExit(3)"}, "Failed", ("Finished", 3, "1\n")),
         ({"code": FOREVER, "run_timeout": 2}, "Failed", ("TimeLimitExceeded", None, "begun\n")),
+        ({"code": "x = b'1' * 10**8", "memory_limit_MB": 10}, "Failed", ("Finished", 1, "")),
+        ({"code": "x = b'1' * 10**8", "memory_limit_MB": 10**6}, "Success", ("Finished", 0, "")),
         ({"code": "1", "language": "cpp"}, "SandboxError", None),
         ({"code": "1", "files": {"a": "Yg=="}}, "SandboxError", None),
     ],
