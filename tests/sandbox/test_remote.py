@@ -31,6 +31,7 @@ from sandbox.remote import HostLink
 from sandbox.serve import ServeSettings, serving
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
+from tests.sandbox.test_sessions import wait_until_lost
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
@@ -214,8 +215,7 @@ async def test_a_session_that_ends_itself_on_a_host_is_known_for_it() -> None:
             assert await lost_by(session) is LostBy.PROGRAM
         async with pool.session() as session:
             await session.run("import os, threading; threading.Timer(0.1, os._exit, (1,)).start()")
-            (state,) = there.pool._room.workers[0].link.sessions.values()
-            await wait_until(lambda: state.lost_by is not None)
+            await wait_until_lost(session)
             assert await lost_by(session) is LostBy.PROGRAM
         assert (await pool.run("1")).ok
 

@@ -26,6 +26,14 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are st
 RUN = {"op": "run", "stdin": "", "timeout_s": 15}
 
 
+async def wait_until_lost(session: Session) -> None:
+    """Between cells a session is stopped: what it has begun goes on with the next one."""
+    with anyio.fail_after(15):
+        while session.lost_by is None:
+            with contextlib.suppress(SessionLost):
+                await session.run("1")
+
+
 async def lost_by(session: Session) -> LostBy:
     with pytest.raises(SessionLost) as lost:
         await session.run("1")
@@ -54,7 +62,7 @@ async def test_a_cell_that_ends_its_process_is_answered_and_known_for_it(
 async def test_a_process_that_ends_between_two_cells_is_its_programs_doing(pool: Pool) -> None:
     async with pool.session() as session:
         await session.run("import os, threading; threading.Timer(0.1, os._exit, (0,)).start()")
-        await wait_until(lambda: session.lost)
+        await wait_until_lost(session)
         assert await lost_by(session) is LostBy.PROGRAM
 
 
