@@ -367,7 +367,7 @@ def _noted(db: sqlite3.Connection, key: str) -> Any:
 
 
 def _number(stage: str) -> int:
-    """Of `stage 10`, 10."""
+    """Return the number of a stage from the name of its note: 10 of `stage 10`."""
     return int(stage.split()[1])
 
 
