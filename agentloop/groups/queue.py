@@ -15,6 +15,7 @@ batches in the same order, and no group is ever in two.
 from __future__ import annotations
 
 import json
+import secrets
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -258,7 +259,7 @@ class GroupQueue:
             found = db.execute(f"SELECT path FROM groups WHERE path NOT NULL AND ({gone})", (step,))
             undone = {
                 "step": step,
-                "name": f"{time.strftime('%Y%m%d-%H%M%S')}-after-step-{step}",
+                "name": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
                 "files": [path for (path,) in found.fetchall()],
             }
             again = "state = 'open', step = NULL, place = NULL, path = NULL, figures = '{}'"
@@ -366,7 +367,7 @@ def _noted(db: sqlite3.Connection, key: str) -> Any:
 
 
 def _number(stage: str) -> int:
-    """Of `stage 10`, 10."""
+    """Return the number of a stage from the name of its note: 10 of `stage 10`."""
     return int(stage.split()[1])
 
 

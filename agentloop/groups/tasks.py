@@ -488,7 +488,7 @@ def _digest(text: str) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether all text in it can be written as UTF-8."""
+    """Return whether all text in a value can be written as UTF-8."""
     if isinstance(value, str):
         try:
             value.encode()

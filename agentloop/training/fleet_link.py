@@ -137,6 +137,7 @@ class _Said(pydantic.BaseModel):
 
     @classmethod
     def of_json(cls, data: bytes) -> Self:
+        """Read what `to_json` wrote."""
         return cls.model_validate(loads(data))
 
 

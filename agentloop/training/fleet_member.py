@@ -118,7 +118,7 @@ class Member:
         self._say = say
         self._hands: dict[str, _Hand] = {}
         self._said = Said(num_servers=num_servers)
-        self._verified: set[str] = set()  # versions of this trainer that ours were found right for
+        self._verified: set[str] = set()  # versions whose weights here are known to be right
         self._handover: Handover | None = None
         self._keeping_up = anyio.CancelScope()
         self._changed = anyio.Event()
@@ -221,7 +221,8 @@ class Member:
         return not self._said.error
 
     def _compare(self) -> None:
-        """Remember a version whose weights here are known to be right."""
+        """Compare our weights with what the trainer says of them, and remember a version that is
+        right."""
         weights = self._word.weights
         if weights is not None and self._is_right(weights):
             self._verified.add(weights.version)
@@ -339,8 +340,8 @@ class Member:
         else:
             if not await self._are_verified(versions := _versions_of(rows)):
                 log.error(
-                    "group %s goes to others: it was sampled with weights of which nobody knows "
-                    "whether they are right, of versions %s",
+                    "group %s goes to another runtime: our weights that sampled it were never "
+                    "confirmed by the trainer (versions %s)",
                     ticket.name,
                     ", ".join(sorted(versions - self._verified)),
                 )
@@ -352,8 +353,10 @@ class Member:
         return True
 
     async def _are_verified(self, versions: set[str]) -> bool:
-        """Whether our weights of these versions are known to be right, as soon as that can be: new
-        ones are while a hand-over goes on, which the trainer ends in time."""
+        """Wait until our weights of these versions are known to be right; return whether they are.
+
+        New weights are known to be right once the trainer has compared them with those of the other
+        runtimes. It ends a hand-over within `timeout_s`."""
         weights = self._word.weights
         hand_over_s = 0.0 if weights is None else weights.timeout_s
         with anyio.move_on_after(hand_over_s + self._word.lease_s):
@@ -460,7 +463,7 @@ def _is_broken(row: Mapping[str, Any]) -> bool:
 
 
 def _versions_of(rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Of the weights that sampled what has a reward."""
+    """Return the versions of the weights that sampled the rollouts with a reward."""
     return {
         span["version"]
         for row in rows

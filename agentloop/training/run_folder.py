@@ -125,7 +125,7 @@ class RunFolder:
         return found[max(found)] if found else None
 
     def checkpoint_of(self, step: int) -> Path:
-        """The checkpoint that holds this step.
+        """Return the checkpoint that holds this step.
 
         Raises:
             SettingsError: there is none.
@@ -257,7 +257,8 @@ def checkpoints_in(run: Path) -> dict[int, Path]:
 
 
 def _checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """Of a step there may be two: one of them was left by a step that broke."""
+    """Return all checkpoints with the step that each holds. Two may hold the same one: a step that
+    fails leaves a checkpoint of what was before it."""
     found = []
     for path in sorted((run / "checkpoints").glob("*/state.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -310,6 +311,7 @@ def _has(file: int, lock: int) -> bool:
 
 
 def _sync(folder: Path) -> None:
+    """Have the names in a folder written to the disk."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -318,6 +320,7 @@ def _sync(folder: Path) -> None:
 
 
 def _move(paths: Iterable[Path], folder: Path) -> None:
+    """Move files and folders into `folder`, which is made if there are any."""
     for path in list(paths):
         folder.mkdir(exist_ok=True)
         path.replace(folder / path.name)

@@ -86,7 +86,7 @@ class Steps:
         self._restarts = Restarts(max_restarts)
         self._writing: tuple[int, str] | None = None  # step and folder of a checkpoint
         self._saved_step = -1
-        self._published_in: Path | None = None  # where the newest weights lie, as far as we know
+        self._published_in: Path | None = None  # the folder of the newest weights, in this life
         self._stand(restored)
         self.step, self.version = self._step, self._version
 
@@ -305,7 +305,7 @@ class Steps:
 
 
 def _remove_others(folder: Path) -> None:
-    """The weights of other versions, beside those in `folder`."""
+    """Remove the weights of other versions, which lie beside those in `folder`."""
     for other in folder.parent.iterdir():
         if other.name.isdigit() and other != folder:
             shutil.rmtree(other, ignore_errors=True)

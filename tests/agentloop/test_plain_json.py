@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
+from pydantic import TypeAdapter, ValidationError
 
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import ValidText, dumps, loads, valid_text
 from tests.emitted import as_json, plain_data
 
 FAST = settings(deadline=None)
@@ -37,6 +38,17 @@ def test_nan_is_null_however_it_is_written() -> None:
     value = loads(b'{"a": NaN, "b": -Infinity, "c": 1e999}')  # of a file of before
     assert math.isnan(value["a"])
     assert (value["b"], value["c"]) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"), [("a\ud800b", "a?b"), ("\ud83d\udc0d", "??"), ("é 🐍\x00", "é 🐍\x00")]
+)
+def test_half_of_a_surrogate_pair_is_replaced_where_it_must_be(text: str, valid: str) -> None:
+    assert valid_text(text) == valid
+    field = TypeAdapter(ValidText)
+    assert field.validate_python(text) == valid
+    with pytest.raises(ValidationError):
+        field.validate_python(3)
 
 
 class Colour(StrEnum):

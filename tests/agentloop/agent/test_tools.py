@@ -138,7 +138,9 @@ async def test_sync_and_async_functions_answer() -> None:
         ({"a": [1, None]}, '{"a":[1,null]}'),
         (None, "null"),
         (2**70, str(2**70)),
+        ({"a": 2**70, "b": {1: 0.5}}, '{"a":1180591620717411303424,"b":{"1":0.5}}'),
         ({1, 2}, "{1, 2}"),
+        ([2**70, {1}], "[1180591620717411303424, {1}]"),
     ],
 )
 async def test_values_become_text(value: Any, text: str) -> None:
