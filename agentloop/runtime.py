@@ -476,10 +476,15 @@ class Runtime:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(http_session())
             urls, processes = self.settings.servers, []
+            model = self.settings.model or (None if urls else SMALL)
+            chat: ChatFormat | None = None
+            if model is not None and await anyio.Path(model, "config.json").is_file():
+                # Servers take long to start: what is wrong with a template is said before.
+                chat = await self._load_chat(model)
             if not urls:
                 processes = await stack.enter_async_context(
                     sglang_servers(
-                        self.settings.model or SMALL,
+                        model or SMALL,
                         self.settings.server,
                         log_dir=self._log_dir(stack),
                         on_progress=self._progress,
@@ -495,8 +500,8 @@ class Runtime:
                     longest=self.settings.budget.max_response_tokens,
                 )
             )
-            model = self.settings.model or router.model_path
-            chat = await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
+            model = model or router.model_path
+            chat = chat or await self._load_chat(model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
                 tasks.start_soon(keep_alive, processes, self.settings.server, router)
@@ -511,6 +516,10 @@ class Runtime:
             )
             await closing.wait()  # no deadline: lives as long as the runtime
             tasks.cancel_scope.cancel()
+
+    async def _load_chat(self, model: Path | str) -> ChatFormat:
+        """Raises ModelError: its tokenizer or template cannot be used."""
+        return await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
 
     def _log_dir(self, stack: AsyncExitStack) -> Path:
         if self.settings.log_dir is not None:
