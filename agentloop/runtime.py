@@ -480,9 +480,10 @@ class Runtime:
             session = await stack.enter_async_context(http_session())
             urls, processes = self.settings.servers, []
             model = self.settings.model or (None if urls else SMALL)
-            chat = None
-            if model is not None:  # before servers start: a wrong name is told at once
-                chat = await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
+            chat: ChatFormat | None = None
+            if model is not None:
+                # Servers take long to start: what is wrong with a model is said before.
+                chat = await self._load_chat(model)
             if not urls:
                 processes = await stack.enter_async_context(
                     sglang_servers(
@@ -502,9 +503,8 @@ class Runtime:
                     longest=self.settings.budget.max_response_tokens,
                 )
             )
-            if model is None or chat is None:
-                model = router.model_path
-                chat = await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
+            model = model or router.model_path
+            chat = chat or await self._load_chat(model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
                 tasks.start_soon(keep_alive, processes, self.settings.server, router)
@@ -519,6 +519,10 @@ class Runtime:
             )
             await closing.wait()  # no deadline: lives as long as the runtime
             tasks.cancel_scope.cancel()
+
+    async def _load_chat(self, model: Path | str) -> ChatFormat:
+        """Raises ModelError: its tokenizer or template cannot be used."""
+        return await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
 
     def _log_dir(self, stack: AsyncExitStack) -> Path:
         if self.settings.log_dir is not None:

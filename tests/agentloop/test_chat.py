@@ -1,4 +1,4 @@
-"""`agentloop chat`: whose model answers."""
+"""`agentloop chat`: whose model answers, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -84,3 +84,14 @@ def test_it_says_which_weights_of_a_run_it_took(
         (tmp_path / model / "config.json").write_text("{}")
     assert main(["chat", "--run", str(tmp_path)]) == 0
     assert f"Model: {tmp_path}/{said}\n" in capsys.readouterr().err
+
+
+def test_a_wrong_end_of_turn_is_told_before_servers_are_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sglang_servers(*_: object, **__: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("agentloop.runtime.sglang_servers", sglang_servers)
+    assert main(["chat", "Hello", "chat.end_token=<eos>", "sandbox.backend=process"]) == 2
+    assert "chat.end_token: the tokenizer has no token '<eos>'" in capsys.readouterr().err

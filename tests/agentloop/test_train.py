@@ -39,6 +39,7 @@ from tests.support import FakeSGLang, eventually
         ("sampling.min_p=0.1", "sampling.min_p"),
         ("learner.temperature=0.7", "learner.temperature: .* set sampling.temperature"),
         ("learner.model=/elsewhere", "learner.model: .* set model alone"),
+        ("learner.chat_template=x", "learner.chat_template: .* set chat.template alone"),
         ("learner.loss.kl_coef=0.1", "learner.loss.kl_coef"),
         ("learner.init=random", "learner.init.* set start.learner.init "),
         ("learner.loss.kind=sft", "learner.loss.kind"),
@@ -232,11 +233,18 @@ def test_a_group_of_one_teaches_nothing() -> None:
 
 
 def test_the_learner_has_the_servers_model_and_temperature() -> None:
-    settings = load_settings(TrainSettings, overrides=["sampling.temperature=0.7"])
+    template = SMALL / "chat_template.jinja"
+    overrides = ["sampling.temperature=0.7", f"chat.template={template}"]
+    settings = load_settings(TrainSettings, overrides=overrides)
     whole = _whole(settings)
+    assert whole.learner.chat_template == template.read_text("utf-8")
     assert whole.learner.temperature == 0.7
     assert str(whole.learner.model) == whole.model
-    assert whole.learner == LearnerSettings(model=whole.learner.model, temperature=0.7)
+    assert whole.learner == LearnerSettings(
+        model=whole.learner.model,
+        temperature=0.7,
+        chat_template=whole.learner.chat_template,
+    )
     assert _whole(whole) == whole
 
 
