@@ -196,7 +196,9 @@ class _Room:
         if only is not None:
             is_open = only.alive and not only.runs_alone and only not in emptying
             return only if only.free > 0 and is_open else None
-        able = [worker for worker in self.workers if worker not in emptying]
+        able = self.workers
+        if emptying:
+            able = [worker for worker in able if worker not in emptying]
         best = max(able, key=lambda w: w.room, default=None)
         return best if best is not None and best.room > 0 else None
 

@@ -81,6 +81,7 @@ class Call:
         self.timeout_s: float = frame["timeout_s"]
         self.session: int | None = frame.get("session")
         self.opens: bool = frame.get("opens", False)  # the first cell of its session
+        self.is_first = self.session is None or self.opens  # of its process
         lasting = self.session is not None
         if (mib := frame.get("memory_mib")) is not None:
             memory_bytes = min(memory_bytes, mib << 20)
@@ -173,9 +174,11 @@ class Forked:
             self.hear()
         return self.started_ns is not None
 
-    def cell_started_ns(self, call: Call) -> int | None:
-        """When this cell of a session began; None if it has not. The word of its process, which
-        can't be outside of the call's own time."""
+    def started_ns_of(self, call: Call) -> int | None:
+        """When the code of a call began; None if it has not. Of a later cell of a session it is the
+        word of its process, which can't be outside of the call's own time."""
+        if call.is_first:
+            return self.started_ns if self.has_started() else None
         (started_ns,) = STARTED.unpack(os.pread(self.report_fd, STARTED.size, 0))
         return min(started_ns, time.monotonic_ns()) if started_ns >= call.started_ns else None
 

@@ -47,7 +47,8 @@ HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/p
 TOP_UP_DELAY_S = 0.002
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 HEED_S = 2.0  # for a cell to heed an interrupt, on a machine that is busy
-LATE_CHECK_S = 0.05  # between looks at a cell that is out of time and has not begun
+START_S = 2.0  # for a call's code to begin, there; the same bound as for an interrupt
+LATE_CHECK_S = 0.05  # between looks whether it has
 # By why its process was killed: whose doing it is that a session is lost. Else its program's.
 LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
@@ -170,20 +171,26 @@ class Front:
             child = self.calls.get(call.id)
             if child is None or child.call is not call:
                 continue
-            if not child.has_started():
-                self.condemn(child, "sandbox_error")
-            elif call.session is None or call.verdict is not None:
-                self.condemn(child, "timeout")
-            else:
-                self.interrupt(child, call, now)
+            self.see_if_late(child, call, now)
+
+    def see_if_late(self, child: Forked, call: Call, now: float) -> None:
+        """End a call whose time is up. It counts from when its code began, but no later than
+        START_S after the call: a machine that is busy is no fault of the program's."""
+        started_ns = child.started_ns_of(call)
+        latest = call.started + START_S
+        began = latest if started_ns is None else min(started_ns / 1e9, latest)
+        if call.verdict is None and now < began + call.timeout_s:
+            due = began + call.timeout_s if started_ns is not None else now + LATE_CHECK_S
+            heapq.heappush(self.deadlines, (due, next(self.serial), call))
+        elif started_ns is None and call.is_first:
+            self.condemn(child, "sandbox_error")
+        elif call.session is None or call.verdict is not None:
+            self.condemn(child, "timeout")
+        else:
+            self.interrupt(child, call, now)
 
     def interrupt(self, child: Forked, call: Call, now: float) -> None:
-        """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on. One that
-        has not begun yet would not hear it."""
-        begun = child.pid is not None and child.cell_started_ns(call) is not None
-        if not begun and now < call.started + call.timeout_s + HEED_S:
-            heapq.heappush(self.deadlines, (now + LATE_CHECK_S, next(self.serial), call))
-            return
+        """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on."""
         call.verdict = "timeout"
         heapq.heappush(self.deadlines, (now + HEED_S, next(self.serial), call))
         if child.pid is not None:
@@ -232,7 +239,7 @@ class Front:
             answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": why}
             self.send(answer)
             return
-        if call.session is None or call.opens:
+        if call.session is None or call.opens:  # it needs a child
             self.queue.append(call)
             self.start_queued()
             return
@@ -466,12 +473,11 @@ class Front:
             most_used = max(child.used, max_rss * 1024)
             verdict = self.judge(call, exit_code, signum, error, most_used, cpu_s)
             why = "killed for memory that calls beside it had taken"
-        started_ns = child.started_ns
-        if call.session is not None and not call.opens:
-            started_ns = child.cell_started_ns(call)
-            if started_ns is None and status is not None and call.verdict is None:
-                self.lose_session(child, verdict, call)
-                return
+        started_ns = child.started_ns_of(call)
+        not_begun = started_ns is None and not call.is_first
+        if not_begun and status is not None and call.verdict is None:
+            self.lose_session(child, verdict, call)
+            return
         child.oom_kills = self.oom_kills
         if status is not None:
             self.lose_session(child, verdict)
@@ -546,7 +552,7 @@ class Front:
 
 def unstarted_why(call: Call, stderr: str) -> str:
     if call.verdict is not None:
-        return f"the program had not begun after {call.timeout_s:g} s"
+        return f"the program had not begun {call.timeout_s + START_S:g} s after its call"
     fault = stderr.rstrip().rpartition("\n")[2]
     return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 

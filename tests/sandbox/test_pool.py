@@ -462,23 +462,44 @@ async def test_a_worker_that_answers_its_beats_lives(monkeypatch: pytest.MonkeyP
         assert pool.stats()["replaced"] == 0
 
 
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        ('os.chdir("/nowhere")', "No such file or directory: '/nowhere'"),
-        ("os._exit(7)", "its process did not get as far as the program"),
-        ("time.sleep(60)", "the program had not begun after 0.5 s"),
-    ],
-)
-async def test_a_fault_before_the_program_begins_is_ours(
-    monkeypatch: pytest.MonkeyPatch, fault: str, says: str
-) -> None:
+def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Let what workers fork do this instead of going to its directory."""
     sources = dict(_read_worker())
     code = sources["sandbox.worker.child"]
     assert "    os.chdir(spec.lane_dir(lane))\n" in code
     code = code.replace("    os.chdir(spec.lane_dir(lane))\n", f"    {fault}\n")
     sources["sandbox.worker.child"] = code
     monkeypatch.setattr("sandbox.backend._read_worker", lambda: sources)
+
+
+async def test_the_time_of_a_program_counts_from_when_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_children(monkeypatch, "time.sleep(0.7)")
+    async with Pool(BARE.model_copy(update={"slots_per_worker": 32})) as pool:
+        async with anyio.create_task_group() as group:
+            for _ in range(20):  # more than wait there, begun already
+                group.start_soon(is_ok, pool, "1", 0.5)
+        assert (await pool.run(FOREVER, timeout_s=0.5)).status is CallStatus.TIMEOUT
+
+
+async def is_ok(pool: Pool, code: str, timeout_s: float) -> None:
+    result = await pool.run(code, timeout_s=timeout_s)
+    assert result.status is CallStatus.OK, result
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ('os.chdir("/nowhere")', "No such file or directory: '/nowhere'"),
+        ("os._exit(7)", "its process did not get as far as the program"),
+        ("time.sleep(60)", "the program had not begun 2.5 s after its call"),
+    ],
+)
+async def test_a_fault_before_the_program_begins_is_ours(
+    monkeypatch: pytest.MonkeyPatch, fault: str, says: str
+) -> None:
+    break_children(monkeypatch, fault)
     async with Pool(BARE) as pool:
         result = await pool.run("1", timeout_s=0.5)
         assert (result.status, result.attempt) == (CallStatus.SANDBOX_ERROR, 2)
