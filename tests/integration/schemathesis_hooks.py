@@ -26,7 +26,7 @@ def before_call(
 
 def _chat(body: dict[str, Any]) -> None:
     body.pop("model", None)
-    if "n" in body:
+    if body.get("n"):
         body["n"] = min(body["n"], 2)
     if messages := body.get("messages"):
         body["messages"] = _few(messages) or [{"role": "user", "content": "x"}]
