@@ -38,7 +38,7 @@ from sandbox.backend import (
     read_profile,
     uid_range,
 )
-from sandbox.engine import connect, is_local
+from sandbox.engine import connect, is_local, local_engine
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
 from sandbox.link import Link, SocketProtocol, wait_ready
@@ -359,6 +359,18 @@ async def reap_containers(docker: aiodocker.Docker, local: bool) -> int:
     return num
 
 
+async def _prepared(
+    docker: aiodocker.Docker, url: str, settings: PoolSettings, on_progress: Callable[[str], None]
+) -> _Engine:
+    """An engine on which nothing of dead owners is left, and which has the image."""
+    if num := await reap_containers(docker, is_local(url)):
+        on_progress(f"Removed {num} containers that a killed process had left.")
+    image = await ensure_image(docker, settings.image, on_progress)
+    options = (await docker.system.info())["SecurityOptions"] or []
+    remapped = any("userns" in option or "rootless" in option for option in options)
+    return _Engine(docker, is_local(url), remapped, image)
+
+
 @asynccontextmanager
 async def docker_backend(
     settings: PoolSettings, on_progress: Callable[[str], None]
@@ -371,13 +383,20 @@ async def docker_backend(
     async with AsyncExitStack() as stack:
         engines = []
         for url in settings.engines or [""]:
-            docker = await stack.enter_async_context(connect(url, settings.engine_certs))
-            if num := await reap_containers(docker, is_local(url)):
-                on_progress(f"Removed {num} containers that a killed process had left.")
-            image = await ensure_image(docker, settings.image, on_progress)
-            options = (await docker.system.info())["SecurityOptions"] or []
-            remapped = any("userns" in option or "rootless" in option for option in options)
-            engines.append(_Engine(docker, is_local(url), remapped, image))
+            docker = await stack.enter_async_context(
+                connect(
+                    url,
+                    settings.engine_certs,
+                    timeout_s=settings.engine_timeout_s,
+                    on_progress=on_progress,
+                )
+            )
+            try:
+                engines.append(await _prepared(docker, url, settings, on_progress))
+            except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+                where = url or local_engine()
+                said = str(error) or "no answer in time"
+                raise SandboxUnavailable(f"the Docker Engine at {where} failed: {said}") from error
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
             group.start_soon(engine.sweep)

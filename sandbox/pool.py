@@ -30,6 +30,7 @@ from anyio.abc import TaskGroup
 from sandbox.backend import Backend
 from sandbox.container import docker_backend
 from sandbox.errors import (
+    NoEngine,
     Overloaded,
     ProtocolError,
     SandboxError,
@@ -231,16 +232,12 @@ class Pool:
             return ProcessBackend(settings)
         try:
             return await stack.enter_async_context(docker_backend(settings, self._on_progress))
-        except SandboxUnavailable as error:
-            # Who names an engine or an image means it: nothing weaker is put in its place.
+        except NoEngine as error:
+            # Who names an engine or an image means it: nothing else is put in its place.
             named = settings.engines or settings.image or os.environ.get("DOCKER_HOST")
             if settings.backend == "docker" or named:
                 raise
-            log.warning(
-                "Calls run as local processes, which isolate less than containers do: %s "
-                "`python -m sandbox doctor` says which walls stand here.",
-                error,
-            )
+            self._on_progress(f"Calls run in local processes: {error}.")
             return ProcessBackend(settings)
 
     async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -267,6 +264,8 @@ class Pool:
     def _tell_failure(self, error: Exception) -> None:
         """To the log, but not once for every try while an engine is down."""
         self._why = str(error)
+        if not self._open and isinstance(error, SandboxError):
+            return  # if no worker comes up, the pool's own error says why
         now = time.monotonic()
         if now < self._quiet_until:
             self._num_untold += 1

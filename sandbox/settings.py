@@ -20,8 +20,13 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
 
     backend: Literal["auto", "docker", "process"] = Field(
         default="auto",
-        description="Where calls run. auto: Docker where an engine answers, else local processes, "
-        "with a warning that says what is weaker.",
+        description="Where calls run. auto: in containers where a Docker Engine listens, else in "
+        "local processes.",
+    )
+    allow_weak_isolation: bool = Field(
+        default=False,
+        description="Start even where calls would not be kept apart from each other, the network "
+        "and the disk. For code that you trust; `python -m sandbox doctor` says what is missing.",
     )
     engines: list[str] = Field(
         default_factory=list,
@@ -39,6 +44,10 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     )
     hosts_token: pydantic.SecretStr | None = Field(
         default=None, description="The token of the hosts."
+    )
+    engine_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=120.0,
+        description="The longest wait in seconds for the first answer of an engine that listens.",
     )
     image: str = Field(
         default="",
