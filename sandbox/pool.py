@@ -41,7 +41,7 @@ from sandbox.link import Link, Pending, next_id
 from sandbox.process import ProcessBackend
 from sandbox.remote import HostBackend, HostLink
 from sandbox.results import CallResult, CallStatus
-from sandbox.settings import PoolSettings
+from sandbox.settings import OutputLimits, PoolSettings
 
 log = logging.getLogger("sandbox")
 
@@ -186,6 +186,7 @@ class Pool:
         self._on_progress = on_progress
         self._room = _Room()
         self._seat_freed = anyio.Event()
+        self._num_wait_seat = 0
         self._counts: dict[str, int] = dict.fromkeys(CallStatus, 0)
         self._num_replaced = 0
         self._why = ""  # no worker came up, last
@@ -335,28 +336,41 @@ class Pool:
 
     # -- calls ------------------------------------------------------------------------------
 
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        *,
+        output: OutputLimits | None = None,
+    ) -> CallResult:
         """Run a program from a clean state and say how it ended; a failing program is a result.
 
         timeout_s: wall time of the program (default: the pool's setting), not of the waiting.
+        output: how much it may write and what is kept of it (default: the pool's settings).
         Cancelling the caller kills the call. Raises ValueError for a timeout that isn't above 0
         and at most an hour, TypeError for code that is no str, RuntimeError outside of the pool's
         block.
         """
         message = self._message(code, stdin, timeout_s)
+        if output is not None:
+            message |= output.as_dict()
         result = self._refused(message, None) or await self._run(message, None)
         self._counts[result.status] += 1
         return result
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def session(self, max_wait_s: float | None = None) -> AsyncIterator[Session]:
         """A process whose variables last from one `run` to the next, for the time of the block.
 
-        Raises Overloaded where no worker has a seat for it within `max_wait_s`.
+        Raises Overloaded where no worker has a seat for it within `max_wait_s` (default: the
+        pool's setting; 0 does not wait).
         """
         if not self._open:
             raise RuntimeError(NOT_OPEN)
-        worker = await self._take_seat()
+        if max_wait_s is None:
+            max_wait_s = self.settings.max_wait_s
+        worker = await self._take_seat(max_wait_s)
         session = Session(self, worker, next_id())
         try:
             yield session
@@ -379,6 +393,7 @@ class Pool:
             "busy": sum(w.num_slots - w.free for w in alive),
             "waiting": len(self._room.waiting),
             "sessions": sum(w.num_sessions for w in alive),
+            "sessions_waiting": self._num_wait_seat,
             "replaced": self._num_replaced,
             "calls": {str(status): count for status, count in self._counts.items() if count},
             "layers": layers[self._backends[-1].name],
@@ -489,16 +504,25 @@ class Pool:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    async def _take_seat(self) -> _Worker:
-        with anyio.move_on_after(self.settings.max_wait_s):
+    async def _take_seat(self, max_wait_s: float) -> _Worker:
+        with anyio.move_on_after(max_wait_s):
             while True:
                 able = [w for w in self._room.workers if w.open and w.free_seats > 0]
                 if able:
                     worker = max(able, key=lambda w: w.free_seats)
                     worker.free_seats -= 1
                     return worker
-                await self._seat_freed.wait()
-        raise Overloaded(f"no seat for a session within {self.settings.max_wait_s:g} s")
+                self._num_wait_seat += 1
+                try:
+                    await self._seat_freed.wait()
+                finally:
+                    self._num_wait_seat -= 1
+        num_seats = sum(w.num_seats for w in self._room.workers if w.open)
+        within = f" within {max_wait_s:g} s" if max_wait_s else ""
+        raise Overloaded(
+            f"no session is free{within}, of {num_seats}: close one, or allow more "
+            "(sessions_per_worker, workers)"
+        )
 
 
 def _runs_again(reply: dict[str, Any], attempt: int, only: _Worker | None) -> bool:

@@ -30,10 +30,13 @@ class Output:
 
     def __init__(self, fd: int, keep: int) -> None:
         self.fd = fd
-        self.half = max(1, keep // 2)
+        self.keep(keep)
         self.head = bytearray()
         self.tail = bytearray()
         self.total = 0
+
+    def keep(self, num_bytes: int) -> None:
+        self.half = max(1, num_bytes // 2)
 
     def read(self) -> bool:
         """Take what the pipe holds, without waiting; False if that was nothing."""
@@ -75,6 +78,9 @@ class Call:
         self.code: str = frame["code"]
         self.timeout_s: float = frame["timeout_s"]
         self.session: int | None = frame.get("session")
+        # Of its output, where it names them; else the worker's settings hold.
+        self.max_output_bytes: int | None = frame.get("max_output_bytes")
+        self.keep_output_bytes: int | None = frame.get("keep_output_bytes")
         lasting = self.session is not None
         self.job = pack_job(self.code, frame.get("stdin", ""), self.timeout_s, lasting)
         self.started = 0.0
@@ -117,6 +123,9 @@ class Forked:
 
     def send(self, call: Call) -> None:
         self.call = call
+        if call.keep_output_bytes is not None:
+            self.out.keep(call.keep_output_bytes)
+            self.err.keep(call.keep_output_bytes)
         if len(call.job) <= INLINE_JOB:
             self.channel.send(call.job)
             return

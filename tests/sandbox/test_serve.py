@@ -234,10 +234,10 @@ async def test_bodies_that_have_come_are_bounded(pool: Pool) -> None:
     async with service(pool, max_body_mib=1, max_held_mib=1) as client:
         async with begun(client, "Content-Length: 1048576") as stream:
             await stream.send(b"#" * size)
-            await until_stat(client, "body_bytes", size)
+            await until_stat(client, "held_bytes", size)
             status, answer = await client.post("/v1/run", {"code": "1"})
             assert (status, answer["error"]["type"]) == (503, "overloaded")
-        await until_stat(client, "body_bytes", 0)
+        await until_stat(client, "held_bytes", 0)
         assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
 
 
@@ -364,7 +364,6 @@ async def test_code_judges_batches_keep_their_order(client: Client, form: str) -
             n < 40 and n not in (7, 8) for n in range(50)
         ]
         assert [answers[n]["reason"] for n in (6, 7, 8)] == ["", "invalid_input", "invalid_input"]
-        assert "'cpp'" in answers[7]["message"]
     assert [one["stdout"] for one in ran["results"]][9] == "9\n"
     assert "'math'" in ran["results"][8]["stderr"]
 
@@ -373,7 +372,7 @@ async def test_code_judge_says_what_went_wrong(pool: Pool) -> None:
     async with service(pool, code_judge_timeout_s=2) as client:
         late = await client.post("/run", {"type": "python", "solution": FOREVER})
         assert (late[1]["reason"], late[1]["success"], late[1]["stdout"]) == (
-            "worker_timeout", False, "begun\n",
+            "worker_timeout", False, "begun\nSuicide from timeout.\n",
         )  # fmt: skip
         large = await client.post("/run", {"type": "python", "solution": "#" * (9 << 20)})
         assert large[1]["reason"] == "internal_error"
