@@ -27,7 +27,8 @@ from sandbox.settings import PoolSettings
 
 PATH = "/v1/link"
 HEARTBEAT_S = 10.0
-MAX_MESSAGE_BYTES = 256 * 1024  # of a WebSocket; longer frames go in several
+MAX_MESSAGE_BYTES = 256 * 1024  # longer frames go in several
+MAX_MSG_SIZE = MAX_MESSAGE_BYTES + 1  # aiohttp refuses a message of just that size
 WRITE_TIMEOUT_S = 30.0
 
 
@@ -124,7 +125,7 @@ class HostBackend:
             self._url + PATH,
             headers={"Authorization": f"Bearer {token.get_secret_value()}"} if token else None,
             heartbeat=HEARTBEAT_S,
-            max_msg_size=MAX_MESSAGE_BYTES,
+            max_msg_size=MAX_MSG_SIZE,
             compress=0,
             timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
         )

@@ -51,7 +51,7 @@ from sandbox.held import HeldBytes
 from sandbox.host import Guest
 from sandbox.openapi import document
 from sandbox.pool import Pool
-from sandbox.remote import HEARTBEAT_S, MAX_MESSAGE_BYTES
+from sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
 from sandbox.results import CallResult
 from sandbox.sessions import Sessions
 from sandbox.settings import OutputLimits, PoolSettings
@@ -283,7 +283,7 @@ class App:
             why = f"{self._max_links} pools are connected here already (max_links)"
             raise Refused(503, "overloaded", why)
         socket = web.WebSocketResponse(
-            heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=2.0
+            heartbeat=HEARTBEAT_S, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
         )
         self._num_links += 1
         try:
