@@ -42,7 +42,7 @@ from sandbox.backend import (
     uid_range,
     worker_bytes,
 )
-from sandbox.engine import connect, is_local
+from sandbox.engine import connect, is_local, local_engine
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
 from sandbox.link import Link, SocketProtocol, wait_ready
@@ -385,6 +385,24 @@ async def reap_containers(docker: aiodocker.Docker, local: bool) -> int:
     return num
 
 
+async def _prepared(
+    docker: aiodocker.Docker,
+    url: str,
+    settings: PoolSettings,
+    num_workers: int,
+    on_progress: Callable[[str], None],
+) -> _Engine:
+    """An engine on which nothing of dead owners is left, and which has the image."""
+    if num := await reap_containers(docker, is_local(url)):
+        on_progress(f"Removed {num} containers that a killed process had left.")
+    image = await ensure_image(docker, settings.image, on_progress)
+    info = await docker.system.info()
+    options = info["SecurityOptions"] or []
+    remapped = any("userns" in option or "rootless" in option for option in options)
+    memory = worker_bytes(settings, info["MemTotal"], num_workers)
+    return _Engine(docker, is_local(url), remapped, image, memory)
+
+
 @asynccontextmanager
 async def docker_backend(
     settings: PoolSettings, on_progress: Callable[[str], None]
@@ -397,17 +415,23 @@ async def docker_backend(
     async with AsyncExitStack() as stack:
         engines = []
         urls = settings.engines or [""]
+        num_workers = -(-settings.workers // len(urls))
         for url in urls:
-            docker = await stack.enter_async_context(connect(url, settings.engine_certs))
-            if num := await reap_containers(docker, is_local(url)):
-                on_progress(f"Removed {num} containers that a killed process had left.")
-            image = await ensure_image(docker, settings.image, on_progress)
-            info = await docker.system.info()
-            options = info["SecurityOptions"] or []
-            remapped = any("userns" in option or "rootless" in option for option in options)
-            num_workers = -(-settings.workers // len(urls))
-            memory = worker_bytes(settings, info["MemTotal"], num_workers)
-            engines.append(_Engine(docker, is_local(url), remapped, image, memory))
+            docker = await stack.enter_async_context(
+                connect(
+                    url,
+                    settings.engine_certs,
+                    timeout_s=settings.engine_timeout_s,
+                    on_progress=on_progress,
+                )
+            )
+            try:
+                prepared = await _prepared(docker, url, settings, num_workers, on_progress)
+            except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+                where = url or local_engine()
+                said = str(error) or "no answer in time"
+                raise SandboxUnavailable(f"the Docker Engine at {where} failed: {said}") from error
+            engines.append(prepared)
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
             group.start_soon(engine.sweep)

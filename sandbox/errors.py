@@ -2,6 +2,7 @@
 
 SandboxError
   SandboxUnavailable   no worker could be started
+    NoEngine           no Docker Engine listens where it should
   Overloaded           no room to wait in (sessions; calls get the status `overloaded`)
   SessionLost          the process behind a session is gone, and its variables with it; by whose
                        doing, its LostBy says
@@ -19,6 +20,11 @@ class SandboxError(Exception):
 
 class SandboxUnavailable(SandboxError):
     """No worker could be started; the message says what is missing."""
+
+
+class NoEngine(SandboxUnavailable):
+    """Nothing listens where the Docker Engine should. One that is there but fails is another
+    matter: it is never replaced by something weaker."""
 
 
 class Overloaded(SandboxError):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import anyio
+import anyio.lowlevel
 from aiohttp import web
 
-from sandbox.api import LinkRequest, check
+from sandbox.api import LinkRequest, check, has_more_values, max_values
 from sandbox.errors import LostBy, ProtocolError, SandboxError, SessionLost
 from sandbox.pool import GRACE_S, Pool
 from sandbox.protocol import FrameReader, encode
@@ -25,11 +27,24 @@ LOAD_EVERY_S = 0.25
 MAX_REASON_BYTES = 123  # of a WebSocket's close frame
 
 
+class _Frames(FrameReader):
+    """Of a client, whose frames may be anything."""
+
+    @staticmethod
+    def _parse(body: bytes) -> dict[str, Any]:
+        if has_more_values(body, most := max_values(LinkRequest)):
+            raise ProtocolError(f"a frame has at most {most} values")
+        return FrameReader._parse(body)
+
+
 class Guest:
     """One connected client: its calls, its sessions. All of them end with the connection."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, hold: Callable[[int], bool]) -> None:
+        """`hold` is told how many bytes are held for the client, and says whether they may be."""
         self._pool = pool
+        self._hold = hold
+        self._num_held = 0  # of its open calls
         self._outbox = Outbox()
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._cells: dict[int, anyio.CancelScope] = {}  # by session; also of one that is opened
@@ -38,7 +53,7 @@ class Guest:
 
     async def serve(self, socket: web.WebSocketResponse) -> None:
         """Until the client leaves, or sends what is no frame: then it is told why, and closed."""
-        reader = FrameReader()
+        reader = _Frames()
         why = ""
         async with Sessions(self._pool) as self._sessions, anyio.create_task_group() as self._group:
             self._group.start_soon(self._outbox.send_all, socket)
@@ -50,6 +65,9 @@ class Guest:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         for frame in reader.feed(message.data):
                             self._on_frame(frame)
+                        if not self._hold(len(reader) + self._num_held):
+                            raise ProtocolError("this host holds all that it may (max_held_mib)")
+                        await anyio.lowlevel.checkpoint()  # others' turn: there may be many more
             except ProtocolError as error:
                 why = str(error)
             finally:
@@ -105,6 +123,8 @@ class Guest:
                 )
 
     async def _call(self, call_id: int, frame: dict[str, Any], scope: anyio.CancelScope) -> None:
+        size = sum(len(text) for text in frame.values() if isinstance(text, str))
+        self._num_held += size
         try:
             with scope:
                 result = await self._run(check(LinkRequest, frame))
@@ -122,11 +142,13 @@ class Guest:
             session = frame.get("session")
             if isinstance(session, int) and self._cells.get(session) is scope:
                 del self._cells[session]
+            self._num_held -= size
+            self._hold(self._num_held)
 
     async def _run(self, asked: LinkRequest) -> CallResult:
         what = (asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
         if asked.session is None:
-            return await self._pool.run(*what)
+            return await self._pool.run(*what, output=asked.output)
         if asked.opens and asked.session not in self._sessions:
             await self._sessions.open(asked.session)
         if asked.session not in self._sessions:

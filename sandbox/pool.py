@@ -38,6 +38,7 @@ from sandbox.backend import Backend
 from sandbox.container import docker_backend
 from sandbox.errors import (
     LostBy,
+    NoEngine,
     Overloaded,
     ProtocolError,
     SandboxError,
@@ -48,7 +49,7 @@ from sandbox.link import Link, OpenSession, Pending, next_id
 from sandbox.process import ProcessBackend
 from sandbox.remote import HostBackend, HostLink
 from sandbox.results import CallError, CallResult, CallStatus
-from sandbox.settings import PoolSettings
+from sandbox.settings import OutputLimits, PoolSettings
 
 log = logging.getLogger("sandbox")
 
@@ -239,6 +240,7 @@ class Pool:
         self._on_progress = on_progress
         self._room = _Room()
         self._seat_freed = anyio.Event()
+        self._num_wait_seat = 0
         self._counts: dict[str, int] = dict.fromkeys(CallStatus, 0)
         self._num_replaced = 0
         self._why = ""  # no worker came up, last
@@ -287,16 +289,12 @@ class Pool:
             return ProcessBackend(settings)
         try:
             return await stack.enter_async_context(docker_backend(settings, self._on_progress))
-        except SandboxUnavailable as error:
-            # Who names an engine or an image means it: nothing weaker is put in its place.
+        except NoEngine as error:
+            # Who names an engine or an image means it: nothing else is put in its place.
             named = settings.engines or settings.image or os.environ.get("DOCKER_HOST")
             if settings.backend == "docker" or named:
                 raise
-            log.warning(
-                "Calls run as local processes, which isolate less than containers do: %s "
-                "`python -m sandbox doctor` says which walls stand here.",
-                error,
-            )
+            self._on_progress(f"Calls run in local processes: {error}.")
             return ProcessBackend(settings)
 
     async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -323,6 +321,8 @@ class Pool:
     def _tell_failure(self, error: Exception) -> None:
         """To the log, but not once for every try while an engine is down."""
         self._why = str(error)
+        if not self._open and isinstance(error, SandboxError):
+            return  # if no worker comes up, the pool's own error says why
         now = time.monotonic()
         if now < self._quiet_until:
             self._num_untold += 1
@@ -403,29 +403,38 @@ class Pool:
         stdin: str = "",
         timeout_s: float | None = None,
         memory_mib: int | None = None,
+        *,
+        output: OutputLimits | None = None,
     ) -> CallResult:
         """Run a program from a clean state and say how it ended; a failing program is a result.
 
         timeout_s: wall time of the program (default: the pool's setting), not of the waiting.
         memory_mib: what its processes may hold together (default, and the most: the pool's
-        setting). Cancelling the caller kills the call. Raises ValueError for a timeout that isn't
-        above 0 and at most an hour, or for memory that isn't between 1 and the pool's; TypeError
-        for code that is no str; RuntimeError outside of the pool's block.
+        setting).
+        output: how much it may write and what is kept of it (default: the pool's settings).
+        Cancelling the caller kills the call. Raises ValueError for a timeout that isn't above 0
+        and at most an hour, or for memory that isn't between 1 and the pool's; TypeError for code
+        that is no str; RuntimeError outside of the pool's block.
         """
         message = self._message(code, stdin, timeout_s, memory_mib)
+        if output is not None:
+            message |= output.as_dict()
         result = self._refused(message, None) or await self._run(message, None)
         self._counts[result.status] += 1
         return result
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def session(self, max_wait_s: float | None = None) -> AsyncIterator[Session]:
         """A process whose variables last from one `run` to the next, for the time of the block.
 
-        Raises Overloaded where no worker has a seat for it within `max_wait_s`.
+        Raises Overloaded where no worker has a seat for it within `max_wait_s` (default: the
+        pool's setting; 0 does not wait).
         """
         if not self._open:
             raise RuntimeError(NOT_OPEN)
-        worker = await self._take_seat()
+        if max_wait_s is None:
+            max_wait_s = self.settings.max_wait_s
+        worker = await self._take_seat(max_wait_s)
         session = Session(self, worker, next_id())
         try:
             yield session
@@ -448,6 +457,7 @@ class Pool:
             "busy": sum(w.num_slots - w.free for w in alive),
             "waiting": len(self._room.waiting),
             "sessions": sum(w.num_sessions for w in alive),
+            "sessions_waiting": self._num_wait_seat,
             "replaced": self._num_replaced,
             "calls": {str(status): count for status, count in self._counts.items() if count},
             "layers": layers[self._backends[-1].name],
@@ -582,16 +592,25 @@ class Pool:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    async def _take_seat(self) -> _Worker:
-        with anyio.move_on_after(self.settings.max_wait_s):
+    async def _take_seat(self, max_wait_s: float) -> _Worker:
+        with anyio.move_on_after(max_wait_s):
             while True:
                 able = [w for w in self._room.workers if w.has_seat]
                 if able:
                     worker = max(able, key=lambda w: w.free_seats)
                     worker.free_seats -= 1
                     return worker
-                await self._seat_freed.wait()
-        raise Overloaded(f"no seat for a session within {self.settings.max_wait_s:g} s")
+                self._num_wait_seat += 1
+                try:
+                    await self._seat_freed.wait()
+                finally:
+                    self._num_wait_seat -= 1
+        num_seats = sum(w.num_seats for w in self._room.workers if w.open)
+        within = f" within {max_wait_s:g} s" if max_wait_s else ""
+        raise Overloaded(
+            f"no session is free{within}, of {num_seats}: close one, or allow more "
+            "(sessions_per_worker, workers)"
+        )
 
 
 def _runs_again(reply: dict[str, Any], attempt: int, only: _Worker | None) -> bool:

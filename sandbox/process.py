@@ -29,6 +29,7 @@ from sandbox.backend import (
     worker_bytes,
 )
 from sandbox.errors import SandboxUnavailable
+from sandbox.isolation import missing_walls, refusal
 from sandbox.link import Link, SocketProtocol, wait_ready
 from sandbox.owner import make_dir, reap_dirs, remove_tree
 from sandbox.settings import PoolSettings
@@ -78,6 +79,9 @@ class ProcessBackend:
             link.write(greeting(self._settings, **more))
             await wait_ready(link, self._settings.start_timeout_s)
             self._layers = link.hello["layers"]
+            missing = missing_walls(self._layers)
+            if missing and not self._settings.allow_weak_isolation:
+                raise SandboxUnavailable(refusal(missing))
             yield link
         except OSError as error:
             raise SandboxUnavailable(f"the worker process did not start: {error}") from error

@@ -43,6 +43,10 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    def __len__(self) -> int:
+        """Bytes of a message that is not complete yet."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> list[dict[str, Any]]:
         """The messages that `data` completes. Raises ProtocolError where none can follow."""
         self._buffer += data

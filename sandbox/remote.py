@@ -22,12 +22,13 @@ import anyio
 
 from sandbox.errors import ProtocolError, SandboxUnavailable
 from sandbox.link import Link, Pending, wait_ready
-from sandbox.protocol import MAX_FRAME_BYTES
 from sandbox.results import MEASURED
 from sandbox.settings import PoolSettings
 
 PATH = "/v1/link"
 HEARTBEAT_S = 10.0
+MAX_MESSAGE_BYTES = 256 * 1024  # longer frames go in several
+MAX_MSG_SIZE = MAX_MESSAGE_BYTES + 1  # aiohttp refuses a message of just that size
 WRITE_TIMEOUT_S = 30.0
 
 
@@ -52,8 +53,10 @@ class Outbox:
                 await self._filled.wait()  # no deadline: as long as the link lives
                 self._filled = anyio.Event()
                 frames, self._frames = self._frames, []
-                with anyio.fail_after(WRITE_TIMEOUT_S):
-                    await socket.send_bytes(b"".join(frames))
+                data = b"".join(frames)
+                for start in range(0, len(data), MAX_MESSAGE_BYTES):
+                    with anyio.fail_after(WRITE_TIMEOUT_S):
+                        await socket.send_bytes(data[start : start + MAX_MESSAGE_BYTES])
         except (OSError, TimeoutError, aiohttp.ClientError, RuntimeError):
             with anyio.move_on_after(1, shield=True):
                 await socket.close()
@@ -123,7 +126,7 @@ class HostBackend:
             self._url + PATH,
             headers={"Authorization": f"Bearer {token.get_secret_value()}"} if token else None,
             heartbeat=HEARTBEAT_S,
-            max_msg_size=MAX_FRAME_BYTES,
+            max_msg_size=MAX_MSG_SIZE,
             compress=0,
             timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
         )

@@ -50,10 +50,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._held)
 
-    async def open(self, key: Any = None) -> Any:
-        """Open a session and return its key, a secret unless named. Raises Overloaded."""
+    async def open(self, key: Any = None, max_wait_s: float | None = None) -> Any:
+        """Open a session and return its key, a secret unless named. Raises Overloaded where none
+        is free within `max_wait_s` (default: the pool's setting)."""
         key = secrets.token_urlsafe(16) if key is None else key
-        await self._group.start(self._hold, key)
+        await self._group.start(self._hold, key, max_wait_s)
         return key
 
     async def run(
@@ -91,8 +92,10 @@ class Sessions:
             held.scope.cancel()
         return held is not None
 
-    async def _hold(self, key: Any, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        async with self._pool.session() as session:
+    async def _hold(
+        self, key: Any, max_wait_s: float | None, *, task_status: anyio.abc.TaskStatus[None]
+    ) -> None:
+        async with self._pool.session(max_wait_s) as session:
             deadline = anyio.current_time() + self._idle_s
             with anyio.CancelScope(deadline=deadline) as scope:
                 held = self._held[key] = _Held(session, scope)

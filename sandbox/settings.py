@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -15,13 +16,41 @@ def default_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
+MAX_KEPT_BYTES = 4 << 20  # of each stream; as JSON, both must fit into a frame (protocol.py)
+
+
+@dataclass(frozen=True)
+class OutputLimits:
+    """Of one call's output, where the pool's settings do not suit."""
+
+    max_bytes: int
+    """A call that writes more ends with the status output_limit."""
+    keep_bytes: int
+    """Kept of each stream, at most MAX_KEPT_BYTES: half from its head, half from its tail."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.keep_bytes <= MAX_KEPT_BYTES and self.max_bytes > 0):
+            raise ValueError(
+                f"output: both limits are above 0, keep_bytes at most {MAX_KEPT_BYTES}"
+            )
+
+    def as_dict(self) -> dict[str, int]:
+        """In a frame's words."""
+        return {"max_output_bytes": self.max_bytes, "keep_output_bytes": self.keep_bytes}
+
+
 class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     """Settings of `sandbox.Pool`. Every one has a default that suits a laptop."""
 
     backend: Literal["auto", "docker", "process"] = Field(
         default="auto",
-        description="Where calls run. auto: Docker where an engine answers, else local processes, "
-        "with a warning that says what is weaker.",
+        description="Where calls run. auto: in containers where a Docker Engine listens, else in "
+        "local processes.",
+    )
+    allow_weak_isolation: bool = Field(
+        default=False,
+        description="Start even where calls would not be kept apart from each other, the network "
+        "and the disk. For code that you trust; `python -m sandbox doctor` says what is missing.",
     )
     engines: list[str] = Field(
         default_factory=list,
@@ -39,6 +68,10 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     )
     hosts_token: pydantic.SecretStr | None = Field(
         default=None, description="The token of the hosts."
+    )
+    engine_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=120.0,
+        description="The longest wait in seconds for the first answer of an engine that listens.",
     )
     image: str = Field(
         default="",
@@ -72,7 +105,7 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     max_output_bytes: Annotated[int, Field(ge=1024)] = Field(
         default=1 << 20, description="A call that writes more ends with the status output_limit."
     )
-    keep_output_bytes: Annotated[int, Field(ge=64)] = Field(
+    keep_output_bytes: Annotated[int, Field(ge=64, le=MAX_KEPT_BYTES)] = Field(
         default=64 * 1024,
         description="Bytes kept of each stream: half from its head, half from its tail.",
     )

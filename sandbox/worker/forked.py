@@ -35,10 +35,13 @@ class Output:
 
     def __init__(self, fd: int, keep: int) -> None:
         self.fd = fd
-        self.half = max(1, keep // 2)
+        self.keep(keep)
         self.head = bytearray()
         self.tail = bytearray()
         self.total = 0
+
+    def keep(self, num_bytes: int) -> None:
+        self.half = max(1, num_bytes // 2)
 
     def read(self) -> bool:
         """Take what the pipe holds, without waiting; False if that was nothing."""
@@ -82,6 +85,9 @@ class Call:
         self.session: int | None = frame.get("session")
         self.opens: bool = frame.get("opens", False)  # the first cell of its session
         self.is_first = self.session is None or self.opens  # of its process
+        # Of its output, where it names them; else the worker's settings hold.
+        self.max_output_bytes: int | None = frame.get("max_output_bytes")
+        self.keep_output_bytes: int | None = frame.get("keep_output_bytes")
         lasting = self.session is not None
         if (mib := frame.get("memory_mib")) is not None:
             memory_bytes = min(memory_bytes, mib << 20)
@@ -146,6 +152,9 @@ class Forked:
 
     def send(self, call: Call) -> None:
         self.call = call
+        if call.keep_output_bytes is not None:
+            self.out.keep(call.keep_output_bytes)
+            self.err.keep(call.keep_output_bytes)
         if not call.stdin and len(call.job) <= INLINE_JOB:
             self.channel.send(call.job)
             return

@@ -358,8 +358,11 @@ class Front:
     def on_output(self, child: Forked, output: Output, events: int) -> None:
         if not output.read() and events & select.EPOLLHUP:
             self.unwatch(output.fd)
-        elif child.out.total + child.err.total > self.spec.max_output_bytes:
-            self.condemn(child, "output_limit")
+        else:
+            named = child.call.max_output_bytes if child.call is not None else None
+            most = self.spec.max_output_bytes if named is None else named
+            if child.out.total + child.err.total > most:
+                self.condemn(child, "output_limit")
 
     def cancel(self, call_id: int) -> None:
         for call in self.queue:
