@@ -271,11 +271,18 @@ def _step_or_save(
     folder: Path,
     state: dict[str, Any],
 ) -> Answer:
-    """Where training breaks, what it can go on from is saved first: no step that was left out has
-    changed it."""
+    """Train on the batch. Where training breaks, save what it can go on from first, unless a part
+    of the batch's updates was applied: whoever goes on does the whole step again, and would apply
+    those twice. An earlier checkpoint is right then."""
+    before = policy.num_updates
     try:
         return policy.step(batch, lr)
     except TrainingBroken as error:
+        if num_applied := policy.num_updates - before:
+            raise TrainingBroken(
+                f"{error}; nothing is saved, for {num_applied} of the batch's updates were "
+                "applied: go on from the checkpoint before"
+            ) from error
         try:
             saver.save(folder, state)
         except Exception as failed:
