@@ -34,6 +34,7 @@ from tests.sandbox.attacks import (
     check_that_the_next_finds_nothing,
     num_seen,
 )
+from tests.sandbox.attribution import attribute
 from tests.sandbox.test_pool import endless_before
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
@@ -402,3 +403,11 @@ async def test_what_the_engine_kept_is_reaped_at_the_next_start(engine: aiodocke
     async with Pool(SETTINGS.model_copy(update={"preload": []})):
         found = await engine.containers.list(all=True, filters={"label": [LABEL]})
         assert "left-over" not in json.dumps([c["Labels"] for c in found])
+
+
+@pytest.mark.timeout(400)  # programs that never end have two seconds each
+async def test_no_program_is_blamed_for_another_or_blames_us(engine: aiodocker.Docker) -> None:
+    async with Pool(SETTINGS, on_progress=print) as pool:
+        found = await attribute(pool, seed=2, number=60)
+    assert found.violations == []
+    assert found.num_right > 0
