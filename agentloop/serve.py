@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -124,6 +124,7 @@ class App:
         self._created = int(time.time())
         self._is_paused = False
         self._num_refused = 0
+        self._token_text = lru_cache(1 << 16)(lambda token: runtime.chat.decode([token]))
         board = Board()
         about = {
             "kind": "serve",
@@ -264,8 +265,10 @@ class App:
         async with _unwrapped_tasks() as tasks:
             for index in range(len(writers)):
                 tasks.start_soon(self._complete, asked, index, trajectories)
-        ended = [trajectories[index] for index in range(len(writers))]
-        return _json(completion(list(zip(writers, ended, strict=True))))
+        choices = [(writer, trajectories[index]) for index, writer in enumerate(writers)]
+        if asked.logprobs:  # of many tokens, and more for each: seconds
+            return await anyio.to_thread.run_sync(lambda: _json(completion(choices)))
+        return _json(completion(choices))
 
     async def _complete(
         self, asked: ChatRequest, index: int, trajectories: dict[int, Trajectory]
@@ -331,7 +334,7 @@ class App:
                 reasoning_first=bool(chat.opened_thought),
                 stop=asked.stop_sequences,
                 has_caller_tools=asked.has_caller_tools,
-                token_text=(lambda token: chat.decode([token])) if asked.logprobs else None,
+                token_text=self._token_text if asked.logprobs else None,
             )
             for index in range(asked.n or 1)
         ]

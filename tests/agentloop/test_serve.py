@@ -417,6 +417,7 @@ async def test_a_token_is_asked_for_where_one_is_set() -> None:
     async with service(serve={"port": 0, "token": "s3cret"}) as at:
         async with at.post("/v1/chat/completions", {"messages": HELLO}) as response:
             assert response.status == 401
+            assert (await response.json())["error"]["code"] == "invalid_api_key"
         async with at.http.get(f"{at.url}/healthz") as response:
             assert response.status == 200
 
