@@ -522,7 +522,7 @@ class Pool:
             if reply is not None:
                 why = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
         else:
-            if reply is None and not worker.is_host and await self._is_to_blame(used):
+            if reply is None and not used[-1].is_host and await self._is_to_blame(used):
                 error = CallError("WorkerLost", f"{why}; nothing else ran there")
                 ended = {"signal": signal.SIGKILL, "error": error, **where}
                 return CallResult(call_id, CallStatus.KILLED, **ended)
