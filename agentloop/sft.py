@@ -114,9 +114,9 @@ async def samples_of(
 ) -> list[Sample]:
     """The dialogues as `model` would read them. Raises DataError."""
     progress("Reading the dialogues")
-    format = await anyio.to_thread.run_sync(ChatFormat.load, model, chat)
+    chat_format = await anyio.to_thread.run_sync(ChatFormat.load, model, chat)
     read = partial(
-        read_samples, format, settings.data, max_tokens=settings.learner.micro_batch_tokens
+        read_samples, chat_format, settings.data, max_tokens=settings.learner.micro_batch_tokens
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
     left_out = f", {num_left_out} left out as too long" if num_left_out else ""
