@@ -21,7 +21,7 @@ from agentloop.groups.tasks import Task
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.undo import finish_undo, undo
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # much is synced to the disk
 
 ASKED = ("replace", "mkdir", "unlink")
 
