@@ -18,7 +18,7 @@ import anyio
 import pydantic
 
 from agentloop import console
-from agentloop.config import load_settings, to_toml
+from agentloop.config import to_toml
 from agentloop.errors import SettingsError, sole
 from agentloop.groups.queue import GroupQueue
 from agentloop.groups.reward import RewardSettings, Scorer
@@ -32,7 +32,15 @@ from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
 from agentloop.runtime import Runtime, Settings
 from agentloop.scene import Scene
-from agentloop.sft import StartSettings, imitate, model_folder, samples_of
+from agentloop.sft import (
+    StartSettings,
+    how_to_go_on,
+    imitate,
+    model_folder,
+    samples_of,
+    shown,
+    told,
+)
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet import Fleet
 from agentloop.training.fleet_link import FleetSettings
@@ -43,10 +51,11 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.plan import plan
 from agentloop.training.plots import plot_runs
+from agentloop.training.resumable import load_newest
 from agentloop.training.revive import is_child, revived, tell_run
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
-from agentloop.training.steps import load_newest
+from agentloop.training.supervised import FineTuning
 
 __all__ = ["TrainSettings", "main", "train"]
 
@@ -139,7 +148,7 @@ async def train(
             folder.tell(config)  # not before: what is refused leaves the run as it was
         tell_run(folder.path)
         scene = Scene(folder, progress)
-        told = scene.told_elsewhere(
+        elsewhere = scene.told_elsewhere(
             settings.otel,
             model=Path(settings.model or SMALL).name,
             journal=settings.journal,
@@ -147,17 +156,14 @@ async def train(
             config=settings.model_dump(mode="json"),
         )
         try:
-            async with told, scene.shown(settings.serve) if settings.page else nullcontext():
+            async with elsewhere, scene.shown(settings.serve) if settings.page else nullcontext():
                 if settings.start is not None:
                     model = await _start(settings.start, settings.learner.model, folder, progress)
                     learner = settings.learner.model_copy(update={"model": model})
                     settings = settings.model_copy(update={"model": str(model), "learner": learner})
                 await _roll_out_and_learn(settings, tasks, queue, scene, progress)
         except anyio.get_cancelled_exc_class():
-            newest = max(folder.checkpoints, default=None)
-            there = "no checkpoint yet" if newest is None else f"a checkpoint of step {newest}"
-            again = f"agentloop train --resume {shown(folder.path)}"
-            progress.say(f"Stopped; there is {there}. It goes on by: {again}")
+            progress.say(how_to_go_on("train", folder.path))
             raise
     path = folder.path / "plots.png"
     await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
@@ -167,13 +173,16 @@ async def train(
 async def _start(
     start: StartSettings, model: Path, folder: RunFolder, progress: console.Progress
 ) -> Path:
-    """The model that the rollouts begin with; it is made once."""
+    """The model that the rollouts begin with; it is made once, and gone on with where it was."""
     made = folder.path / "start" / "model"
-    if (made / "config.json").is_file():  # it appears when it is whole
-        return made
-    await anyio.to_thread.run_sync(partial(shutil.rmtree, made.parent, ignore_errors=True))
-    samples = await samples_of(start, model, progress)
-    return await imitate(start, model, samples, folder.within("start"), progress)
+    if not (made / "config.json").is_file():  # it appears when it is whole
+        samples = await samples_of(start, model, progress)
+        part = folder.within("start")
+        tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
+        await imitate(start, model, tuning, part, progress)
+    checkpoints = made.with_name("checkpoints")  # nothing goes on from them any more
+    await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
+    return made
 
 
 async def _roll_out_and_learn(
@@ -447,7 +456,7 @@ def main(arguments: list[str]) -> int:
 
 async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = False) -> int:
     """Of a model whose weights need not be there."""
-    settings = _told(arguments, resume)
+    settings = told(TrainSettings, arguments, resume)
     start, stages = settings.start, settings.stages
     refused = _refusal(settings)
     changes = start.learner.config if start is not None else settings.learner.config
@@ -481,19 +490,8 @@ def _refusal(settings: TrainSettings) -> str:
     return ""
 
 
-def _told(arguments: list[str], resume: Path | None) -> TrainSettings:
-    """Those of the run that goes on, where one does, below `arguments`. Raises SettingsError."""
-    files, overrides = console.split_settings(arguments)
-    if resume is not None:
-        config = resume / "config.toml"
-        if not config.is_file():
-            raise SettingsError(f"--resume: {resume}: no run is there (config.toml)")
-        files = [str(config), *files]
-    return load_settings(TrainSettings, files, overrides)
-
-
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
-    settings = _told(arguments, resume)
+    settings = told(TrainSettings, arguments, resume)
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
         progress.say(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")
@@ -503,9 +501,3 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
 
 def _say(line: str) -> None:
     print(f"agentloop: {line}", file=sys.stderr)
-
-
-def shown(path: Path) -> str:
-    """From here, where it is below."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
