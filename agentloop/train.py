@@ -18,7 +18,7 @@ import anyio
 import pydantic
 
 from agentloop import console
-from agentloop.config import load_settings, to_toml
+from agentloop.config import to_toml
 from agentloop.distribution import is_installed
 from agentloop.errors import SettingsError, sole
 from agentloop.groups.queue import GroupQueue
@@ -34,7 +34,16 @@ from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
 from agentloop.runtime import Runtime, Settings
 from agentloop.scene import Scene
-from agentloop.sft import StartSettings, imitate, model_folder, require_learner, samples_of
+from agentloop.sft import (
+    StartSettings,
+    how_to_go_on,
+    imitate,
+    model_folder,
+    require_learner,
+    samples_of,
+    shown,
+    told,
+)
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet import Fleet
 from agentloop.training.fleet_link import FleetSettings
@@ -45,10 +54,11 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.plan import plan
 from agentloop.training.plots import plot_runs
+from agentloop.training.resumable import load_newest
 from agentloop.training.revive import is_child, revived, tell_run
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
-from agentloop.training.steps import load_newest
+from agentloop.training.supervised import FineTuning
 from agentloop.training.undo import finish_undo, undo
 
 __all__ = ["TrainSettings", "main", "train"]
@@ -159,7 +169,7 @@ async def _run(
 ) -> None:
     """Run the supervised start, where there is one, and the stages, watched by everyone."""
     folder = scene.folder
-    told = scene.told_elsewhere(
+    elsewhere = scene.told_elsewhere(
         settings.otel,
         model=Path(settings.model or SMALL).name,
         journal=settings.journal,
@@ -167,31 +177,31 @@ async def _run(
         config=settings.model_dump(mode="json"),
     )
     try:
-        async with told, scene.shown(settings.serve) if settings.page else nullcontext():
+        async with elsewhere, scene.shown(settings.serve) if settings.page else nullcontext():
             if settings.start is not None:
                 model = await _start(settings, settings.start, folder, progress)
                 learner = settings.learner.model_copy(update={"model": model})
                 settings = settings.model_copy(update={"model": str(model), "learner": learner})
             await _roll_out_and_learn(settings, tasks, queue, scene, progress)
     except anyio.get_cancelled_exc_class():
-        newest = max(folder.checkpoints, default=None)
-        there = "no checkpoint yet" if newest is None else f"a checkpoint of step {newest}"
-        again = f"agentloop train --resume {shown(folder.path)}"
-        progress.say(f"Stopped; there is {there}. It goes on by: {again}")
+        progress.say(how_to_go_on("train", folder.path))
         raise
 
 
 async def _start(
     settings: TrainSettings, start: StartSettings, folder: RunFolder, progress: console.Progress
 ) -> Path:
-    """The model that the rollouts begin with; it is made once."""
+    """The model that the rollouts begin with; it is made once, and gone on with where it was."""
     made = folder.path / "start" / "model"
-    if (made / "config.json").is_file():  # it appears when it is whole
-        return made
-    await anyio.to_thread.run_sync(partial(shutil.rmtree, made.parent, ignore_errors=True))
-    model, chat = settings.learner.model, settings.chat
-    samples = await samples_of(start, model, chat, progress)
-    return await imitate(start, model, chat, samples, folder.within("start"), progress)
+    if not (made / "config.json").is_file():  # it appears when it is whole
+        model, chat = settings.learner.model, settings.chat
+        samples = await samples_of(start, model, chat, progress)
+        part = folder.within("start")
+        tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
+        await imitate(start, model, chat, tuning, part, progress)
+    checkpoints = made.with_name("checkpoints")  # nothing goes on from them any more
+    await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
+    return made
 
 
 async def _roll_out_and_learn(
@@ -474,14 +484,14 @@ def main(arguments: list[str]) -> int:
 
 async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = False) -> int:
     """Of a model whose weights need not be there."""
-    settings = _told(arguments, resume)
+    settings = told(TrainSettings, arguments, resume)
     start, stages = settings.start, settings.stages
     refused, missing = _refusal(settings), _missing(settings)
     changes = start.learner.config if start is not None else settings.learner.config
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
-        told = {**made.data(), "refused": refused or None, "missing": missing or None}
-        console.print_json(told)
+        said = {**made.data(), "refused": refused or None, "missing": missing or None}
+        console.print_json(said)
         return 2 if refused else 0
     if start is not None:
         data = [*map(str, start.data.paths)]
@@ -531,19 +541,8 @@ def _require_packages(settings: TrainSettings) -> None:
         raise SettingsError(NOT_INSTALLED)
 
 
-def _told(arguments: list[str], resume: Path | None) -> TrainSettings:
-    """Those of the run that goes on, where one does, below `arguments`. Raises SettingsError."""
-    files, overrides = console.split_settings(arguments)
-    if resume is not None:
-        config = resume / "config.toml"
-        if not config.is_file():
-            raise SettingsError(f"--resume: {resume}: no run is there (config.toml)")
-        files = [str(config), *files]
-    return load_settings(TrainSettings, files, overrides)
-
-
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
-    settings = _told(arguments, resume)
+    settings = told(TrainSettings, arguments, resume)
     _require_packages(settings)
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
@@ -554,9 +553,3 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
 
 def _say(line: str) -> None:
     print(f"agentloop: {line}", file=sys.stderr)
-
-
-def shown(path: Path) -> str:
-    """From here, where it is below."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -167,8 +167,11 @@ class RunFolder:
             raise SettingsError(f"run.folder: {aside}: {error.strerror or error}") from error
 
     def within(self, name: str) -> RunFolder:
-        """A run that is a part of this one. Raises as the constructor."""
-        return RunFolder(self.path / name, (self.path / "config.toml").read_text("utf-8"))
+        """A run that is a part of this one: a new one, or the one that is there, which goes on.
+        Raises as the constructor."""
+        part = RunFolder.again(self.path / name)
+        part.tell((self.path / "config.toml").read_text("utf-8"))
+        return part
 
     @staticmethod
     def model_in(path: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from learner.batch import Batch
 from tests.learner.ranks import Ranks, make_batch, started

@@ -408,7 +408,11 @@ def test_a_call_that_runs_alone_waits_until_a_worker_is_empty_and_keeps_it_so() 
     alone = here.ask(alone=True)
     more = [here.ask(), here.ask()]
     cell = here.ask(only=second)
-    assert [waiter.worker for waiter in (alone, *more)] == [None, first, None]  # none to the one that empties
+    assert [waiter.worker for waiter in (alone, *more)] == [
+        None,
+        first,
+        None,
+    ]  # none to the one that empties
     for waiter in plain:
         if waiter.worker is second:
             here.room.free(second)
