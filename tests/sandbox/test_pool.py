@@ -401,7 +401,7 @@ class Grants:
 
     def given(self, *waiters: _Waiter) -> list[int | None]:
         """By its number; None: it still waits."""
-        return [w.worker and self.workers.index(w.worker) for w in waiters]
+        return [None if w.worker is None else self.workers.index(w.worker) for w in waiters]
 
 
 def test_a_call_that_runs_alone_waits_until_a_worker_is_empty_and_keeps_it_so() -> None:
