@@ -503,8 +503,8 @@ class Pool:
         used: list[_Worker] = []
         for attempt in (1, 2):
             entered = time.monotonic()
-            alone = attempt > 1
-            worker = await self._slot(only, self.settings.max_wait_s - queue_s, alone)
+            left_s = self.settings.max_wait_s - queue_s
+            worker = await self._slot(only, left_s, alone=attempt > 1)
             queue_s += time.monotonic() - entered
             if worker is None:
                 break
@@ -522,7 +522,7 @@ class Pool:
             if reply is not None:
                 why = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
         else:
-            if reply is None and not used[-1].is_host and await self._is_to_blame(used):
+            if reply is None and await self._is_to_blame(used):
                 error = CallError("WorkerLost", f"{why}; nothing else ran there")
                 ended = {"signal": signal.SIGKILL, "error": error, **where}
                 return CallResult(call_id, CallStatus.KILLED, **ended)
@@ -540,6 +540,8 @@ class Pool:
         """Whether a call has ended the last of the workers that it `used`, which it had to itself
         and which is lost just now. Not if other workers were lost at the same moment: then it was
         an engine or a machine that failed."""
+        if used[-1].is_host or not self._open:
+            return False
         since = time.monotonic() - SAME_MOMENT_S
         await anyio.sleep(SAME_MOMENT_S)
         others = [worker for lost_s, worker in self._losses if lost_s > since]

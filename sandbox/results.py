@@ -15,7 +15,7 @@ class CallStatus(enum.StrEnum):
     TIMEOUT = "timeout"
     OOM = "oom"
     OUTPUT_LIMIT = "output_limit"
-    KILLED = "killed"  # by a signal, its own or another's
+    KILLED = "killed"  # by a signal, its own or another's; or with the second worker that it ended
     SANDBOX_ERROR = "sandbox_error"
     OVERLOADED = "overloaded"
     CANCELLED = "cancelled"

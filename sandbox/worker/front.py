@@ -47,9 +47,9 @@ HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/p
 TOP_UP_DELAY_S = 0.002
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 HEED_S = 2.0  # for a cell to heed an interrupt, on a machine that is busy
-START_S = 2.0  # for a call's code to begin, there; the same bound as for an interrupt
-LATE_CHECK_S = 0.05  # between looks whether it has
-# By why its process was killed: whose doing it is that a session is lost. Else its program's.
+START_S = 2.0  # for a program to begin, on such a machine; from then on its time counts
+LATE_CHECK_S = 0.05  # between looks whether it has begun
+# Whose doing it is that a session is lost, by why its process was killed. Otherwise its program's.
 LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
 

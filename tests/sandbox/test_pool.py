@@ -389,7 +389,7 @@ async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_m
 
 
 class Grants:
-    """A `_Room` of workers with four slots, and who was given a place in it."""
+    """A `_Room` of workers with four slots, and which of them each waiter was given."""
 
     def __init__(self, num_workers: int) -> None:
         self.room = _Room()
@@ -399,49 +399,44 @@ class Grants:
     def ask(self, *, alone: bool = False, only: _Worker | None = None) -> _Waiter:
         return self.room.enter(only, alone)
 
+    def given(self, *waiters: _Waiter) -> list[int | None]:
+        """By its number; None: it still waits."""
+        return [None if w.worker is None else self.workers.index(w.worker) for w in waiters]
+
 
 def test_a_call_that_runs_alone_waits_until_a_worker_is_empty_and_keeps_it_so() -> None:
     here = Grants(2)
-    first, second = here.workers
-    plain = [here.ask() for _ in range(5)]  # three on the first, two on the second
-    assert [first.free, second.free] == [1, 2]
+    second = here.workers[1]
+    plain = [here.ask() for _ in range(5)]
+    assert here.given(*plain) == [0, 1, 0, 1, 0]
     alone = here.ask(alone=True)
     more = [here.ask(), here.ask()]
     cell = here.ask(only=second)
-    assert [waiter.worker for waiter in (alone, *more)] == [
-        None,
-        first,
-        None,
-    ]  # none to the one that empties
-    for waiter in plain:
-        if waiter.worker is second:
-            here.room.free(second)
-    assert (alone.worker, second.free) == (second, 3)
-    assert (cell.worker, more[1].worker) == (None, None)
+    assert here.given(alone, *more, cell) == [None, 0, None, None]  # the second is to be empty
+    here.room.free(second)
+    here.room.free(second)
+    assert here.given(alone, *more, cell) == [1, 0, None, None]
     assert not second.has_seat
     here.room.free(second)
-    assert (cell.worker, more[1].worker) == (second, second)
+    assert here.given(*more, cell) == [0, 1, 1]
     assert second.has_seat
 
 
 def test_two_calls_that_run_alone_have_a_worker_each_or_wait_for_one_another() -> None:
     here = Grants(2)
     calls = [here.ask(alone=True) for _ in range(3)]
-    assert {calls[0].worker, calls[1].worker} == set(here.workers)
-    assert calls[2].worker is None
-    first = calls[0].worker
-    assert first is not None
-    here.room.free(first)
-    assert calls[2].worker is first
+    assert here.given(*calls) == [0, 1, None]
+    here.room.free(here.workers[0])
+    assert here.given(*calls) == [0, 1, 0]
 
 
-def test_a_call_that_runs_alone_and_gives_up_leaves_the_workers_to_others() -> None:
+def test_a_call_that_wants_to_run_alone_and_gives_up_leaves_the_workers_to_others() -> None:
     here = Grants(1)
-    plain = here.ask()
+    here.ask()
     alone, other = here.ask(alone=True), here.ask()
-    assert (alone.worker, other.worker) == (None, None)
+    assert here.given(alone, other) == [None, None]
     here.room.leave(alone)
-    assert other.worker is here.workers[0] is plain.worker
+    assert here.given(other) == [0]
 
 
 async def test_an_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
