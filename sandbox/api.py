@@ -17,6 +17,14 @@ MAX_BATCH = 65_536
 MAX_ERRORS = 100  # of which the first is named
 
 
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, pydantic.BeforeValidator(_integral)]
+"""What JSON Schema calls an integer: also 1.0, but no boolean and no string."""
+
+
 class Refused(SandboxError):
     """A request that is not carried out: an HTTP status, a kind for programs, words for people."""
 

@@ -59,7 +59,7 @@ def _paths() -> dict[str, Any]:
         "/v1/run/batch": _post(
             "Run programs; a line for each, with its `index`, as it finishes",
             "BatchRequest",
-            _ref("Line"),
+            {"type": "array", "items": _ref("Line")},
             answer_type="application/x-ndjson",
         ),
         "/v1/sessions": _post(

@@ -46,6 +46,7 @@ from sandbox.api import (
 )
 from sandbox.connections import Connections, Doors
 from sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
+from sandbox.flags import flags_of
 from sandbox.guard import Guard, http_log, is_loopback, url_at
 from sandbox.held import HeldBytes
 from sandbox.host import Guest
@@ -602,7 +603,7 @@ def load(arguments: list[str]) -> ServeSettings:
     setting; ends the process for --help and for unknown flags."""
     flags = [a if a.startswith("-") or "=" not in a else f"--{a}" for a in arguments]
     try:
-        return ServeSettings(_cli_parse_args=flags)
+        return ServeSettings(_cli_settings_source=flags_of(ServeSettings)(args=flags))
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"]))
