@@ -34,7 +34,7 @@ from typing_extensions import TypedDict
 
 from agentloop import chat, console
 from agentloop.agent.rollout import Budget
-from agentloop.api.bodies import Chunk, FunctionTool, Health, RolloutLine
+from agentloop.api.bodies import Chunk, ErrorBody, FunctionTool, Health, RolloutLine
 from agentloop.api.guard import Guard
 from agentloop.api.http import bind, serving
 from agentloop.api.openai import (
@@ -286,7 +286,7 @@ class App:
         )
         tell = partial(self._send, request, response)
         chunks_in, chunks = anyio.create_memory_object_stream[Chunk](0)
-        trajectories: list[Trajectory] = []
+        trajectories: dict[int, Trajectory] = {}
 
         async def write(index: int, out: MemoryObjectSendStream[Chunk]) -> None:
             writer, options = writers[index], self._options(asked, index)
@@ -300,7 +300,7 @@ class App:
                         # no deadline: the reader below writes to a client, with one
                         await out.send(chunk)
                 assert stream.trajectory is not None
-                trajectories.append(_scorable(stream.trajectory))
+                trajectories[index] = _scorable(stream.trajectory)
                 await out.send(writer.last(stream.trajectory))  # no deadline: as above
 
         try:
@@ -316,10 +316,11 @@ class App:
         except AgentLoopError as error:
             if not response.prepared:
                 raise
-            await tell(error_body(str(error), "server_error"))
+            await tell(_told(error)[1])
             return response
         if asked.stream_options and asked.stream_options.include_usage:
-            await tell(writers[0].usage(trajectories))
+            ended = [trajectories[index] for index in range(len(writers))]
+            await tell(writers[0].usage(ended))
         await self._write(request, response, b"data: [DONE]\n\n")
         return response
 
@@ -454,20 +455,9 @@ class App:
         caller_span.set(CallerSpan.parse(request.headers.get("traceparent", "")))
         try:
             return await handler(request)
-        except RequestError as error:
-            named = re.match(r"([a-z_][\w.\[\]]*): ", str(error))
-            status = 404 if isinstance(error, UnknownModel) else 400
-            return _json(
-                error_body(
-                    str(error),
-                    "invalid_request_error",
-                    param=named and named[1],
-                    code=error.code,
-                ),
-                status=status,
-            )
-        except ServerError as error:
-            return _json(error_body(str(error), "server_error"), status=503)
+        except (RequestError, ServerError) as error:
+            status, body = _told(error)
+            return _json(body, status=status)
         except web.HTTPException as error:
             if error.status < 400:
                 raise
@@ -570,6 +560,17 @@ async def _unwrapped_tasks() -> AsyncIterator[anyio.abc.TaskGroup]:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
+
+
+def _told(error: AgentLoopError) -> tuple[int, ErrorBody]:
+    """The status and the body of an error."""
+    if not isinstance(error, RequestError):
+        return 503, error_body(str(error), "server_error")
+    named = re.match(r"([a-z_][\w.\[\]]*): ", str(error))
+    body = error_body(
+        str(error), "invalid_request_error", param=named and named[1], code=error.code
+    )
+    return 404 if isinstance(error, UnknownModel) else 400, body
 
 
 def _scorable(trajectory: Trajectory) -> Trajectory:
