@@ -162,9 +162,9 @@ class _Door(asyncio.Protocol):
     def __init__(self, doors: Doors, handler: asyncio.Protocol) -> None:
         self._doors = doors
         self._handler = handler
-        self.pause_writing = handler.pause_writing
-        self.resume_writing = handler.resume_writing
-        self.eof_received = handler.eof_received
+        self.pause_writing = handler.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = handler.resume_writing  # type: ignore[method-assign]
+        self.eof_received = handler.eof_received  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._doors.opened(self._handler, transport)  # type: ignore[arg-type]

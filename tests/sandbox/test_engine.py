@@ -52,7 +52,7 @@ async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeEngine]:
 
 @asynccontextmanager
 async def serving(fake: FakeEngine) -> AsyncIterator[FakeEngine]:
-    runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0.1)
+    runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0.1)  # type: ignore[arg-type]
     await runner.setup()
     await web.UnixSite(runner, fake.path).start()
     try:
@@ -138,7 +138,7 @@ def wrapped(error: aiohttp.ClientConnectionError) -> aiodocker.DockerError:
         return outer
 
 
-KEY = ConnectionKey("box", 2376, True, True, None, None, None)  # type: ignore[arg-type]
+KEY = ConnectionKey("box", 2376, True, True, None, None, None)
 
 
 @pytest.mark.parametrize(
