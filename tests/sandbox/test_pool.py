@@ -27,10 +27,10 @@ from sandbox import (
     SessionLost,
 )
 from sandbox.backend import _read_worker
-from sandbox.link import Link
+from sandbox.link import MAX_SILENT_BEATS, Link
 from sandbox.pool import _Room, _Waiter, _Worker
 from sandbox.process import ProcessBackend
-from sandbox.protocol import FrameReader
+from sandbox.protocol import FrameReader, encode
 from sandbox.worker.kernel import remove_below
 from tests.sandbox.chaos import children, descendants, kill
 from tests.sandbox.conftest import BARE
@@ -453,11 +453,22 @@ async def test_an_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatc
         assert (await pool.run("1")).ok
 
 
-async def test_a_worker_that_answers_its_beats_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.link.BEAT_S", 0.3)
-    async with Pool(BARE) as pool:
-        assert (await pool.run("import time; time.sleep(2)")).ok
-        assert pool.stats()["replaced"] == 0
+async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_beats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sandbox.link.BEAT_S", 0.01)
+    link, asked = Link("x"), []
+
+    def answer(data: bytes) -> None:
+        asked.extend(FrameReader().feed(data))
+        if len(asked) <= 20:
+            link.feed(encode({"op": "pong"}))
+
+    link.write = answer
+    with anyio.fail_after(15):
+        await link.watch()
+    assert len(asked) == 20 + MAX_SILENT_BEATS
+    assert "it said nothing for" in link.why
 
 
 def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
