@@ -269,8 +269,8 @@ def start(spec: dict[str, Any]) -> None:
         own_pid_spaces(spec["seccomp"])
         keep_caps(CAP_KILL, CAP_SYS_ADMIN, CAP_SYS_PTRACE)  # the last to measure calls' memory
     elif os.getuid() == 0:
-        # The last, where root has it, to give calls an OOM score that they can't lower.
-        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_RESOURCE)
+        # Where root has the last two: to measure calls' memory, and to fix their OOM scores.
+        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filtered = "own allow list (seccomp)"
     try:

@@ -1,9 +1,9 @@
 """Workers in containers, through aiodocker.
 
 A container gets: no network, a read-only root, no capability but the three that the uid switch
-needs and one for OOM scores, no new privileges, no swap, a bound on processes, our own system call
-filter, no IPC, and a small tmpfs. Its command carries the worker's source, so nothing of ours is in
-the image.
+needs and two to watch over calls' memory, no new privileges, no swap, a bound on processes, our own
+system call filter, no IPC, and a small tmpfs. Its command carries the worker's source, so nothing
+of ours is in the image.
 
 The worker connects to a socket in a directory that is mounted for this one purpose. We close the
 listener and remove the directory as soon as it has, before the first call: a call finds nothing
@@ -48,7 +48,7 @@ from sandbox.image import ensure_image
 from sandbox.link import Link, SocketProtocol, wait_ready
 from sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
 from sandbox.settings import PoolSettings
-from sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
+from sandbox.worker.kernel import CAP_SYS_PTRACE, CAP_SYS_RESOURCE, can_have_cap
 
 log = logging.getLogger("sandbox")
 
@@ -56,6 +56,11 @@ LABEL = "agentloop.sandbox"
 INSIDE = "/run/agentloop"
 SCRATCH = "/tmp"
 OOM_SCORE_ADJ = 500
+# To measure what calls hold of memory, and to give them an OOM score that they can't lower. One
+# that an engine lacks itself would keep its containers from starting.
+_CAPS = {"SYS_PTRACE": CAP_SYS_PTRACE, "SYS_RESOURCE": CAP_SYS_RESOURCE}
+CAPS_HERE = tuple(name for name, number in _CAPS.items() if can_have_cap(number))
+CAPS_ELSEWHERE = ("SYS_PTRACE",)
 CREATE_TIMEOUT_S = 30.0
 REMOVE_TIMEOUT_S = 10.0
 SWEEP_EVERY_S = 2.0
@@ -77,11 +82,10 @@ def host_config(
     socket_dir: Path | None,
     uid_base: int,
     memory: int,
-    fixes_scores: bool = False,
+    caps: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """The walls, in the Engine's words. `memory`: bytes, of all calls together. `fixes_scores`:
-    the engine can let the worker give calls an OOM score that they can't lower."""
-    scores = ["SYS_RESOURCE"] if fixes_scores else []
+    """The walls, in the Engine's words. `memory`: bytes, of all calls together. `caps`: what the
+    worker gets beside the capabilities that it can't do without."""
     size = lane_size(settings)
     calls = settings.slots_per_worker + settings.sessions_per_worker
     mounts = [
@@ -89,7 +93,7 @@ def host_config(
     ]  # fmt: skip
     return {
         "CapDrop": ["ALL"],
-        "CapAdd": ["SETUID", "SETGID", "KILL", *scores],
+        "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
         "SecurityOpt": ["no-new-privileges", f"seccomp={read_profile()}"],
         "ReadonlyRootfs": True,
         "NetworkMode": "none",
@@ -122,8 +126,7 @@ class _Engine:
         self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
         self.worker_bytes = worker_bytes  # the memory of each of its workers
-        # A capability that the engine itself lacks would keep containers from starting.
-        self.fixes_scores = local and can_have_cap(CAP_SYS_RESOURCE)
+        self.caps = CAPS_HERE if local else CAPS_ELSEWHERE
         self.num_workers = 0
         self.avoid_until = 0.0  # it refused a worker: others first, for a while
         self.left: set[str] = set()  # names of containers that could not be removed yet
@@ -319,7 +322,7 @@ class DockerBackend:
             "StdinOnce": attached,
             "Labels": {LABEL: worker_id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()},
             "HostConfig": host_config(
-                self._settings, socket_dir, uid_base, engine.worker_bytes, engine.fixes_scores
+                self._settings, socket_dir, uid_base, engine.worker_bytes, engine.caps
             ),
         }
         name = f"agentloop-sandbox-{worker_id}"

@@ -115,7 +115,8 @@ def become_nobody(spec: Spec, lane: int) -> None:
         most = spec.processes
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        prctl(PR_SET_DUMPABLE, 1)  # the front may measure it, with the rights of this uid alone
+        if not spec.traces:  # the front measures it with the rights of this uid
+            prctl(PR_SET_DUMPABLE, 1)
     else:  # one uid for all: the limit counts the others too
         most = spec.processes + spec.others
         drop_caps()

@@ -28,6 +28,8 @@ class Spec:
         self.layers: dict[str, str] = given.get("layers", {})
         #: How everything of a call dies: by its "uid", with its "pidns", by a walk of its "tree".
         self.kill_by: str = given.get("kill_by", "auto")
+        #: The front may read every process's memory maps; set when it starts.
+        self.traces = False
         #: The front is pid 1: with it everything ends.
         self.own_pids = os.getpid() == 1
         # Processes of the same uid that aren't the call's: in a user namespace those of the

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 SOCKET_BYTES = 208 << 10  # net.core.wmem_default: the most that waits to be read from one
 PIPE_BYTES = 64 << 10
+AUDIT_TRIES = 3
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 _STATUS = re.compile(
@@ -35,7 +36,7 @@ _STATUS = re.compile(
 )
 _PSS_ANON = re.compile(rb"\nPss_Anon:\s+(\d+) kB\n")
 _SHARED = re.compile(
-    rb"^([0-9a-f]+)-([0-9a-f]+) ..[-x]s \S+ \S+ (\d+) +/(?:dev/zero|memfd:)", re.MULTILINE
+    rb"^([0-9a-f]+)-([0-9a-f]+) ...s \S+ \S+ (\d+) +/(?:dev/zero|memfd:)", re.MULTILINE
 )
 
 
@@ -54,43 +55,38 @@ class Process(NamedTuple):
 
 def read_process(pid: int) -> Process | None:
     """None for one that has ended meanwhile."""
-    found = _read_status(f"/proc/{pid}/status")
-    if found is None:
-        return None
-    state, parent, uid, num_fds, size, anonymous, shared, *private, num_threads = found
-    if state == "Z" and num_threads > 1:  # its first thread has ended, the others hold its memory
+    process = _read_status(pid, f"/proc/{pid}/status")
+    if process is not None and process.state == "Z" and process.num_threads > 1:
+        # Its first thread has ended; the others hold its memory.
         for name in _names(f"/proc/{pid}/task"):
-            other = _read_status(f"/proc/{pid}/task/{name}/status")
-            if other is not None and other[0] != "Z":
-                state, _, _, num_fds, size, anonymous, shared, *private, _ = other
-                break
-    # Neither data, stack nor code: shared mappings, and files mapped to be read.
-    mapped = max(shared, size - sum(private))
-    most = ((anonymous + mapped) << 10) + num_fds * SOCKET_BYTES
-    return Process(pid, parent, uid, state, num_threads, size << 10, anonymous << 10, most)
+            thread = _read_status(pid, f"/proc/{pid}/task/{name}/status")
+            if thread is not None and thread.state != "Z":
+                return thread
+    return process
 
 
-def _read_status(path: str) -> tuple | None:  # type: ignore[type-arg]
+def _read_status(pid: int, path: str) -> Process | None:
     match = _STATUS.search(_read(path))
     if match is None:
         return None
-    state, *numbers = match.groups()
-    return (state.decode(), *(int(number or 0) for number in numbers))
+    numbers = [int(number or 0) for number in match.groups()[1:]]
+    parent, uid, num_fds, size, anonymous, shared, *private, num_threads = numbers
+    # Neither data, stack nor code: shared mappings, and files mapped to be read.
+    mapped = max(shared, size - sum(private))
+    most = ((anonymous + mapped) << 10) + num_fds * SOCKET_BYTES
+    return Process(
+        pid, parent, uid, match[1].decode(), num_threads, size << 10, anonymous << 10, most
+    )
 
 
-def _read(path: str, limit: int = 4096) -> bytes:
-    """The first bytes of a file; none if its process has ended. Raises PermissionError."""
+def _read(path: str) -> bytes:
+    """A file of /proc that is smaller than a page; nothing if its process has ended."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except PermissionError:
-        raise
     except OSError:
         return b""
     try:
-        data = os.read(fd, limit)
-        while limit > 4096 and (more := os.read(fd, limit)):
-            data += more
-        return data
+        return os.read(fd, 4096)
     except OSError:  # ESRCH: it has ended
         return b""
     finally:
@@ -98,12 +94,9 @@ def _read(path: str, limit: int = 4096) -> bytes:
 
 
 def _names(path: str) -> list[str]:
-    try:
+    with contextlib.suppress(OSError):
         return os.listdir(path)
-    except PermissionError:
-        raise
-    except OSError:
-        return []
+    return []
 
 
 def census() -> list[Process]:
@@ -121,31 +114,42 @@ def cpu_s(pid: int) -> float:
 def audit(seen: Iterable[Process]) -> int:
     """What the processes of one call hold together, in bytes. `seen`: by the last census.
 
-    A process that keeps its memory from being read counts with the most that it can hold. It may
-    take long, and wait for a lock of the processes': so not in the front itself.
+    They should be stopped: where one ends meanwhile, its share of common pages goes to those that
+    are read later, and would count twice. One that keeps its memory from being read counts with the
+    most that it can hold. An audit may take long, and wait for a lock of the processes': so not in
+    the front itself.
     """
-    total = 0
+    total, settled = 0, False
+    for _ in range(AUDIT_TRIES):
+        if not settled:
+            total, settled = _audit_once(seen)
+    return total
+
+
+def _audit_once(seen: Iterable[Process]) -> tuple[int, bool]:
+    """The sum, and whether all processes were there until the end."""
+    total, settled = 0, True
     processes = []
     for old in seen:
         process = read_process(old.pid)
         if process is None:
             total += old.most if _is_alive(old.pid) else 0
-        elif process.uid == os.geteuid():  # else the pid is another call's by now
+        elif process.uid == old.uid:  # else the pid is another call's by now
             processes.append(process)
     shared: dict[str, int] = {}
     for process in processes:
         if _runs_on_in_child(process, processes):
             continue
-        try:
-            rollup = _PSS_ANON.search(_read(f"/proc/{process.pid}/smaps_rollup"))
-            if rollup is None and process.state != "Z" and process.size:
-                raise PermissionError  # its first thread has ended, or an older kernel
-            total += int(rollup[1]) << 10 if rollup else 0
-            for inode, size in _shared_by(process.pid):
-                shared[inode] = max(size, shared.get(inode, 0))
-        except PermissionError:
-            total += process.most
-    return total + sum(shared.values())
+        rollup = _PSS_ANON.search(_read(f"/proc/{process.pid}/smaps_rollup"))
+        if rollup is None:  # refused, or its first thread has ended, or all of it
+            now = read_process(process.pid)
+            total += now.most if now is not None and now.size else 0
+            settled = settled and (now is not None or process.size == 0)
+            continue
+        total += int(rollup[1]) << 10
+        for inode, size in _shared_by(process.pid):
+            shared[inode] = max(size, shared.get(inode, 0))
+    return total + sum(shared.values()), settled
 
 
 def _is_alive(pid: int) -> bool:
@@ -166,9 +170,10 @@ def _runs_on_in_child(process: Process, others: list[Process]) -> bool:
 def _shared_by(pid: int) -> Iterable[tuple[str, int]]:
     """What several processes may have in common: its identity, and its size."""
     mapped: dict[str, int] = {}
-    for start, end, inode in _SHARED.findall(_read(f"/proc/{pid}/maps", 1 << 26)):
-        key = inode.decode()
-        mapped[key] = mapped.get(key, 0) + int(end, 16) - int(start, 16)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+        for start, end, inode in _SHARED.findall(maps.read()):
+            key = inode.decode()
+            mapped[key] = mapped.get(key, 0) + int(end, 16) - int(start, 16)
     yield from mapped.items()
     for name in _names(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):

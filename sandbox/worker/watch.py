@@ -105,7 +105,6 @@ class Watch:
         by_lane = self.group(children)
         for lane, processes in by_lane.items():
             child = children[lane]
-            child.used = sum(process.anonymous for process in processes)
             if child.rests:
                 self.keep_at_rest(child, processes)
             elif child.call is not None:
@@ -113,7 +112,9 @@ class Watch:
             most = sum(process.most for process in processes)
             if self.lanes.empty_bytes is not None:
                 most += scratch_used(self.spec.lane_dir(lane))
-            if most > self.bound(child) and not child.doomed:
+            if most <= self.bound(child):
+                child.used = sum(process.anonymous for process in processes)
+            elif not child.doomed:
                 self.audit(now, child, processes)
         self.end_slow_audits(now)
         if not self.audits:
@@ -149,25 +150,37 @@ class Watch:
     # -- memory -----------------------------------------------------------------------------
 
     def audit(self, now: float, child: Forked, processes: list[Process]) -> None:
-        """Let a helper find out what a call really holds."""
+        """Let a helper find out what a call really holds. It stands still meanwhile."""
         if child.lane in self.audits or now < child.audit_after:
             return
-        helper = self.lanes.start_helper(
-            partial(self.audit_in_helper, child.lane, processes),
-            partial(self.on_audited, child, now),
-        )
-        self.audits[child.lane] = helper, now + AUDIT_TIMEOUT_S
+        pids = [process.pid for process in processes]
+        self.lanes.stop(child.lane, pids)
+        try:
+            helper = self.lanes.start_helper(
+                partial(self.audit_in_helper, child.lane, processes),
+                partial(self.on_audited, child, now, pids),
+            )
+        except OSError:  # no process to spare: tried again with the next census
+            self.go_on(child, pids)
+        else:
+            self.audits[child.lane] = helper, now + AUDIT_TIMEOUT_S
+
+    def go_on(self, child: Forked, pids: list[int]) -> None:
+        if child.stopped is None:  # else a session that rests, and shall
+            self.lanes.resume(child.lane, pids)
 
     def audit_in_helper(self, lane: int, processes: list[Process]) -> None:
-        with self.lanes.acting_as(lane):
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            total = audit(processes)
+        if not self.spec.traces:
+            self.lanes.see_as(lane)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        total = audit(processes)
         if self.lanes.empty_bytes is not None:
             total += scratch_used(self.spec.lane_dir(lane))
         _TOTAL.pack_into(self.totals, _TOTAL.size * lane, total)
 
-    def on_audited(self, child: Forked, began: float, status: int) -> None:
+    def on_audited(self, child: Forked, began: float, pids: list[int], status: int) -> None:
         del self.audits[child.lane]
+        self.go_on(child, pids)
         now = time.monotonic()
         child.audit_after = now + 10 * (now - began)
         if status == 0 and not child.doomed:

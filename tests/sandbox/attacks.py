@@ -368,6 +368,17 @@ for _ in range(5):
 print([os.wait()[1] for _ in range(5)])
 """
 
+# Each end gives the shares of those that were read before to those that are read after.
+SHARED_UNTIL_THE_END = """
+import os, time
+hoard = [b"1" * 1_000_000 for _ in range(250)]
+for n in range(12):
+    if os.fork() == 0:
+        time.sleep(0.3 + n * 0.05)
+        os._exit(0)
+print(sum(os.wait()[1] for _ in range(12)))
+"""
+
 PROGRAMS_BESIDE_MEMORY = """
 import subprocess
 hoard = [b"1" * 1_000_000 for _ in range(350)]
@@ -488,6 +499,7 @@ ATTACKS = [
     Attack(
         "memory shared by fork", SHARED_BY_FORK, (OK,), prints(str([(250_000_000 % 7) << 8] * 5))
     ),
+    Attack("memory shared until the end", SHARED_UNTIL_THE_END, (OK,), prints("0")),
     Attack("programs started beside much memory", PROGRAMS_BESIDE_MEMORY, (OK,), prints("done")),
     Attack(
         "large file",
