@@ -398,7 +398,7 @@ async def _prepared(
     """An engine on which nothing of dead owners is left, and which has the image."""
     if num := await reap_containers(docker, is_local(url)):
         on_progress(f"Removed {num} containers that a killed process had left.")
-    image = await ensure_image(docker, settings.image, on_progress)
+    image = await ensure_image(docker, settings.image, on_progress, settings.packages)
     info = await docker.system.info()
     options = info["SecurityOptions"] or []
     remapped = any("userns" in option or "rootless" in option for option in options)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.abc
+from packaging.requirements import Requirement
 
 from sandbox.backend import (
     TUNED,
@@ -52,6 +54,11 @@ class ProcessBackend:
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
+        if lacking := not_installed(self._settings.packages):
+            raise SandboxUnavailable(
+                f"calls in local processes use this Python, which lacks {', '.join(lacking)} (of "
+                f"the setting packages): {sys.executable} -m pip install {' '.join(lacking)}"
+            )
         with uid_range(self._settings, own_uids()) as uid_base:
             async with self._worker(worker_id, uid_base) as link:
                 yield link
@@ -118,6 +125,19 @@ class ProcessBackend:
             )
         finally:
             os.close(spec_fd)
+
+
+def not_installed(packages: Iterable[str]) -> list[str]:
+    """Of some requirements, those that this interpreter's packages do not meet."""
+    return [package for package in packages if not _is_met(Requirement(package))]
+
+
+def _is_met(wanted: Requirement) -> bool:
+    try:
+        version = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return wanted.specifier.contains(version, prereleases=True)
 
 
 def _memory_file(text: str) -> int:

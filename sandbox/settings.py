@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 import pydantic
+from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import Field
 
 
@@ -77,6 +78,12 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         default="",
         description="Image of the containers. Empty: the project's own, built when missing.",
     )
+    packages: list[str] = Field(
+        default_factory=list,
+        description="Packages for programs besides numpy, scipy and sympy, such as "
+        "math-verify==0.8.0. They are added to the project's own image; for local processes they "
+        "must be installed already.",
+    )
     workers: Annotated[int, Field(ge=1)] = Field(
         default_factory=default_workers, description="Containers (or local worker processes)."
     )
@@ -131,6 +138,26 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         description="Modules that are loaded ahead of calls. A call is forked from the last set "
         "whose last module its code names, else from a bare interpreter, which is cheapest.",
     )
+
+    @pydantic.field_validator("packages")
+    @classmethod
+    def _are_requirements(cls, packages: list[str]) -> list[str]:
+        for package in packages:
+            try:
+                Requirement(package)
+            except InvalidRequirement as error:
+                why = str(error).partition("\n")[0]
+                raise ValueError(f"{package!r} is not a package's name: {why}") from None
+        return packages
+
+    @pydantic.model_validator(mode="after")
+    def _has_one_image(self) -> Self:
+        if self.image and self.packages:
+            raise ValueError(
+                f"packages: they are added to the project's own image, not to {self.image!r}; "
+                "leave one of the two empty"
+            )
+        return self
 
     @pydantic.field_validator("hosts")
     @classmethod

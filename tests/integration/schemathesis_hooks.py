@@ -20,8 +20,11 @@ def before_call(
 ) -> None:
     is_valid = case.meta is not None and case.meta.generation.mode.is_positive
     if is_valid and isinstance(case.body, dict):
-        cut = _rollouts if case.operation.path == "/v1/rollouts" else _chat
-        cut(case.body)
+        match case.operation.path:
+            case "/v1/rollouts":
+                _rollouts(case.body)
+            case "/v1/chat/completions":
+                _chat(case.body)
 
 
 def _chat(body: dict[str, Any]) -> None:
