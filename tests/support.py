@@ -229,6 +229,7 @@ class FakeSGLang:
     group: str = ""  # that it is a member of
     updating: bool = False
     at_bucket: Callable[[list[str]], Awaitable[object]] | None = None  # raises: it refuses
+    info: dict[str, Any] = field(default_factory=dict)  # what else it says of itself
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeSGLang]:
@@ -365,6 +366,7 @@ class FakeSGLang:
             "device": "cpu",
             "dtype": "float32",
             "disable_overlap_schedule": not self.overlaps,
+            **self.info,
         }
         body = json.dumps(info).encode()
         response = web.StreamResponse()

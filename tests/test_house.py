@@ -145,9 +145,11 @@ MAY_IMPORT = {
     "learner": {
         "learner",
         "agentloop.models",
+        "agentloop.training.checksums",
         "agentloop.training.learner_settings",
         *BOTTOM,
     },
+    "agentloop.training.checksums": set(),
     "agentloop": {"agentloop", "sandbox"},
     "bench": {"bench", "agentloop", "sandbox", "learner"},
 }

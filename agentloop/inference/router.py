@@ -273,10 +273,11 @@ class Router:
 
     def require_weights(self, version: str | None, *, verified: bool = False) -> None:
         """From now on only servers with these weights take turns; the others are STALE until they
-        say that they have them, or with `verified` until `weights_loaded` says so. None: any
-        weights will do."""
+        say that they have them, or with `verified` until `weights_loaded` says so, anew also of
+        those that have had them. None: any weights will do."""
         self._weights, self._verified = version, verified
         for seat in self._seats.values():
+            seat.verified_version = None
             if not self._has_weights(seat, seat.weight_version):
                 seat.health.weights_missed()
         self._admit()

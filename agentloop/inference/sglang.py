@@ -31,18 +31,21 @@ __all__ = [
     "Checksum",
     "Chunk",
     "FrameDecoder",
-    "GroupMember",
     "Pause",
     "SGLangServer",
     "Sampling",
     "ServerInfo",
     "WeightsGroup",
+    "WeightsInfo",
     "http_session",
 ]
 
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_ANSWER_BYTES = 16 << 20  # /server_info is long
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=10)
+# Settings by which the tensors of a server are others than those of its model, if they are set.
+_UNUSUAL = ("quantization", "enable_dp_attention", "enable_fp32_lm_head", "cpu_offload_gb")
+_UNUSUAL_ABOVE_1 = ("attn_cp_size", "dcp_size")
 
 
 class Sampling(pydantic.BaseModel):
@@ -144,12 +147,22 @@ class WeightsGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMember:
-    """A server as members of a group: one per tensor-parallel rank."""
+class WeightsInfo:
+    """How a server holds its weights.
+
+    Attributes:
+        num_ranks: of tensor parallelism; each is a member of a group.
+        device: "cpu", "cuda", ...
+        dtype: as it was told; may be "auto".
+        sglang: its version.
+        unusual: a setting by which its tensors are not simply those of the model; none as a rule.
+    """
 
     num_ranks: int
     device: str
     dtype: str
+    sglang: str
+    unusual: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +176,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Of the weights that a server has: of all, and of each tensor by its name there."""
+    """Of the weights that a server has: of all; and of each tensor by its name there, for each of
+    its processes, with the process's tensor-parallel rank."""
 
     whole: str
-    tensors: dict[str, str]
+    ranks: list[tuple[int, dict[str, str]]]
 
 
 class FrameDecoder:
@@ -383,7 +397,7 @@ class SGLangServer:
 
     async def update_weights(
         self, folder: str, version: str, *, timeout_s: float, pause: Pause = "retract"
-    ) -> str:
+    ) -> Checksum:
         """Load the weights in `folder`, which the server can read too, under what runs.
 
         SGLang finds the prefix cache's entries by ids alone. Without flushing, which it refuses
@@ -400,7 +414,7 @@ class SGLangServer:
         weights that are known, and their turns go on elsewhere.
 
         Returns:
-            A checksum of what it has now; equal weights have equal ones (SGLang's own).
+            Of what it has now; equal weights have equal ones (SGLang's own).
 
         Raises:
             ServerUnavailable, ServerRefused: it did not, or not in time: what it has is unknown.
@@ -422,9 +436,28 @@ class SGLangServer:
             raise
         self._has_loaded(pause)
         await self._go_on()
-        return checksum.whole
+        return checksum
 
-    async def group_member(self, pause: Pause = "retract") -> GroupMember:
+    async def weights_info(self) -> WeightsInfo:
+        """How it holds its weights. Raises ServerUnavailable, ServerRefused."""
+        return self._weights_info(await self._control("GET", "/server_info"))
+
+    def _weights_info(self, info: Any) -> WeightsInfo:
+        try:
+            unusual = [name for name in _UNUSUAL if info.get(name)]
+            unusual += [name for name in _UNUSUAL_ABOVE_1 if int(info.get(name) or 1) > 1]
+            unusual += ["model_impl"] * (info.get("model_impl") not in (None, "auto", "sglang"))
+            return WeightsInfo(
+                num_ranks=int(info.get("tp_size") or 1),
+                device=str(info.get("device")),
+                dtype=str(info.get("dtype")),
+                sglang=str(info.get("version")),
+                unusual=", ".join(f"{name} = {info[name]}" for name in unusual),
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
+
+    async def group_member(self, pause: Pause = "retract") -> WeightsInfo:
         """What it would be in a group.
 
         Raises:
@@ -439,12 +472,11 @@ class SGLangServer:
                     "alone: set weights.by to disk",
                     status=200,
                 )
-            if pause == "in_place":
-                self._check_in_place(info)
-            device, dtype = str(info.get("device")), str(info.get("dtype"))
-            return GroupMember(int(info.get("tp_size") or 1), device, dtype)
         except (AttributeError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
+        if pause == "in_place":
+            self._check_in_place(info)
+        return self._weights_info(info)
 
     async def join_group(self, group: WeightsGroup, rank: int, *, timeout_s: float) -> None:
         """Pause it and make it members of the group, from `rank` on. It answers once all members
@@ -490,29 +522,23 @@ class SGLangServer:
         self._is_loading = True
         await self._control("POST", "/update_weights_from_distributed", body, timeout)
 
-    async def finish_group(
-        self, group: WeightsGroup, sent: Mapping[str, str], *, timeout_s: float
-    ) -> str:
-        """After the last bucket: leave the group, and serve again. `sent` are checksums of tensors
-        as they were sent, which are compared where it has tensors of these names.
+    async def finish_group(self, group: WeightsGroup, *, timeout_s: float) -> Checksum:
+        """After the last bucket: leave the group, and serve again.
 
         Returns:
-            A checksum of what it has now; equal weights have equal ones (SGLang's own).
+            Of what it has now; equal weights have equal ones (SGLang's own).
 
         Raises:
-            ServerUnavailable, ServerRefused: it did not, or has others; `leave_group` must follow.
+            ServerUnavailable, ServerRefused: it did not; `leave_group` must follow.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         await self._control("POST", "/end_weight_update", {}, timeout)
         checksum = await self._checksum(timeout)
-        both = sent.keys() & checksum.tensors.keys()
-        if wrong := sorted(name for name in both if sent[name] != checksum.tensors[name]):
-            raise ServerRefused(f"its {wrong[0]} is not what the learner sent", status=200)
         self._has_loaded(group.pause)
         body = {"group_name": group.name}
         await self._control("POST", "/destroy_weights_update_group", body, timeout)
         await self._go_on()
-        return checksum.whole
+        return checksum
 
     async def leave_group(self, group: WeightsGroup) -> None:
         """Leave a group that failed, from whatever point, and go on; without what runs, where it
@@ -553,8 +579,7 @@ class SGLangServer:
         try:
             ranks = answer["ranks"]
             whole = " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
-            (first, *_) = ranks
-            return Checksum(whole, dict(first.get("checksums") or {}))
+            return Checksum(whole, [_tensors(rank) for rank in ranks])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url}/weights_checker: {answer}", status=200) from error
 
@@ -583,6 +608,11 @@ class SGLangServer:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError as error:
             raise ServerRefused(f"{self.url}{path} did not answer in JSON", status=200) from error
+
+
+def _tensors(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+    (place, *_) = rank.get("parallelism_info") or [{}]  # a draft model's would come behind
+    return int(place.get("tp_rank") or 0), dict(rank.get("checksums") or {})
 
 
 class _Frames:

@@ -666,6 +666,7 @@ class TrainingLoop:
                 "weights/load_s": handover.seconds,
                 "weights/num_servers": len(handover.loaded),
                 "weights/num_failed": len(handover.failed),
+                "weights/num_verified": handover.num_verified,
             }
             self._slots.now_live(int(published.version))
             self._emit(

@@ -30,9 +30,8 @@ from agentloop.training.batch import Sample, write_batch
 from agentloop.training.handover import (
     Handover,
     InFolder,
+    Served,
     WeightsSettings,
-    hand_over,
-    keep_up,
     publisher,
 )
 from agentloop.training.learner import Learner, RanksSettings, started
@@ -179,7 +178,7 @@ class Parts:
         way = publisher(settings, self.learner, self.folder)
         begun = time.monotonic()
         published = await way.publish(self.version, timeout_s=TIMEOUT_S)
-        came = await hand_over(self.router, published, timeout_s=TIMEOUT_S)
+        came = await Served(self.router).hand_over(published, timeout_s=TIMEOUT_S)
         print(f"by {settings.by}: {time.monotonic() - begun:.2f} s, of them {came.seconds:.2f}")
         return came
 
@@ -332,7 +331,7 @@ async def test_what_runs_goes_on_under_the_new_weights(
         assert router.view()[0].num_parked_tokens == NUM_PROMPT + 60
 
         async def changed() -> Handover:
-            came = await hand_over(router, published, timeout_s=TIMEOUT_S)
+            came = await Served(router).hand_over(published, timeout_s=TIMEOUT_S)
             (view,) = router.view()
             assert (view.state.value, view.num_parked_tokens) == ("healthy", 0)
             return came
@@ -399,7 +398,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
         here.router.restarting(victim.url)
         await victim.restart(print)
         await eventually(lambda: here.states()[0] == "stale", within_s=60)
-        assert await keep_up(here.router, came, timeout_s=TIMEOUT_S)
+        assert await Served(here.router).keep_up(came, timeout_s=TIMEOUT_S)
         assert here.states() == ["healthy", "healthy"]
         assert await here.mismatch(here.servers[0]) < 1e-4
 
@@ -417,7 +416,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
         send(victim, signal.SIGCONT)
         await eventually(lambda: here.states()[0] == "stale", within_s=60)
         with anyio.fail_after(TIMEOUT_S):  # it has to come to itself first
-            while not await keep_up(here.router, came, timeout_s=TIMEOUT_S):
+            while not await Served(here.router).keep_up(came, timeout_s=TIMEOUT_S):
                 print("once more")
         assert here.states() == ["healthy", "healthy"]
         assert await here.mismatch(here.servers[0]) < 1e-4
