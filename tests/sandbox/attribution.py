@@ -2,7 +2,7 @@
 
 Whatever a program does is its own affair: its call, or its session, ends with a status that judges
 the program. Nobody beside it may notice. `attribute` runs such a mix and returns every violation,
-with the seed and the code that reproduce it.
+with the code that reproduces it. By hand: `python -m tests.sandbox.attribution BACKEND NUMBER SEED`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import anyio
 
-from sandbox import CallResult, CallStatus, LostBy, Pool, SessionLost
+from sandbox import CallResult, CallStatus, LostBy, Pool, PoolSettings, SessionLost
 
 PROGRAM_TIMEOUT_S = 2.0
 NEIGHBOUR_TIMEOUT_S = 60.0  # a busy machine is not what is tested
@@ -218,3 +219,17 @@ async def _session_neighbour(pool: Pool, found: Found) -> None:
                 found.violations.append(f"a neighbour's cell {number}: {result}")
                 return
             await anyio.sleep(0.01)
+
+
+async def _main(backend: str, number: int, seed: int) -> int:
+    settings = PoolSettings.model_validate({"backend": backend, "workers": 1})
+    async with Pool(settings, on_progress=print) as pool:
+        found = await attribute(pool, seed=seed, number=number)
+    ends = ", ".join(f"{end} {count}" for end, count in sorted(found.ends.items()))
+    print(f"{backend}: {ends}; {found.num_right} right answers of neighbours")
+    print(*found.violations, f"{len(found.violations)} violations", sep="\n")
+    return 1 if found.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(anyio.run(_main, sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
