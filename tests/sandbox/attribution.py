@@ -2,7 +2,9 @@
 
 Whatever a program does is its own affair: its call, or its session, ends with a status that judges
 the program. Nobody beside it may notice. `attribute` runs such a mix and returns every violation,
-with the code that reproduces it. By hand: `python -m tests.sandbox.attribution BACKEND NUMBER SEED`.
+with the code that reproduces it. By hand:
+
+    python -m tests.sandbox.attribution BACKEND NUMBER SEED
 """
 
 from __future__ import annotations
