@@ -32,7 +32,7 @@ class FakeEngine:
         self.answers = anyio.Event()
         self.num_asked = 0
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.BaseRequest) -> web.Response:
         if not request.path.endswith("/version"):
             return web.json_response({"message": "the disk is full"}, status=500)
         self.num_asked += 1
@@ -138,7 +138,7 @@ def wrapped(error: aiohttp.ClientConnectionError) -> aiodocker.DockerError:
         return outer
 
 
-KEY = ConnectionKey("box", 2376, True, True, None, None, None)  # type: ignore[arg-type]
+KEY = ConnectionKey("box", 2376, True, True, None, None, None)
 
 
 @pytest.mark.parametrize(
