@@ -162,9 +162,6 @@ class _Door(asyncio.Protocol):
     def __init__(self, doors: Doors, handler: asyncio.Protocol) -> None:
         self._doors = doors
         self._handler = handler
-        self.pause_writing = handler.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = handler.resume_writing  # type: ignore[method-assign]
-        self.eof_received = handler.eof_received  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._doors.opened(self._handler, transport)  # type: ignore[arg-type]
@@ -173,6 +170,15 @@ class _Door(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._doors.received(self._handler)
         self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._doors.closed(self._handler)

@@ -601,7 +601,11 @@ async def _until_signal(settings: ServeSettings) -> int:
 def load(arguments: list[str]) -> ServeSettings:
     """Settings from flags, key=value and the environment. Raises ValueError that names the
     setting; ends the process for --help and for unknown flags."""
-    flags = [a if a.startswith("-") or "=" not in a else f"--{a}" for a in arguments]
+    flags = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before.startswith("-") and "=" not in before  # it may have an equals sign, too
+        is_pair = "=" in argument and not argument.startswith("-") and not is_value
+        flags.append(f"--{argument}" if is_pair else argument)
     try:
         return ServeSettings(_cli_settings_source=flags_of(ServeSettings)(args=flags))
     except pydantic.ValidationError as error:

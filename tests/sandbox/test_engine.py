@@ -32,7 +32,7 @@ class FakeEngine:
         self.answers = anyio.Event()
         self.num_asked = 0
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.BaseRequest) -> web.Response:
         if not request.path.endswith("/version"):
             return web.json_response({"message": "the disk is full"}, status=500)
         self.num_asked += 1

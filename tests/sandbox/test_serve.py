@@ -700,6 +700,8 @@ def test_settings_come_as_flags_or_pairs_or_variables(monkeypatch: pytest.Monkey
     got = load(["--port", "9", "host=0.0.0.0", "pool.workers=3", "--pool.backend=process"])
     assert (got.port, got.host, got.pool.workers, got.pool.backend) == (9, "0.0.0.0", 3, "process")
     assert (got.token, got.pool.timeout_s) == (SecretStr("hush"), 7)
+    for given in (["--pool.packages", "a==1,b"], ["pool.packages=a==1,b"]):
+        assert load(given).pool.packages == ["a==1", "b"]
 
 
 def test_the_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
