@@ -3,10 +3,13 @@ generate."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,12 +24,13 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from agentloop.errors import ServerRefused
+from agentloop.errors import ServerError, ServerRefused
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang import Chunk, Pause, Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
 from agentloop.models import SMALL
 from agentloop.training.batch import Sample, write_batch
+from agentloop.training.checksums import Layout, Tensor, checksum
 from agentloop.training.handover import (
     Handover,
     InFolder,
@@ -250,9 +254,11 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
             assert await here.mismatch(server) > 1e-3, "a step changes the learner alone"
             first = await here.hand_over(settings)
             assert (first.failed, here.states()) == ({}, ["healthy"])
+            assert first.num_verified == 1, "every tensor is the learner's"
             assert await here.mismatch(server) < 1e-4
             again = await here.hand_over(other)
             assert again.checksum == first.checksum
+            assert again.num_verified == 1
             assert await here.mismatch(server) < 1e-4
             assert await server.weight_version() == here.version
             checksums.append(first.checksum)
@@ -271,6 +277,83 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
             assert (later < 1e-3) == (pause == "retract")
             assert here.states() == ["healthy"]
             assert await here.mismatch(server) < 1e-4
+
+
+async def test_a_single_server_with_other_weights_serves_nothing(
+    all_started: Started, tmp_path: Path
+) -> None:
+    """It reads files in which a number differs from the learner's; then a folder that is whole, but
+    whose checksums are of other weights."""
+    async with parts(all_started, tmp_path, num_servers=1) as here:
+        await here.step()
+        served, way = Served(here.router), publisher(WeightsSettings(), here.learner, tmp_path)
+        published = await way.publish("31", timeout_s=TIMEOUT_S)
+        assert isinstance(published, InFolder)
+        assert (await served.hand_over(published, timeout_s=TIMEOUT_S)).num_verified == 1
+        (file,) = published.folder.glob("*.safetensors")
+        whole = await anyio.Path(file).read_bytes()
+        await anyio.Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 64]))
+        with pytest.raises(ServerError, match="is not what the learner has published"):
+            await served.hand_over(published, timeout_s=TIMEOUT_S)
+        assert here.states() == ["stale"]
+        await anyio.Path(file).write_bytes(whole)
+        await served.hand_over(published, timeout_s=TIMEOUT_S)
+
+        await here.step()
+        others = await way.publish("32", timeout_s=TIMEOUT_S)
+        give = SGLangServer.update_weights
+
+        async def stale(self: SGLangServer, folder: str, *told: Any, **more: Any) -> Any:
+            return await give(self, str(published.folder), *told, **more)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(SGLangServer, "update_weights", stale)
+            with pytest.raises(ServerError, match="is not what the learner has"):
+                await served.hand_over(others, timeout_s=TIMEOUT_S)
+        assert here.states() == ["stale"]
+        assert (await served.hand_over(others, timeout_s=TIMEOUT_S)).num_verified == 1
+        await here.hand_over(WeightsSettings())
+
+
+def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
+    """Run by Triton's interpreter, which needs no GPU."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    file = Path(found.origin).parent / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
+    if not file.exists():
+        pytest.fail(f"{file} is gone: checksums.VERSIONS knows another SGLang")
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL, str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        size, expected = map(int, line.split())
+        data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+        layout = Layout("cuda", "bfloat16", 1, 1)
+        assert int(checksum("x", [Tensor("uint8", data)], layout, 0), 16) == expected
+    assert len(done.stdout.splitlines()) == 4
+
+
+# As gpu_tensor_hash calls the kernels: it asserts a GPU before.
+KERNEL = """
+import importlib.util, sys
+import numpy as np, torch
+spec = importlib.util.spec_from_file_location("kernel", sys.argv[1])
+m = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(m)
+torch.Tensor.is_cuda = True
+launch = m.hash_tiles32_kernel_blocked
+class Plain:  # the interpreter has no cache to choose
+    def __getitem__(self, grid):
+        return lambda *a, **k: launch[grid](*a, **{**k, "USE_CG": False})
+m.hash_tiles32_kernel_blocked = Plain()
+for size in (5, 1000, 32769, 100003):
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    print(size, m.gpu_tensor_hash(torch.from_numpy(data)))
+"""
 
 
 def most(differences: Iterable[NDArray[np.float64]]) -> float:
