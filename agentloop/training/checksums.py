@@ -94,7 +94,7 @@ def checksum(name: str, parts: Sequence[Tensor], layout: Layout, rank: int) -> s
         return f"{_gpu_hash(np.concatenate([_bytes(array) for array in arrays])):016x}"
     digest = hashlib.sha256()
     for array in arrays:
-        digest.update(_bytes(array))
+        digest.update(_bytes(array).data)
     return digest.hexdigest()[:16]
 
 

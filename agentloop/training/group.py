@@ -253,7 +253,7 @@ class InLearner:
 
         def expected(name: str, rank: int) -> str | None:
             known = None if isinstance(sums, str) else sums.get(name)
-            return known and known[rank]
+            return known[rank] if known else None
 
         async def finish(server: SGLangServer) -> None:
             try:

@@ -62,7 +62,7 @@ def test_tensors_of_any_types_lie_side_by_side_in_a_bucket(
     )
     sender = Broadcaster(cast(Policy, played))
     sent: list[Any] = []
-    sender._broadcast = sent.append  # type: ignore[method-assign]
+    sender._broadcast = sent.append  # type: ignore[method-assign,assignment]
     assert sender.send(0, Layout("cpu", "float32", 1, 1))["num_bytes"] == len(sent[0])
     described = sender._describe(sender._buckets[0])
     start = 0

@@ -52,7 +52,7 @@ async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeEngine]:
 
 @asynccontextmanager
 async def serving(fake: FakeEngine) -> AsyncIterator[FakeEngine]:
-    runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0.1)  # type: ignore[arg-type]
+    runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0.1)
     await runner.setup()
     await web.UnixSite(runner, fake.path).start()
     try:
