@@ -39,7 +39,7 @@ _KEEP_ALIVE_S = 15.0
 _MAX_FRAMES = 64
 _MAX_ROWS = 500  # in one frame: some milliseconds of the loop's time
 _MAX_WAITS = 50
-_GOODBYE_S = 2.0
+_GOODBYE_S = 5.0
 _MAX_DIGITS = 18  # of an id that may be one of ours
 
 
@@ -110,7 +110,7 @@ class Live:
     async def end(self, state: Literal["finished", "stopped", "failed"], text: str) -> None:
         """Tell every reader that nothing more will come, and why: their streams end with that.
 
-        Waits for those who are still reading, two seconds at most, also where it is cancelled.
+        Waits for those who are still reading, five seconds at most, also where it is cancelled.
         """
         self._ended = {"state": state, "text": text}
         self.tick()
