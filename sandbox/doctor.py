@@ -15,6 +15,7 @@ from sandbox.pool import Pool
 from sandbox.settings import PoolSettings
 
 PROBE = "import os; print(6 * 7, os.getuid())"
+ENGINE_TIMEOUT_S = 30.0  # a pool waits for longer, but not somebody who looks at a terminal
 NAMES = {"docker": "containers", "process": "local processes"}
 
 
@@ -77,7 +78,8 @@ async def _layers(backend: str, progress: Callable[[str], None]) -> dict[str, st
 
 
 def _settings(backend: str, **more: Any) -> PoolSettings:
-    return PoolSettings.model_validate({"backend": backend, "workers": 1, "preload": [], **more})
+    few = {"workers": 1, "preload": [], "engine_timeout_s": ENGINE_TIMEOUT_S}
+    return PoolSettings.model_validate({"backend": backend, **few, **more})
 
 
 def _table(forms: dict[str, dict[str, str]]) -> str:

@@ -148,7 +148,7 @@ class ServeSettings(BaseSettings):
         if 2 * self.max_requests > self.max_connections:
             raise ValueError(
                 f"max_requests: {self.max_requests} is more than half of max_connections "
-                f"({self.max_connections}): raise that as well"
+                f"({self.max_connections}): lower the one or raise the other"
             )
         return self
 
@@ -171,6 +171,7 @@ class App:
         most = _num_connections(settings)
         self._max_requests = min(settings.max_requests, most // 2)
         self._max_links = min(settings.max_links, most // 4)
+        self._max_waiting = min(settings.max_waiting_sessions, most // 8)
         self._connections = Connections(most, settings.io_timeout_s, settings.idle_timeout_s)
         self._doors: Doors
         token = settings.token.get_secret_value() if settings.token else None
@@ -246,7 +247,7 @@ class App:
     async def open_session(self, request: web.Request) -> web.Response:
         await self._read(SessionRequest, request, empty=b"{}")
         # One too many waits for nothing: it is refused at once where no session is free.
-        may_wait = self._num_waiting < self._settings.max_waiting_sessions
+        may_wait = self._num_waiting < self._max_waiting
         with self._waiting_for_a_session():
             key = await self._sessions.open(
                 max_wait_s=self._settings.session_wait_s if may_wait else 0.0

@@ -13,7 +13,7 @@ from sandbox.image.build import build_image, ensure_image, image_tag
 
 
 async def build(options: argparse.Namespace) -> None:
-    async with connect(options.engine) as docker:
+    async with connect(options.engine, timeout_s=60, on_progress=print) as docker:
         if options.again or options.base or options.method != "auto":
             await build_image(
                 docker, print, options.method, packages=options.package, base=options.base

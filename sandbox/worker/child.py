@@ -266,8 +266,9 @@ def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict
     """Run the code; the exit status that a script would have, and what to report."""
     report: dict[str, Any] = {}
     code = code.removeprefix("\ufeff")
-    # For tracebacks and `inspect`, which would else look for a file of this name.
-    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+    # For tracebacks and `inspect`, which would else look for a file of this name. Under a line that
+    # does not end with a newline, a traceback's markers would be shifted.
+    linecache.cache[name] = (len(code), None, f"{code}\n".splitlines(True), name)
     variables["__file__"] = name
     try:
         body, last = compile_cell(code, name)

@@ -108,6 +108,11 @@ async def test_traceback_shows_the_program_alone(pool: Pool) -> None:
     assert result.stdout == "a\n"
 
 
+async def test_a_traceback_marks_the_place_in_the_last_line(pool: Pool) -> None:
+    result = await pool.run("x = 0\n1 / x")
+    assert "    1 / x\n    ~~^~~\n" in result.stderr
+
+
 async def test_syntax_error_names_its_line(pool: Pool) -> None:
     result = await pool.run("x = 1\nx = = 2")
     assert result.error is not None
