@@ -77,7 +77,7 @@ class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         default=None, description="Wall time of the program in seconds. Default: the pool's."
     )
-    memory_mib: Annotated[int, Field(ge=1)] | None = Field(
+    memory_mib: Annotated[int, Field(ge=1), pydantic.BeforeValidator(_integral)] | None = Field(
         default=None,
         description="What the program's processes may hold together. Default, and the most: the "
         "pool's.",

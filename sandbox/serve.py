@@ -223,18 +223,15 @@ class App:
 
     async def run(self, request: web.Request) -> web.Response:
         asked = await self._read(RunRequest, request)
-        self._check_memory(asked)
-        result = await self._pool.run(asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
+        result = await self._pool.run(asked.code, asked.stdin, asked.timeout_s, self._memory(asked))
         return _json(result)
 
     async def run_batch(self, request: web.Request) -> web.StreamResponse:
         calls = (await self._read(BatchRequest, request)).calls
-        for index, call in enumerate(calls):
-            self._check_memory(call, f"calls.{index}.")
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         try:
-            each = (_Call(one.code, one.stdin, one.timeout_s, one.memory_mib) for one in calls)
+            each = (_Call(one.code, one.stdin, one.timeout_s, self._memory(one)) for one in calls)
             async with self._each(each) as results:
                 async for index, result in results:  # no deadline: the calls have theirs
                     with anyio.fail_after(self._settings.io_timeout_s):
@@ -257,8 +254,7 @@ class App:
     async def run_cell(self, request: web.Request) -> web.Response:
         key = request.match_info["id"]
         asked = await self._read(RunRequest, request)
-        self._check_memory(asked)
-        what = (asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
+        what = (asked.code, asked.stdin, asked.timeout_s, self._memory(asked))
         try:
             return _json(await self._sessions.run(key, *what))
         except KeyError:
@@ -393,12 +389,10 @@ class App:
                     group.start_soon(work, out.clone())
             yield results
 
-    def _check_memory(self, asked: RunRequest, where: str = "") -> None:
+    def _memory(self, asked: RunRequest) -> int | None:
+        """Return what a call may hold, in MiB: what it asks for, up to the pool's own bound."""
         most = self._pool.settings.memory_mib
-        if asked.memory_mib is not None and asked.memory_mib > most:
-            field = f"{where}memory_mib"
-            why = f"{field}: the pool gives a call {most} MiB at most"
-            raise Refused(400, "bad_request", why, field)
+        return None if asked.memory_mib is None else min(asked.memory_mib, most)
 
     async def _read(self, model: type[Model], request: web.Request, empty: bytes = b"") -> Model:
         """A request's body, checked."""
