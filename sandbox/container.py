@@ -38,7 +38,7 @@ from sandbox.backend import (
     read_profile,
     uid_range,
 )
-from sandbox.engine import connect, is_local, local_engine
+from sandbox.engine import connect, is_local, local_engine, what_it_said
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
 from sandbox.link import Link, SocketProtocol, wait_ready
@@ -165,7 +165,8 @@ class DockerBackend:
             raise
         except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
             engine.avoid_until = anyio.current_time() + AVOID_S
-            raise SandboxUnavailable(f"the engine refused a worker: {error}") from error
+            why = what_it_said(error)
+            raise SandboxUnavailable(f"the engine refused a worker: {why}") from error
         finally:
             engine.num_workers -= 1
 
@@ -395,7 +396,7 @@ async def docker_backend(
                 engines.append(await _prepared(docker, url, settings, on_progress))
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                 where = url or local_engine()
-                said = str(error) or "no answer in time"
+                said = what_it_said(error) or "no answer in time"
                 raise SandboxUnavailable(f"the Docker Engine at {where} failed: {said}") from error
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
