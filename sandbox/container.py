@@ -42,7 +42,7 @@ from sandbox.backend import (
     uid_range,
     worker_bytes,
 )
-from sandbox.engine import connect, is_local, local_engine
+from sandbox.engine import connect, is_local, local_engine, what_it_said
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
 from sandbox.link import Link, SocketProtocol, wait_ready
@@ -186,7 +186,8 @@ class DockerBackend:
             raise
         except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
             engine.avoid_until = anyio.current_time() + AVOID_S
-            raise SandboxUnavailable(f"the engine refused a worker: {error}") from error
+            why = what_it_said(error)
+            raise SandboxUnavailable(f"the engine refused a worker: {why}") from error
         finally:
             engine.num_workers -= 1
 
@@ -432,7 +433,7 @@ async def docker_backend(
                 prepared = await _prepared(docker, url, settings, num_workers, on_progress)
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                 where = url or local_engine()
-                said = str(error) or "no answer in time"
+                said = what_it_said(error) or "no answer in time"
                 raise SandboxUnavailable(f"the Docker Engine at {where} failed: {said}") from error
             engines.append(prepared)
         group = await stack.enter_async_context(anyio.create_task_group())

@@ -133,8 +133,13 @@ def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
         case aiohttp.ClientConnectorError():
             said = origin.os_error.strerror or str(origin.os_error)
         case _:
-            said = error.message if isinstance(error, aiodocker.DockerError) else str(error)
+            said = what_it_said(error)
     return SandboxUnavailable(f"{where}: {said or type(error).__name__}; {_advice(said)}")
+
+
+def what_it_said(error: Exception) -> str:
+    """An engine's error without aiodocker's number before it."""
+    return error.message if isinstance(error, aiodocker.DockerError) else str(error)
 
 
 def _advice(error: str) -> str:

@@ -33,6 +33,7 @@ import aiohttp
 import anyio
 import anyio.abc
 
+from sandbox.engine import what_it_said
 from sandbox.errors import SandboxUnavailable
 
 Progress = Callable[[str], None]
@@ -138,13 +139,9 @@ async def _can_pull(docker: aiodocker.Docker, base: str, progress: Progress) -> 
         with anyio.fail_after(PULL_TIMEOUT_S):
             await docker.images.pull(base)
     except (aiodocker.DockerError, aiohttp.ClientError, TimeoutError) as error:
-        progress(f"It can't be pulled here ({_said(error)[:200] or 'too slow'}).")
+        progress(f"It can't be pulled here ({what_it_said(error)[:200] or 'too slow'}).")
         return False
     return True
-
-
-def _said(error: Exception) -> str:
-    return error.message if isinstance(error, aiodocker.DockerError) else str(error)
 
 
 async def _system_base(docker: aiodocker.Docker, progress: Progress) -> str:
@@ -379,7 +376,9 @@ async def _build(
                 if "error" in step:
                     raise SandboxUnavailable(f"the image could not be built: {step['error']}")
         except aiodocker.DockerError as error:
-            raise SandboxUnavailable(f"the image could not be built: {_said(error)}") from error
+            raise SandboxUnavailable(
+                f"the image could not be built: {what_it_said(error)}"
+            ) from error
 
 
 def _pack(folder: Path, context: IO[bytes]) -> None:

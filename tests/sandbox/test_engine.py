@@ -34,7 +34,8 @@ class FakeEngine:
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         if not request.path.endswith("/version"):
-            return web.json_response({"message": "the disk is full"}, status=500)
+            said, kind = b'{"message": "the disk is full"}', {"Content-Type": "application/json"}
+            return web.Response(body=said, status=500, headers=kind)
         self.num_asked += 1
         await self.answers.wait()
         return web.json_response({"ApiVersion": "1.41"})
@@ -97,7 +98,7 @@ async def test_an_engine_that_listens_is_never_replaced(engine: FakeEngine, told
         async with Pool(PoolSettings(workers=1, preload=[], engine_timeout_s=0.2)):
             pass
     assert not isinstance(caught.value, NoEngine)
-    assert ("the disk is full" in str(caught.value)) == (told == "answers")
+    assert ("failed: the disk is full" in str(caught.value)) == (told == "answers")
 
 
 @pytest.mark.parametrize("left", ["nothing", "a socket of a dead engine"])
