@@ -28,7 +28,9 @@ from typing import Any
 from sandbox.worker.kernel import (
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
+    drop_bounds,
     drop_caps,
+    own_view,
     prctl,
 )
 from sandbox.worker.spec import Spec
@@ -109,16 +111,20 @@ def become_nobody(spec: Spec, lane: int) -> None:
         most = spec.processes
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    else:  # one uid for all: the limit counts the others too
-        most = spec.processes + spec.others
-        drop_caps()
+    else:  # one uid for all: the limit may count the others too
+        most = spec.processes if spec.counts_apart else spec.processes + spec.others
+        if spec.view:
+            own_view(spec.scratch, spec.view)
+        else:
+            drop_bounds()
+            drop_caps()
     if spec.kill_by != "uid":
         prctl(PR_SET_DUMPABLE, 0)  # closes /proc/<pid> to others, as another uid does
     if not spec.own_pids:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which resets it
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     os.setsid()  # a signal to its own process group stays inside
-    os.chdir(spec.lane_dir(lane))
+    os.chdir(spec.home(lane))
 
 
 def read_job() -> Job | None:

@@ -25,6 +25,10 @@ class Spec:
         self.layers: dict[str, str] = given.get("layers", {})
         #: How everything of a call dies: by its "uid", with its "pidns", by a walk of its "tree".
         self.kill_by: str = given.get("kill_by", "auto")
+        #: Mount options of a call's directory, where each call mounts its own (kernel.own_view).
+        self.view: str | None = given.get("view")
+        #: RLIMIT_NPROC counts a call's processes alone, though all have one uid.
+        self.counts_apart: bool = given.get("counts_apart", False)
         #: The front is pid 1: with it everything ends.
         self.own_pids = os.getpid() == 1
         # Processes of the same uid that aren't the call's: in a user namespace those of the
@@ -35,6 +39,10 @@ class Spec:
 
     def lane_dir(self, lane: int) -> str:
         return f"{self.scratch}/{lane}"
+
+    def home(self, lane: int) -> str:
+        """The directory that the lane's call finds itself in."""
+        return self.scratch if self.view else self.lane_dir(lane)
 
     def lane_uid(self, lane: int) -> int:
         assert self.uid_base is not None
