@@ -341,6 +341,7 @@ def start(spec: dict[str, Any]) -> None:
             "as root without namespaces every call needs a uid of its own, and another uid can't "
             f"read the interpreter ({os.path.realpath(os.__file__)}); use one that others can read"
         )
+    told["own_proc"] = spaces == "root" or "view" in told
     told["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
     if spaces == "user":
         allow_views(spec["seccomp"])

@@ -33,6 +33,7 @@ from sandbox.worker.kernel import (
     own_view,
     prctl,
 )
+from sandbox.worker.landlock import shut_in
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import (
     INLINE_JOB,
@@ -54,13 +55,13 @@ HARD_MEMORY = resource.RLIM_INFINITY  # set by the zygote
 fork_hooks: list[dict[str, Any]] = []
 
 
-def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
+def be_child(spec: Spec, lane: int, fds: Sequence[int], ruleset: int | None) -> int:
     """The life of a forked child. Returns its exit status."""
     for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
         os.dup2(fd, target)
     area = mmap.mmap(REPORT_FD, REPORT_BYTES)
+    become_nobody(spec, lane, ruleset)
     os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
-    become_nobody(spec, lane)
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
@@ -98,7 +99,7 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
         os.write(JOB_FD, b"done")
 
 
-def become_nobody(spec: Spec, lane: int) -> None:
+def become_nobody(spec: Spec, lane: int, ruleset: int | None) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -106,6 +107,8 @@ def become_nobody(spec: Spec, lane: int) -> None:
         os.close(fd)
     except PermissionError:  # an ordinary user's: its files in /proc are closed
         pass
+    if ruleset is not None:
+        shut_in(ruleset)
     if spec.kill_by == "uid":
         uid = spec.lane_uid(lane)
         most = spec.processes

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from sandbox.worker import landlock
 from sandbox.worker.kernel import count_own_processes
+
+
+UNHIDDEN = "no: a call reads their names and arguments (Landlock, Linux 5.19, would hide them)"
 
 
 class Spec:
@@ -23,6 +27,10 @@ class Spec:
         self.file_bytes: int = given.get("file_bytes", 32 << 20)
         self.processes: int = given.get("processes", 32)
         self.layers: dict[str, str] = given.get("layers", {})
+        #: A call opens nothing of others' in /proc, though they are in there (landlock.py).
+        self.fenced: bool = not given.get("own_proc") and landlock.abi() >= landlock.LEAST_ABI
+        hidden = self.fenced or given.get("own_proc")
+        self.layers["other calls' processes"] = "hidden" if hidden else UNHIDDEN
         #: How everything of a call dies: by its "uid", with its "pidns", by a walk of its "tree".
         self.kill_by: str = given.get("kill_by", "auto")
         #: Mount options of a call's directory, where each call mounts its own (kernel.own_view).

@@ -22,6 +22,7 @@ from sandbox.worker.kernel import (
     old_pid_space,
     prctl,
 )
+from sandbox.worker.landlock import Fences
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
 
@@ -37,6 +38,7 @@ class Zygote:
         self.level = level
         self.front = front
         self.lanes: dict[int, int] = {}  # pid to lane
+        self.fences: Fences | None = None
 
     def prepare(self) -> None:
         """Whatever can be done once for all children: a page touched here is not copied there."""
@@ -47,6 +49,8 @@ class Zygote:
         os.environ.clear()
         os.environ["PATH"] = "/usr/local/bin:/usr/bin:/bin"
         os.umask(0o077)
+        if self.spec.fenced:
+            self.fences = Fences()
         set_limits(self.spec)
         if self.spec.kill_by == "uid":
             os.setgroups([])
@@ -100,6 +104,7 @@ class Zygote:
         return True
 
     def fork(self, lane: int, fds: array.array[int]) -> int:
+        ruleset = self.fences and self.fences.ruleset(lane, self.spec.home(lane))
         own_space = self.spec.kill_by == "pidns"
         if own_space:
             new_pid_space()
@@ -109,7 +114,7 @@ class Zygote:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                status = be_child(self.spec, lane, fds)
+                status = be_child(self.spec, lane, fds, ruleset)
             except BaseException:  # a fault of ours, or the call's own exit path
                 with contextlib.suppress(BaseException):
                     traceback.print_exc()
