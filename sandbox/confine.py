@@ -40,6 +40,7 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OOM_SCORE_ADJ = "500"  # set by root, the least that a call can go back to (container.py)
+INNER = "/home"  # of a lane's directory
 SCRATCH = "/scratch"  # not /tmp: an interpreter may live there
 COUNTED_TOGETHER = 255  # a status beyond the numbers of errors
 ROOTED = "system files and the interpreter, read-only"
@@ -146,9 +147,9 @@ def fit_uid_base(wanted: int, count: int) -> int:
     return inside + 1000 + wanted % max(1, size - 1000 - count)
 
 
-def build_root(base: str, lanes: list[str], proc: str) -> None:
-    """A root of system files, the interpreter and a directory for each lane, a file system with
-    these mount options ("": none); nothing else of the host. `proc`: mount options of /proc."""
+def build_root(base: str, num_lanes: int, proc: str = "") -> None:
+    """A root of system files, the interpreter and a directory for each lane; nothing else of the
+    host. `proc`: mount options of /proc."""
     os.umask(0o022)
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1k,mode=0755")
@@ -164,18 +165,29 @@ def build_root(base: str, lanes: list[str], proc: str) -> None:
         bind(f"/dev/{name}", base, read_only=False)
     for name in ("proc", "old", SCRATCH[1:]):
         os.makedirs(f"{base}/{name}", exist_ok=True)
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-    mount("proc", f"{base}/proc", "proc", flags, proc)
-    for lane, options in enumerate(lanes):
+    mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, proc)
+    for lane in range(num_lanes):
         os.mkdir(f"{base}{SCRATCH}/{lane}")
-        if options:
-            mount("tmpfs", f"{base}{SCRATCH}/{lane}", "tmpfs", flags, options)
     os.chdir(base)
     checked(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
     checked(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
     os.rmdir("/old")
+
+
+def close_root() -> None:
+    """Make the root itself read-only, when everything is in it."""
     mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def mount_lane(path: str, gid: int, options: str) -> None:
+    """A file system for the calls of one lane. It is root's, so that no call can open its own to
+    others; and in a directory that others can't enter, not even to see how full it is."""
+    os.chown(path, 0, gid)
+    os.chmod(path, 0o710)
+    os.mkdir(path + INNER)
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    mount("tmpfs", path + INNER, "tmpfs", flags, f"{options},uid=0,gid={gid},mode=0770")
 
 
 def try_view(options: str) -> bool:
@@ -204,7 +216,6 @@ def try_view(options: str) -> bool:
     if status not in (0, COUNTED_TOGETHER):
         raise OSError(status, f"a view of a call's own: {os.strerror(status)}")
     return status == 0
-
 
 
 # ---------------------------------------------------------------------------- system calls
@@ -290,9 +301,7 @@ def readable_by_others() -> bool:
 # ---------------------------------------------------------------------------- all together
 
 
-def describe(
-    spaces: str, rooted: str, filtered: str, apart: str, counted: bool
-) -> dict[str, str]:
+def describe(spaces: str, rooted: str, filtered: str, apart: str, counted: bool) -> dict[str, str]:
     """`apart`: what keeps calls from each other where all have the user's uid."""
     walled = spaces != "none"
     one_each = spaces == "root" or (not walled and os.getuid() == 0)
@@ -318,15 +327,18 @@ def start(spec: dict[str, Any]) -> None:
     told: dict[str, Any] = {"uid_base": uid_base}  # the worker's settings, as they have come to be
     rooted = "no: calls see the files that the user sees"
     apart, counted = "no: every call has yours, and may signal your processes", False
-    if spaces == "root":  # each lane is root's, so that no call can open its own to others
-        owners = [f"uid=0,gid={uid_base + lane},mode=0770" for lane in range(spec["lanes"])]
-        build_root(spec["scratch"], [f"{spec['lane_size']},{o}" for o in owners], "hidepid=2")
+    if spaces == "root":
+        build_root(spec["scratch"], spec["lanes"], "hidepid=2")
         rooted = ROOTED
-        told["scratch"] = SCRATCH
+        told |= {"scratch": SCRATCH, "inner": INNER}
+        for lane in range(spec["lanes"]):
+            mount_lane(f"{SCRATCH}/{lane}", uid_base + lane, spec["lane_size"])
+        close_root()
     elif spaces == "user":
         view = f"{spec['lane_size']},mode=0700"
         try:
-            build_root(spec["scratch"], [""] * spec["lanes"], "")
+            build_root(spec["scratch"], spec["lanes"])
+            close_root()
             rooted = ROOTED
             told["scratch"] = SCRATCH
             counted = try_view(view)

@@ -50,6 +50,7 @@ log = logging.getLogger("sandbox")
 LABEL = "agentloop.sandbox"
 INSIDE = "/run/agentloop"
 SCRATCH = "/tmp"
+INNER = "/home"  # of a lane's directory
 OOM_SCORE_ADJ = 500
 CREATE_TIMEOUT_S = 30.0
 REMOVE_TIMEOUT_S = 10.0
@@ -70,7 +71,6 @@ LAYERS = {
 def host_config(settings: PoolSettings, socket_dir: Path | None, uid_base: int) -> dict[str, Any]:
     """The walls, in the Engine's words."""
     memory = settings.memory_mib << 20
-    size = lane_size(settings)
     pids = 64 + settings.processes_per_call * settings.slots_per_worker
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
@@ -88,15 +88,23 @@ def host_config(settings: PoolSettings, socket_dir: Path | None, uid_base: int) 
         # The least that a process inside can give itself: a call starts with 1000, and one that
         # lowers it to fill the memory must still be the one that is killed, not its neighbours.
         "OomScoreAdj": OOM_SCORE_ADJ,
-        # The container's root owns them, so that no call can open its own to others.
-        "Tmpfs": {
-            f"{SCRATCH}/{lane}": f"{size},uid=0,gid={uid_base + lane},mode=0770"
-            for lane in range(num_lanes(settings))
-        },
+        "Tmpfs": file_systems(settings, uid_base),
         "LogConfig": {"Type": "none"},
         "AutoRemove": True,
         "Mounts": mounts if socket_dir else [],
     }
+
+
+def file_systems(settings: PoolSettings, uid_base: int) -> dict[str, str]:
+    """Where calls can write: for each lane a directory in one that others can't enter, not even to
+    see how full it is. The container's root owns them, so that no call can open its own to others.
+    """
+    found = {"/dev/pts": "ro,size=4k,mode=0755"}  # no terminals, which two calls could share
+    for lane in range(num_lanes(settings)):
+        owner = f"uid=0,gid={uid_base + lane}"
+        found[f"{SCRATCH}/{lane}"] = f"size=4k,nr_inodes=8,{owner},mode=0710"
+        found[f"{SCRATCH}/{lane}{INNER}"] = f"{lane_size(settings)},{owner},mode=0770"
+    return found
 
 
 class _Engine:
@@ -223,7 +231,7 @@ class DockerBackend:
             raise failed
 
     def _greeting(self, uid_base: int) -> bytes:
-        return greeting(self._settings, scratch=SCRATCH, uid_base=uid_base)
+        return greeting(self._settings, scratch=SCRATCH, inner=INNER, uid_base=uid_base)
 
     @asynccontextmanager
     async def _by_attach(

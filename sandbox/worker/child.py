@@ -39,6 +39,7 @@ from sandbox.worker.wire import (
     INLINE_JOB,
     JOB_FD,
     LARGE_JOB,
+    OWN_PROC,
     REPORT_BYTES,
     REPORT_FD,
     REPORT_HEAD,
@@ -55,13 +56,19 @@ HARD_MEMORY = resource.RLIM_INFINITY  # set by the zygote
 fork_hooks: list[dict[str, Any]] = []
 
 
-def be_child(spec: Spec, lane: int, fds: Sequence[int], ruleset: int | None) -> int:
-    """The life of a forked child. Returns its exit status."""
+def enter(spec: Spec, lane: int, fds: Sequence[int], ruleset: int | None) -> mmap.mmap:
+    """Take a forked child to where it waits for a job. Returns the mapping of its report."""
     for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
         os.dup2(fd, target)
     area = mmap.mmap(REPORT_FD, REPORT_BYTES)
+    os.close(REPORT_FD)
     become_nobody(spec, lane, ruleset)
-    os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
+    os.closerange(OWN_PROC, 1 << 20)  # the mapping's own copy of its descriptor, too
+    return area
+
+
+def be_child(area: mmap.mmap) -> int:
+    """The life of a forked child from its first job on. Returns its exit status."""
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
@@ -101,8 +108,10 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int], ruleset: int | None) -> 
 
 def become_nobody(spec: Spec, lane: int, ruleset: int | None) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
+    own_proc = os.open("/proc/self", os.O_PATH)
+    assert own_proc == OWN_PROC  # the lowest that is free
     try:
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        fd = os.open("oom_score_adj", os.O_WRONLY, dir_fd=own_proc)
         os.write(fd, b"1000")
         os.close(fd)
     except PermissionError:  # an ordinary user's: its files in /proc are closed

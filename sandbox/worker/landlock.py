@@ -1,8 +1,8 @@
 """Landlock (landlock(7), Linux 5.19): a process gives up for good what it won't open.
 
-Where calls see one /proc, each would read the names and arguments of the programs that the others
-have started, from files that are open to all. A fence leaves a call what is below its own directory,
-its own directory in /proc, and the system's files to read.
+Where calls see one /proc, each could read the names and arguments of the programs that others have
+started: those files are open to all. A ruleset leaves a call its own directory, its own directory
+in /proc, and the system's files to read.
 
 Not covered: what needs no open(2). Numbers of processes are seen by kill(2) and stat(2).
 """
@@ -12,11 +12,12 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from sandbox.worker.kernel import libc
+from sandbox.worker.wire import OWN_PROC
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION, PATH_BENEATH = 1, 1
 LEAST_ABI = 2  # the first in which files can be moved from one directory to another
 
@@ -33,13 +34,36 @@ PROC = ("cpuinfo", "filesystems", "loadavg", "meminfo", "stat", "sys", "uptime",
 MAX_RULESETS = 64  # a zygote has 256 descriptors
 MAX_USES = 32
 
-_HEAD = struct.Struct("<Qi")  # of a rule: rights, the file that they are for
-_syscall = libc.syscall
+_RULE = struct.Struct("<Qi")  # of a rule: rights, the file that they are for
+_OWN = _RULE.pack(READ | WRITE_FILE, OWN_PROC)
+
+
+def _function(number: int, *types: Any) -> Callable[..., int]:
+    """A system call as a function. Raises OSError."""
+    function = libc["syscall"]  # its own, with its own types
+    function.argtypes = [ctypes.c_long, *types]
+    function.restype = ctypes.c_long
+
+    def call(*arguments: int | bytes | None) -> int:
+        result: int = function(number, *arguments)
+        if result < 0:
+            raise OSError(ctypes.get_errno(), "landlock")
+        return result
+
+    return call
+
+
+_create = _function(444, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint)
+_add = _function(445, ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+_restrict = _function(446, ctypes.c_int, ctypes.c_uint)
 
 
 def abi() -> int:
-    """The version of Landlock that this kernel has; less than 1 where it has none."""
-    return int(_syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION))
+    """The version of Landlock that this kernel has; 0 where it has none."""
+    try:
+        return _create(None, 0, VERSION)
+    except OSError:
+        return 0
 
 
 class Fences:
@@ -65,30 +89,30 @@ class Fences:
             return made[0]
         if made is not None or len(self._made) >= MAX_RULESETS:
             os.close(self._made.pop(lane if made else next(iter(self._made)))[0])
-        fd = _checked(_syscall(CREATE_RULESET, self._handled, len(self._handled), 0))
+        fd = _create(self._handled, len(self._handled), 0)
         for rule in self._rules:
-            _checked(_syscall(ADD_RULE, fd, PATH_BENEATH, rule, 0))
+            _add(fd, PATH_BENEATH, rule, 0)
         home_fd = os.open(home, os.O_PATH)
-        _checked(_syscall(ADD_RULE, fd, PATH_BENEATH, _HEAD.pack(self._everything, home_fd), 0))
+        _add(fd, PATH_BENEATH, _RULE.pack(self._everything, home_fd), 0)
         os.close(home_fd)
         self._made[lane] = [fd, 1]
         return fd
 
 
 def shut_in(ruleset: int) -> None:
-    """From now on this process opens what the ruleset and its own directory in /proc hold. Leaves
-    descriptors for the caller to close. Raises OSError."""
-    own = _HEAD.pack(READ | WRITE_FILE, os.open("/proc/self", os.O_PATH))
-    _checked(_syscall(ADD_RULE, ruleset, PATH_BENEATH, own, 0))
-    _checked(_syscall(RESTRICT_SELF, ruleset, 0))
+    """From now on this process opens what the ruleset holds, and what is below the directory that
+    is open as OWN_PROC. Raises OSError."""
+    _add(ruleset, PATH_BENEATH, _OWN, 0)
+    _restrict(ruleset, 0)
 
 
 def _open_to_all() -> Iterator[tuple[str, int]]:
     yield "/", READ_DIR
     for entry in os.scandir("/"):
-        if entry.is_dir(follow_symlinks=False) and entry.name not in ("dev", "proc", "sys"):
-            if os.stat(entry.path).st_mode & 0o005 and os.listdir(entry.path):
-                yield entry.path, READ
+        if entry.name in ("dev", "proc", "sys") or not entry.is_dir(follow_symlinks=False):
+            continue
+        if os.stat(entry.path).st_mode & 0o005 and os.listdir(entry.path):
+            yield entry.path, READ
     yield "/sys/devices/system", READ
     for name in DEVICES:
         yield f"/dev/{name}", OF_A_FILE
@@ -99,10 +123,4 @@ def _open_to_all() -> Iterator[tuple[str, int]]:
 
 
 def _rule(path: str, rights: int) -> bytes:
-    return _HEAD.pack(rights, os.open(path, os.O_PATH | os.O_CLOEXEC))
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        raise OSError(ctypes.get_errno(), "landlock")
-    return result
+    return _RULE.pack(rights, os.open(path, os.O_PATH | os.O_CLOEXEC))

@@ -8,7 +8,6 @@ from typing import Any
 from sandbox.worker import landlock
 from sandbox.worker.kernel import count_own_processes
 
-
 UNHIDDEN = "no: a call reads their names and arguments (Landlock, Linux 5.19, would hide them)"
 
 
@@ -17,6 +16,9 @@ class Spec:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.scratch: str = given["scratch"]
+        #: What follows a lane's number, where its file system lies in a closed directory: else its
+        #: free space and the size of its root would be for all to read.
+        self.inner: str = given.get("inner", "")
         self.levels: list[list[str]] = given.get("levels", [[]])
         self.num_lanes: int = given["lanes"]
         self.ready: int = given.get("ready", 2)
@@ -46,7 +48,7 @@ class Spec:
             self.others += 256 + count_own_processes()
 
     def lane_dir(self, lane: int) -> str:
-        return f"{self.scratch}/{lane}"
+        return f"{self.scratch}/{lane}{self.inner}"
 
     def home(self, lane: int) -> str:
         """The directory that the lane's call finds itself in."""

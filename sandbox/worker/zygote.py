@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import traceback
 import types
 
 from sandbox.worker import child, warm
-from sandbox.worker.child import INTERRUPT, NAME, be_child, open_input, open_output
+from sandbox.worker.child import INTERRUPT, NAME, be_child, enter, open_input, open_output
 from sandbox.worker.kernel import (
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
@@ -27,6 +29,7 @@ from sandbox.worker.spec import Spec
 from sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
 
 TELLING_BYTES = 8 << 20
+FAULT = struct.Struct("<ii")  # a lane, the error that kept its child from a job
 NUM_FDS = 4  # of a child: its channel, its two outputs, its report
 
 
@@ -39,6 +42,8 @@ class Zygote:
         self.front = front
         self.lanes: dict[int, int] = {}  # pid to lane
         self.fences: Fences | None = None
+        self.faults, self.fault = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.codes: dict[int, int] = {}  # errors that children told of, by lane
 
     def prepare(self) -> None:
         """Whatever can be done once for all children: a page touched here is not copied there."""
@@ -114,7 +119,13 @@ class Zygote:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                status = be_child(self.spec, lane, fds, ruleset)
+                area = enter(self.spec, lane, fds, ruleset)
+            except BaseException as error:
+                code = getattr(error, "errno", None) or errno.EIO
+                os.write(self.fault, FAULT.pack(lane, code))
+                os._exit(status)
+            try:
+                status = be_child(area)
             except BaseException:  # a fault of ours, or the call's own exit path
                 with contextlib.suppress(BaseException):
                     traceback.print_exc()
@@ -133,9 +144,22 @@ class Zygote:
             if pid == 0:
                 return
             lane = self.lanes.pop(pid, None)
-            if lane is not None:
-                cpu_s = usage.ru_utime + usage.ru_stime
-                self.front.send(NEWS.pack(NEWS_EXITED, lane, status, cpu_s, usage.ru_maxrss))
+            if lane is None:
+                continue
+            if status and (code := self.fault_of(lane)):
+                self.front.send(NEWS.pack(NEWS_FAILED, lane, code, 0.0, 0))
+                continue
+            cpu_s = usage.ru_utime + usage.ru_stime
+            self.front.send(NEWS.pack(NEWS_EXITED, lane, status, cpu_s, usage.ru_maxrss))
+
+    def fault_of(self, lane: int) -> int:
+        """The error that kept the lane's child from waiting for a job; 0 if it came so far. It has
+        told before it could run a program, which can't tell such a thing: the pipe is closed."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                failed, code = FAULT.unpack(os.read(self.faults, FAULT.size))
+                self.codes[failed] = code
+        return self.codes.pop(lane, 0)
 
 
 def set_limits(spec: Spec) -> None:
