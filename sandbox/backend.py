@@ -34,7 +34,7 @@ TUNED = (
 
 # In the order of their imports.
 WORKER_MODULES = (
-    "kernel", "wire", "landlock", "spec", "child", "warm", "zygote", "forked", "lanes", "front",
+    "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "front",
 )  # fmt: skip
 
 

@@ -33,13 +33,11 @@ from sandbox.worker.kernel import (
     own_view,
     prctl,
 )
-from sandbox.worker.landlock import shut_in
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import (
     INLINE_JOB,
     JOB_FD,
     LARGE_JOB,
-    OWN_PROC,
     REPORT_BYTES,
     REPORT_FD,
     REPORT_HEAD,
@@ -56,14 +54,13 @@ HARD_MEMORY = resource.RLIM_INFINITY  # set by the zygote
 fork_hooks: list[dict[str, Any]] = []
 
 
-def enter(spec: Spec, lane: int, fds: Sequence[int], ruleset: int | None) -> mmap.mmap:
+def enter(spec: Spec, lane: int, fds: Sequence[int]) -> mmap.mmap:
     """Take a forked child to where it waits for a job. Returns the mapping of its report."""
     for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
         os.dup2(fd, target)
     area = mmap.mmap(REPORT_FD, REPORT_BYTES)
-    os.close(REPORT_FD)
-    become_nobody(spec, lane, ruleset)
-    os.closerange(OWN_PROC, 1 << 20)  # the mapping's own copy of its descriptor, too
+    become_nobody(spec, lane)
+    os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
     return area
 
 
@@ -106,18 +103,8 @@ def be_child(area: mmap.mmap) -> int:
         os.write(JOB_FD, b"done")
 
 
-def become_nobody(spec: Spec, lane: int, ruleset: int | None) -> None:
+def become_nobody(spec: Spec, lane: int) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
-    own_proc = os.open("/proc/self", os.O_PATH)
-    assert own_proc == OWN_PROC  # the lowest that is free
-    try:
-        fd = os.open("oom_score_adj", os.O_WRONLY, dir_fd=own_proc)
-        os.write(fd, b"1000")
-        os.close(fd)
-    except PermissionError:  # an ordinary user's: its files in /proc are closed
-        pass
-    if ruleset is not None:
-        shut_in(ruleset)
     if spec.kill_by == "uid":
         uid = spec.lane_uid(lane)
         most = spec.processes

@@ -26,6 +26,7 @@ from sandbox.worker.forked import Call, Forked, Output, honest_error, split_stat
 from sandbox.worker.kernel import (
     PR_SET_DUMPABLE,
     count_oom_kills,
+    offer_to_killer,
     prctl,
 )
 from sandbox.worker.lanes import Lanes
@@ -365,6 +366,7 @@ class Front:
             child = self.children[lane]
             if kind == NEWS_FORKED:
                 child.pid = value
+                offer_to_killer(value)
                 if child.doomed:
                     self.lanes.kill(child.lane, child.pid)
             elif kind == NEWS_EXITED:

@@ -29,9 +29,11 @@ class Spec:
         self.file_bytes: int = given.get("file_bytes", 32 << 20)
         self.processes: int = given.get("processes", 32)
         self.layers: dict[str, str] = given.get("layers", {})
-        #: A call opens nothing of others' in /proc, though they are in there (landlock.py).
-        self.fenced: bool = not given.get("own_proc") and landlock.abi() >= landlock.LEAST_ABI
-        hidden = self.fenced or given.get("own_proc")
+        #: /proc is ours alone and shows a call no process but its own.
+        self.own_proc: bool = given.get("own_proc", False)
+        #: Calls are shut in by landlock.py. One that makes a view of its own could not mount then.
+        self.fenced: bool = "view" not in given and landlock.abi() >= landlock.LEAST_ABI
+        hidden = self.own_proc or self.fenced
         self.layers["other calls' processes"] = "hidden" if hidden else UNHIDDEN
         #: How everything of a call dies: by its "uid", with its "pidns", by a walk of its "tree".
         self.kill_by: str = given.get("kill_by", "auto")

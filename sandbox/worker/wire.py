@@ -21,7 +21,6 @@ REPORT_HEAD = struct.Struct("<qi")  # started_ns, bytes of JSON that follow
 REPORT_BYTES = 256 * 1024
 
 JOB_FD, REPORT_FD = 3, 4  # held free in a zygote
-OWN_PROC = REPORT_FD  # then, until the first job: the child's directory in /proc
 
 MAX_TEXT = 16 * 1024  # characters of a result or a traceback
 

@@ -15,7 +15,7 @@ import sys
 import traceback
 import types
 
-from sandbox.worker import child, warm
+from sandbox.worker import child, landlock, warm
 from sandbox.worker.child import INTERRUPT, NAME, be_child, enter, open_input, open_output
 from sandbox.worker.kernel import (
     PR_SET_NO_NEW_PRIVS,
@@ -24,7 +24,6 @@ from sandbox.worker.kernel import (
     old_pid_space,
     prctl,
 )
-from sandbox.worker.landlock import Fences
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
 
@@ -41,7 +40,6 @@ class Zygote:
         self.level = level
         self.front = front
         self.lanes: dict[int, int] = {}  # pid to lane
-        self.fences: Fences | None = None
         self.faults, self.fault = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.codes: dict[int, int] = {}  # errors that children told of, by lane
 
@@ -54,8 +52,6 @@ class Zygote:
         os.environ.clear()
         os.environ["PATH"] = "/usr/local/bin:/usr/bin:/bin"
         os.umask(0o077)
-        if self.spec.fenced:
-            self.fences = Fences()
         set_limits(self.spec)
         if self.spec.kill_by == "uid":
             os.setgroups([])
@@ -77,6 +73,8 @@ class Zygote:
         poll.register(self.front, select.POLLIN)
         poll.register(wake, select.POLLIN)
         warm.freeze()
+        if self.spec.fenced:
+            landlock.shut_in(self.spec.scratch, self.spec.own_proc)
         self.front.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
         while True:
             for fd, _ in poll.poll():
@@ -109,7 +107,6 @@ class Zygote:
         return True
 
     def fork(self, lane: int, fds: array.array[int]) -> int:
-        ruleset = self.fences and self.fences.ruleset(lane, self.spec.home(lane))
         own_space = self.spec.kill_by == "pidns"
         if own_space:
             new_pid_space()
@@ -119,7 +116,7 @@ class Zygote:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                area = enter(self.spec, lane, fds, ruleset)
+                area = enter(self.spec, lane, fds)
             except BaseException as error:
                 code = getattr(error, "errno", None) or errno.EIO
                 os.write(self.fault, FAULT.pack(lane, code))
