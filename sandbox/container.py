@@ -152,9 +152,9 @@ class DockerBackend:
     """Starts workers in containers, spread evenly over the engines."""
 
     name = "docker"
-    layers: Mapping[str, str] = LAYERS
 
     def __init__(self, settings: PoolSettings, engines: list[_Engine]) -> None:
+        self.layers: Mapping[str, str] = LAYERS
         self._settings = settings
         self._engines = engines
 
@@ -167,6 +167,7 @@ class DockerBackend:
             open_worker = self._by_socket if engine.local else self._by_attach
             with uid_range(engine.remapped) as uid_base:
                 async with open_worker(engine, worker_id, uid_base) as link:
+                    self.layers = LAYERS | link.hello["layers"]  # its kernel may have more
                     yield link
         except SandboxUnavailable:
             engine.avoid_until = anyio.current_time() + AVOID_S

@@ -99,12 +99,12 @@ def count_oom_kills() -> int:
 def offer_to_killer(pid: int) -> None:
     """Let the kernel kill a child before any process of ours where memory ends. Done by the front:
     a child would copy pages for it, and can't write there."""
-    with contextlib.suppress(OSError):  # it has ended; or is an ordinary user's, and closed
+    try:
         fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY)
-        try:
-            os.write(fd, b"1000")
-        finally:
-            os.close(fd)
+        os.write(fd, b"1000")
+        os.close(fd)
+    except OSError:  # it has ended; or is an ordinary user's, and closed
+        pass
 
 
 def count_own_processes() -> int:
