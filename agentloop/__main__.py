@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 
 __all__ = ["main"]
@@ -27,16 +28,20 @@ def main(arguments: list[str] | None = None) -> int:
     """The entry point; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command, *rest = arguments or ["--help"]
-    if command in ("-h", "--help"):
+    if command in ("-h", "--help", "help"):
+        if command == "help" and rest and rest[0] in _COMMANDS:
+            return main([rest[0], "--help"])
         print(_help())
         return 0
     if command in ("-V", "--version"):
-        from importlib.metadata import version
+        from agentloop.distribution import version
 
-        print(f"agentloop {version('agentloop')}")
+        print(f"agentloop {version()}")
         return 0
     if command not in _COMMANDS:
-        print(f"agentloop: error: unknown command {command!r}\n\n{_help()}", file=sys.stderr)
+        close = get_close_matches(command, _COMMANDS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        print(f"agentloop: error: unknown command {command!r}{hint}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
         status: int = import_module(f"agentloop.{command}").main(rest)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ import anyio.to_thread
 import pydantic
 
 from agentloop import console
-from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.config import load_known, load_settings
+from agentloop.distribution import require
 from agentloop.errors import DataError, SettingsError
 from agentloop.inference.sglang import Sampling
-from agentloop.models import SMALL
+from agentloop.models import SMALL, not_a_model
 from agentloop.training.entropy import Analysis, Kind, Place, analyze, nearest_version
 from agentloop.training.entropy_files import (
     EntropyFolder,
@@ -57,6 +57,7 @@ class EntropySettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     model: str | None = pydantic.Field(None, description="Folder of the model it began with.")
+    chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     sampling: Sampling = pydantic.Field(default_factory=Sampling)
     learner: LearnerSettings = pydantic.Field(default_factory=LearnerSettings)
     ranks: RanksSettings = pydantic.Field(default_factory=RanksSettings)
@@ -150,7 +151,7 @@ def _origin(
     temperature = settings.sampling.temperature
     if weights is not None:
         if not (weights / "config.json").is_file():
-            raise SettingsError(f"--weights: {weights} is no model folder: it has no config.json")
+            raise SettingsError(f"--weights: {not_a_model(weights)}")
         return Origin.of(weights, version=None, temperature=temperature)
     kept = {
         int(folder.name): folder
@@ -187,8 +188,7 @@ async def _found(
     missing = [number for number in groups if number not in found]
     if not missing:
         return found
-    if find_spec("torch") is None or find_spec("deepspeed") is None:
-        raise SettingsError("entropies need the learner: pip install 'agentloop[train]'")
+    require("train", {"torch": "entropies", "deepspeed": "entropies"})
     longest = max(len(one.ids) for number in missing for one in groups[number])
     learner_settings = settings.learner.model_copy(
         update={
@@ -417,7 +417,7 @@ async def _entropy(options: argparse.Namespace) -> int:
             weights=options.weights,
             top=options.top,
         )
-        chat = await anyio.to_thread.run_sync(ChatFormat.load, report.origin.weights)
+        chat = await anyio.to_thread.run_sync(ChatFormat.load, report.origin.weights, settings.chat)
     data = as_data(report, chat, num_tokens=options.tokens)
     if options.json:
         console.print_json(data)

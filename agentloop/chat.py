@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence, Sized
 from pathlib import Path
 
-import anyio
 from rich.console import Console
 from rich.markup import escape
 
@@ -139,7 +138,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop chat",
         description="Ask the agent, and watch its tool calls and their results as they stream. "
-        "Without a question it asks for one, and for more, until the end of the input.",
+        "Without a question it asks for one, and for more, until the end of the input; Ctrl-C "
+        "cancels an answer, and at the prompt ends the chat.",
     )
     parser.add_argument("question", nargs="?", help='such as "What is 37 times 48?"')
     parser.add_argument(
@@ -195,11 +195,16 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None) ->
         if question is not None:
             trajectory = await ask(runtime, [{"role": "user", "content": question}], out)
             return 0 if trajectory.stop_reason is StopReason.ANSWERED else 1
+        lines = commands.Lines()
         messages: list[Message] = []
-        while (line := await _read_line()) is not None:
-            messages.append({"role": "user", "content": line})
-            trajectory = await ask(runtime, messages, out)
-            messages += runtime.chat.messages_of(trajectory.turns)
+        while (question := await _next_question(lines)) is not None:
+            messages.append({"role": "user", "content": question})
+            with commands.interruptible() as scope:
+                trajectory = await ask(runtime, messages, out)
+                messages += runtime.chat.messages_of(trajectory.turns)
+            if scope.cancelled_caught:
+                out.print("\n[dim]interrupted; the question is forgotten[/dim]")
+                messages.pop()
     return 0
 
 
@@ -209,13 +214,14 @@ def _origin(model: Path, run: Path) -> str:
     return " (no weights were published)" if model == run / "start" / "model" else ""
 
 
-async def _read_line() -> str | None:
-    """A line of the standard input; None at its end. Blank ones are passed over."""
-    prompt = "\nyou> " if sys.stdin.isatty() else ""
+async def _next_question(lines: commands.Lines) -> str | None:
+    """Return the next line that is not blank, or None at the end of the input."""
+    is_terminal = sys.stdin.isatty()
     while True:
-        try:
-            line = await anyio.to_thread.run_sync(input, prompt, abandon_on_cancel=True)
-        except EOFError:
+        if is_terminal:
+            print("\nyou> ", end="", flush=True)
+        line = await lines.next()
+        if line is None:
             return None
         if line.strip():
             return line.strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -14,10 +15,11 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
+    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from agentloop.runtime import Runtime, Settings
 
 __all__ = [
+    "Lines",
     "Progress",
     "add_settings_arguments",
+    "interruptible",
     "print_json",
     "print_table",
     "printable",
@@ -45,6 +49,7 @@ __all__ = [
 ]
 
 
+_interruptible: list[anyio.CancelScope] = []  # innermost last; a process runs one command
 _GAP = 2  # between the columns of a table
 _LEAST = 8  # cells, of its first column, which takes what the others leave
 
@@ -363,6 +368,43 @@ class _Stderr(logging.StreamHandler[Any]):
         pass
 
 
+@contextmanager
+def interruptible() -> Iterator[anyio.CancelScope]:
+    """Let Ctrl-C cancel this block, and not the whole command.
+
+    The scope's `cancelled_caught` says afterwards whether it did. SIGTERM still ends the command.
+    """
+    with anyio.CancelScope() as scope:
+        _interruptible.append(scope)
+        try:
+            yield scope
+        finally:
+            _interruptible.remove(scope)
+
+
+class Lines:
+    """Lines of standard input, read without a thread, so that a wait for one can be cancelled."""
+
+    def __init__(self, fd: int = 0) -> None:
+        self._fd = fd
+        self._buffer = b""
+        self._is_at_end = False
+
+    async def next(self) -> str | None:
+        """Return the next line without its line break, or None at the end of the input."""
+        while b"\n" not in self._buffer and not self._is_at_end:
+            # A file, or /dev/null, is always readable, and no event loop can watch one.
+            with suppress(PermissionError):
+                await anyio.wait_readable(self._fd)  # no deadline: a person is typing
+            data = os.read(self._fd, 1 << 16)
+            self._buffer += data
+            self._is_at_end = not data
+        if not self._buffer:
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode("utf-8", "replace")
+
+
 async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
     status = 0
     working = anyio.CancelScope()
@@ -370,6 +412,9 @@ async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
     async def watch(signals: AsyncIterator[signal.Signals]) -> None:
         nonlocal status
         async for number in signals:  # no deadline: as long as the command runs
+            if number == signal.SIGINT and _interruptible and not status:
+                _interruptible[-1].cancel()
+                continue
             # A second one changes nothing: every cleanup has a deadline.
             status = status or 128 + number
             working.cancel()

@@ -4,7 +4,9 @@
      ├─ SettingsError          a setting, in a file or on the command line
      ├─ ModelError             a model folder, its tokenizer or its chat template
      ├─ RequestError           what a caller asked for: a message, a field, a tool
-     │   └─ PromptTooLong
+     │   ├─ PromptTooLong
+     │   ├─ UnknownModel
+     │   └─ Unsupported
      ├─ NotThere               what a reader of the page asked for is not kept, or never was
      ├─ DataError              a task's data: a file, a line of it, a field
      ├─ RewardError            a reward function of the user's: it raised, or took too long
@@ -31,6 +33,8 @@ __all__ = [
     "ServerStartError",
     "ServerUnavailable",
     "SettingsError",
+    "UnknownModel",
+    "Unsupported",
     "sole",
 ]
 
@@ -58,11 +62,31 @@ class ModelError(AgentLoopError):
 
 
 class RequestError(AgentLoopError):
-    """What a caller asked for is not possible; the message names the field."""
+    """What a caller asked for is not possible; the message names the field.
+
+    Attributes:
+        code: What programs know the error by, in OpenAI's terms.
+    """
+
+    code: str | None = None
 
 
 class PromptTooLong(RequestError):
     """The prompt leaves no room for a single token of response."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownModel(RequestError):
+    """Another model was asked for than the one that is served."""
+
+    code = "model_not_found"
+
+
+class Unsupported(RequestError):
+    """A parameter would change the answer, and is not supported."""
+
+    code = "unsupported_parameter"
 
 
 class NotThere(AgentLoopError):

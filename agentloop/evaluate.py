@@ -50,7 +50,7 @@ _GENERATED = 64  # tasks of a generator, which has no end
 _LINES = 20  # of progress, where there is no terminal
 _TICK_S = 0.5
 # What may not change within a run: its samples would be of both.
-_OF_ONE_RUN = ("model", "tools", "tool_timeout_s", "sampling", "tasks", "reward")
+_OF_ONE_RUN = ("model", "chat", "tools", "tool_timeout_s", "sampling", "tasks", "reward")
 
 
 class EvaluateSettings(Settings):
@@ -105,8 +105,12 @@ async def evaluate(
         path = folder.path
         model = settings.endpoint.model or Path(settings.model or SMALL).name
         elsewhere = scene.told_elsewhere(settings.otel, model=model)
-        async with elsewhere, scene.shown(settings.serve) if settings.page else nullcontext():
-            async with _answering(settings, tasks, scene, progress) as (sampler, scorer, settings):
+        with folder.noting_failure():
+            async with (
+                elsewhere,
+                scene.shown(settings.serve) if settings.page else nullcontext(),
+                _answering(settings, tasks, scene, progress) as (sampler, scorer, settings),
+            ):
                 folder.tell(to_toml(settings))
                 progress.say(f"If it is stopped it goes on by: agentloop evaluate --resume {path}")
                 async with showing.of(evaluation):

@@ -25,6 +25,7 @@ _STYLES = {
     str(RunState.GOING_ON): "green",
     str(RunState.STOPPED): "yellow",
     str(RunState.COLLAPSED): "red",
+    str(RunState.FAILED): "red",
 }
 _COLUMNS = (
     "name",

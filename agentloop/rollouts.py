@@ -111,7 +111,8 @@ async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> No
 
 def _settings_of(settings: RolloutsSettings, recipe: Mapping[str, Any]) -> Settings:
     """The machine's own, and what the whole fleet has in common."""
-    common = {name: recipe[name] for name in ("tools", "tool_timeout_s", "sampling", "budget")}
+    names = ("chat", "tools", "tool_timeout_s", "sampling", "budget")
+    common = {name: recipe[name] for name in names}
     own = {name: getattr(settings, name) for name in type(settings).model_fields if name != "fleet"}
     own["model"] = settings.model or recipe["model"]
     return Settings.model_validate(own | common)

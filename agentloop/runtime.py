@@ -35,8 +35,8 @@ import anyio.abc
 import pydantic
 from aiohttp import ClientSession
 
-from agentloop.agent.chat_format import ChatFormat
-from agentloop.agent.rollout import Budget, Rollout, prompt_of
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.agent.rollout import Budget, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, Tools, as_tool
 from agentloop.api.guard import ServeSettings
@@ -96,6 +96,7 @@ class Settings(pydantic.BaseModel):
     log_dir: Path | None = pydantic.Field(
         None, description="Where the servers' logs go; none: a temporary folder."
     )
+    chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     server: ServerSettings = pydantic.Field(default_factory=ServerSettings)
     router: RouterSettings = pydantic.Field(default_factory=RouterSettings)
     sandbox: PoolSettings = pydantic.Field(default_factory=PoolSettings)
@@ -196,6 +197,7 @@ class Runtime:
         tools: Sequence[AnyTool] | None = None,
         sampling: Sampling | None = None,
         budget: Budget | None = None,
+        options: TurnOptions | None = None,
         group: str = "",
         on_event: Emit = ignore,
     ) -> Trajectory:
@@ -204,6 +206,7 @@ class Runtime:
         Args:
             messages: a question, or a conversation in OpenAI's terms.
             tools: what the model may call; none: the built-in tools of the settings.
+            options: what ends a turn besides the model's end-of-turn token.
             group: a name for all that have the same messages and tools: they share KV cache.
             on_event: called with each event as it happens; must not block.
 
@@ -218,6 +221,7 @@ class Runtime:
             tools=self._tools(tools),
             sampling=sampling or self.settings.sampling,
             budget=budget or self.settings.budget,
+            options=options or TurnOptions(),
             emit=on_event,
             with_text=on_event is not ignore,
             group=group,
@@ -475,10 +479,15 @@ class Runtime:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(http_session())
             urls, processes = self.settings.servers, []
+            model = self.settings.model or (None if urls else SMALL)
+            chat: ChatFormat | None = None
+            if model is not None:
+                # Servers take long to start: what is wrong with a model is said before.
+                chat = await self._load_chat(model)
             if not urls:
                 processes = await stack.enter_async_context(
                     sglang_servers(
-                        self.settings.model or SMALL,
+                        model or SMALL,
                         self.settings.server,
                         log_dir=self._log_dir(stack),
                         on_progress=self._progress,
@@ -494,8 +503,8 @@ class Runtime:
                     longest=self.settings.budget.max_response_tokens,
                 )
             )
-            model = self.settings.model or router.model_path
-            chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
+            model = model or router.model_path
+            chat = chat or await self._load_chat(model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
                 tasks.start_soon(keep_alive, processes, self.settings.server, router)
@@ -510,6 +519,10 @@ class Runtime:
             )
             await closing.wait()  # no deadline: lives as long as the runtime
             tasks.cancel_scope.cancel()
+
+    async def _load_chat(self, model: Path | str) -> ChatFormat:
+        """Raises ModelError: its tokenizer or template cannot be used."""
+        return await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
 
     def _log_dir(self, stack: AsyncExitStack) -> Path:
         if self.settings.log_dir is not None:

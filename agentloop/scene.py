@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal
 
 import anyio
@@ -20,6 +19,7 @@ from agentloop import console
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.guard import Guard, ServeSettings
 from agentloop.api.http import bind, serving
+from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, sole
 from agentloop.events import Emit
 from agentloop.inference.router import ServerView
@@ -75,6 +75,7 @@ class Scene:
         self.loop: TrainingLoop | None = None
         self._progress = progress
         self._last_chat: ChatFormat | None = None
+        self._was_draining = False
         self._answers: set[anyio.CancelScope] = set()  # to visitors
         for row in folder.metrics():
             self.board.steps.append(row)
@@ -122,7 +123,7 @@ class Scene:
         about = {
             "kind": self._kind,
             "title": self.folder.path.name,
-            "version": f"agentloop {version('agentloop')}",
+            "version": f"agentloop {version()}",
             "can_ask": self._has_runtime,
             "controls": self.can,
             "has_sandbox": self._has_runtime,
@@ -158,15 +159,37 @@ class Scene:
                         async with serving(app, bound) as url:
                             token_said = f" (control token: {page.control_token})"
                             self._progress.say(f"Watch it: {url}/{token_said if self.can else ''}")
-                            yield
+                            async with self._ending(live):
+                                yield
                     tasks.cancel_scope.cancel()
             except BaseExceptionGroup as group:
                 raise sole(group) from None
+
+    @asynccontextmanager
+    async def _ending(self, live: Live) -> AsyncIterator[None]:
+        """Tell the page's readers how the block ended."""
+        path = self.folder.path
+        again = f"To look at it later: agentloop view {path}"
+        resume = f"agentloop {self._kind} --resume {path} goes on with it"
+        try:
+            yield
+        except Exception as error:
+            said = str(error).partition("\n")[0] or type(error).__name__
+            await live.end("failed", f"The run has failed: {said}. {again}")
+            raise
+        except BaseException:
+            await live.end("stopped", f"The run was stopped; {resume}. {again}")
+            raise
+        if self._was_draining:
+            await live.end("stopped", f"The run was drained; {resume}. {again}")
+        else:
+            await live.end("finished", f"The run has finished. {again}")
 
     def leave(self) -> None:
         """The loop and the runtime are about to be gone: what they have done stays to be seen; what
         visitors have asked is not answered any more."""
         self._last_chat = self._chat
+        self._was_draining |= self.loop is not None and self.loop.is_draining
         self.runtime = self.loop = None
         for scope in self._answers:
             scope.cancel()
@@ -256,6 +279,7 @@ class Scene:
                 "waits": standing.waits,
                 "values": dict(standing.values),
                 "left_s": standing.left_s,
+                "unit": standing.unit,
             }
         if self.loop is not None:
             found |= self.loop.view()

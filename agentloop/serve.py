@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions   the agent answers, running its own tools; streamed or whole
     POST /v1/rollouts           prompts in, trajectories out as NDJSON, each as it finishes
-    GET  /v1/models  /v1/waits  /healthz  /metrics  /openapi.json
+    GET  /v1/models  /v1/waits  /healthz  /health  /metrics  /openapi.json
     GET  /                      the page: what goes on, live; its own routes are in observe/page.py
 
 A request lives in its handler's task: a client that leaves cancels what it asked for.
@@ -11,7 +11,6 @@ A request lives in its handler's task: a client that leaves cancels what it aske
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import socket
@@ -20,14 +19,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from importlib.metadata import version
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
-import orjson
 import pydantic
 from aiohttp import web
 from anyio.streams.memory import MemoryObjectSendStream
@@ -37,20 +34,21 @@ from typing_extensions import TypedDict
 
 from agentloop import chat, console
 from agentloop.agent.rollout import Budget
-from agentloop.api.bodies import FunctionTool, Health, RolloutLine
+from agentloop.api.bodies import Chunk, ErrorBody, FunctionTool, Health, RolloutLine
 from agentloop.api.guard import Guard
 from agentloop.api.http import bind, serving
 from agentloop.api.openai import (
-    ChatRequest,
     ChunkWriter,
+    chunk_frame,
     completion,
     error_body,
     model_list,
-    parse,
 )
 from agentloop.api.openapi import document, service
+from agentloop.api.requests import ChatRequest, parse
 from agentloop.config import load_settings
-from agentloop.errors import AgentLoopError, RequestError, ServerError
+from agentloop.distribution import version
+from agentloop.errors import AgentLoopError, RequestError, ServerError, UnknownModel
 from agentloop.events import Emit, Event
 from agentloop.inference.router import ServerView
 from agentloop.inference.sglang import Sampling
@@ -58,10 +56,11 @@ from agentloop.observe.ask import Ask, asking
 from agentloop.observe.board import Board
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.metrics import Metrics
-from agentloop.observe.otel import Traces
+from agentloop.observe.otel import CallerSpan, Traces, caller_span
 from agentloop.observe.page import Page
 from agentloop.observe.readers import Readers
 from agentloop.observe.stalls import Stalls, Wait
+from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message, StopReason, Trajectory
 
@@ -125,12 +124,13 @@ class App:
         self._created = int(time.time())
         self._is_paused = False
         self._num_refused = 0
+        self._token_text = lru_cache(1 << 16)(lambda token: runtime.chat.decode([token]))
         board = Board()
         about = {
             "kind": "serve",
             "title": runtime.model_name,
             "model": runtime.model_name,
-            "version": f"agentloop {version('agentloop')}",
+            "version": f"agentloop {version()}",
             "can_ask": True,
             "controls": self.can,
             "has_sandbox": True,
@@ -157,9 +157,10 @@ class App:
             io_timeout_s=settings.serve.io_timeout_s,
         )
         self._asks: Ask | None = None
+        self._operations = service(rollouts=RolloutsRequest, waits=Waits)
         self._document = document(
-            service(rollouts=RolloutsRequest, waits=Waits),
-            version=version("agentloop"),
+            self._operations,
+            version=version(),
             has_token=settings.serve.token is not None,
         )
 
@@ -178,7 +179,10 @@ class App:
             async with Traces.open(self._settings.otel, model=name, decode=chat.decode) as traces:
                 self._readers.add(traces.seen)
                 async with asking(self._answer, self.seen) as self._asks:
-                    yield
+                    try:
+                        yield
+                    finally:
+                        await self._live.end("stopped", "The service has ended.")
             tasks.cancel_scope.cancel()
 
     # --- the page's visitors ----------------------------------------------------------------------
@@ -242,32 +246,29 @@ class App:
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{model:.+}", self.model)
         app.router.add_get("/healthz", self.healthz)
+        app.router.add_get("/health", self.healthz)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/v1/waits", self.waits)
         app.router.add_get("/openapi.json", self.openapi)
         self.page.add_to(app)
+        app.on_response_prepare.append(_name_request)
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         asked = ChatRequest.parse(await self._body(request))
         self._check_model(asked.model)
         self._check_open()
+        writers = self._writers(asked)
         if asked.stream:
-            if asked.n != 1:
-                raise RequestError("n: a stream has one choice; ask for n=1")
-            return await self._stream_completion(request, asked)
+            return await self._stream_completion(request, asked, writers)
         trajectories: dict[int, Trajectory] = {}
         async with _unwrapped_tasks() as tasks:
-            for index in range(asked.n):
+            for index in range(len(writers)):
                 tasks.start_soon(self._complete, asked, index, trajectories)
-        ordered = [trajectories[index] for index in range(asked.n)]
-        for trajectory in ordered:
-            if trajectory.stop_reason.infrastructure:
-                raise ServerError(_failure(trajectory))
-        body = completion(
-            _completion_id(), self._runtime.model_name, ordered, reasoning_first=self._reasons()
-        )
-        return _json(body)
+        choices = [(writer, trajectories[index]) for index, writer in enumerate(writers)]
+        if asked.logprobs:  # of many tokens, and more for each: seconds
+            return await anyio.to_thread.run_sync(lambda: _json(completion(choices)))
+        return _json(completion(choices))
 
     async def _complete(
         self, asked: ChatRequest, index: int, trajectories: dict[int, Trajectory]
@@ -275,45 +276,69 @@ class App:
         options = self._options(asked, index)
         async with self._places:  # no deadline: until another rollout ends, which has its own
             trajectory = await self._runtime.rollout(asked.messages, on_event=self.seen, **options)
-        trajectories[index] = trajectory
+        trajectories[index] = _scorable(trajectory)
 
     async def _stream_completion(
-        self, request: web.Request, asked: ChatRequest
+        self, request: web.Request, asked: ChatRequest, writers: Sequence[ChunkWriter]
     ) -> web.StreamResponse:
-        writer = ChunkWriter(
-            _completion_id(), self._runtime.model_name, reasoning_first=self._reasons(), index=0
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        async with (
-            self._places,  # no deadline: until another rollout ends, which has its own
-            self._runtime.stream(
-                asked.messages, on_event=self.seen, **self._options(asked, 0)
-            ) as stream,
-        ):
-            # no deadline: it comes at once, or the rollout's error does
-            await anext(stream)  # raises what is wrong with the request, as a status
-            response = web.StreamResponse(
-                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-            )
-            await response.prepare(request)
-            tell = partial(self._send, request, response)
-            await tell(writer.first())
-            try:
+        tell = partial(self._send, request, response)
+        chunks_in, chunks = anyio.create_memory_object_stream[Chunk](0)
+        trajectories: dict[int, Trajectory] = {}
+
+        async def write(index: int, out: MemoryObjectSendStream[Chunk]) -> None:
+            writer, options = writers[index], self._options(asked, index)
+            async with (
+                out,
+                self._places,  # no deadline: until another rollout ends, which has its own
+                self._runtime.stream(asked.messages, on_event=self.seen, **options) as stream,
+            ):
                 async for event in stream:  # no deadline: the rollout has one, and then ends this
                     for chunk in writer.feed(event):
+                        # no deadline: the reader below writes to a client, with one
+                        await out.send(chunk)
+                assert stream.trajectory is not None
+                trajectories[index] = _scorable(stream.trajectory)
+                await out.send(writer.last(stream.trajectory))  # no deadline: as above
+
+        try:
+            async with _unwrapped_tasks() as tasks:
+                async with chunks_in:
+                    for index in range(len(writers)):
+                        tasks.start_soon(write, index, chunks_in.clone())
+                async with chunks:
+                    async for chunk in chunks:  # no deadline: the rollouts have theirs
+                        if not response.prepared:  # what is wrong with the request has a status
+                            await response.prepare(request)
                         await tell(chunk)
-            except AgentLoopError as error:  # too late for a status
-                await tell(error_body(str(error), "server_error"))
-                return response
-            trajectory = stream.trajectory
-            assert trajectory is not None
-            if trajectory.stop_reason.infrastructure:
-                await tell(error_body(_failure(trajectory), "server_error"))
-                return response
-            await tell(writer.last(trajectory))
-            if asked.stream_options and asked.stream_options.include_usage:
-                await tell(writer.usage([trajectory]))
-            await self._write(request, response, b"data: [DONE]\n\n")
+        except AgentLoopError as error:
+            if not response.prepared:
+                raise
+            await tell(_told(error)[1])
             return response
+        if asked.stream_options and asked.stream_options.include_usage:
+            ended = [trajectories[index] for index in range(len(writers))]
+            await tell(writers[0].usage(ended))
+        await self._write(request, response, b"data: [DONE]\n\n")
+        return response
+
+    def _writers(self, asked: ChatRequest) -> list[ChunkWriter]:
+        """One for each choice."""
+        chat = self._runtime.chat
+        frame = chunk_frame(f"chatcmpl-{uuid.uuid4().hex}", self._runtime.model_name)
+        return [
+            ChunkWriter(
+                frame,
+                index,
+                reasoning_first=bool(chat.opened_thought),
+                stop=asked.stop_sequences,
+                has_caller_tools=asked.has_caller_tools,
+                token_text=self._token_text if asked.logprobs else None,
+            )
+            for index in range(asked.n or 1)
+        ]
 
     async def rollouts(self, request: web.Request) -> web.StreamResponse:
         asked = parse(RolloutsRequest, await self._body(request))
@@ -358,7 +383,7 @@ class App:
                         tasks.start_soon(work, lines_in.clone())
                 async with lines:
                     async for line in lines:  # no deadline: the rollouts have theirs
-                        await self._write(request, response, _dumps(line) + b"\n")
+                        await self._write(request, response, dumps(line) + b"\n")
         finally:
             for index in range(len(asked.prompts)):
                 self._runtime.router.forget_group(f"{name}.{index}")
@@ -411,7 +436,7 @@ class App:
             raise web.HTTPBadRequest(text="the body is not encoded as it says") from None
 
     async def _send(self, request: web.Request, response: web.StreamResponse, body: Any) -> None:
-        await self._write(request, response, b"data: " + orjson.dumps(body) + b"\n\n")
+        await self._write(request, response, b"data: " + dumps(body) + b"\n\n")
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
         """A client that reads nothing is one that has left: it holds a rollout's place, and what
@@ -426,20 +451,21 @@ class App:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        # One task serves all requests of a connection: none inherits the last one's.
+        caller_span.set(CallerSpan.parse(request.headers.get("traceparent", "")))
         try:
             return await handler(request)
-        except RequestError as error:
-            named = re.match(r"([a-z_][\w.\[\]]*): ", str(error))
-            known = named and named[1]
-            return _json(error_body(str(error), "invalid_request_error", param=known), status=400)
-        except ServerError as error:
-            return _json(error_body(str(error), "server_error"), status=503)
+        except (RequestError, ServerError) as error:
+            status, body = _told(error)
+            return _json(body, status=status)
         except web.HTTPException as error:
             if error.status < 400:
                 raise
             kind = "invalid_request_error" if error.status < 500 else "server_error"
-            message = error.text or error.reason
-            answer = _json(error_body(message, kind), status=error.status)
+            message, code = error.text or error.reason, None
+            if request.match_info.http_exception is not None:  # no route
+                message, code = self._not_offered(request), "unknown_url"
+            answer = _json(error_body(message, kind, code=code), status=error.status)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = error.headers["Allow"]
             return answer
@@ -450,27 +476,27 @@ class App:
             return _json(error_body("an error of the server's own", "server_error"), status=500)
 
     def _options(self, asked: ChatRequest, index: int) -> dict[str, Any]:
-        overrides = asked.sampling_overrides()
-        if "seed" in overrides:
-            overrides["seed"] += index
+        sampling = _override(self._settings.sampling, asked.sampling_overrides(), "sampling")
         budget = self._settings.budget
         if asked.token_limit is not None:
-            limit = min(asked.token_limit, budget.max_response_tokens)
-            budget = budget.model_copy(update={"max_response_tokens": limit})
+            most = min(asked.token_limit, budget.max_sampled_tokens or asked.token_limit)
+            budget = budget.model_copy(update={"max_sampled_tokens": most})
         tools: list[Any] | None = list(asked.tools) if asked.tools else None
         return {
-            "sampling": _override(self._settings.sampling, overrides, "sampling"),
+            "sampling": sampling.of_sibling(index),
             "budget": budget,
+            "options": asked.turn_options(),
             "tools": [] if asked.tool_choice == "none" else tools,
         }
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._runtime.model_name):
-            have = self._runtime.model_name
-            raise web.HTTPNotFound(text=f"the model {name!r} is not here; there is {have!r}")
+        have = self._runtime.model_name
+        if name not in (None, have):
+            raise UnknownModel(f"model: {name!r} does not exist here; this server has {have!r}")
 
-    def _reasons(self) -> bool:
-        return bool(self._runtime.chat.opened_thought)
+    def _not_offered(self, request: web.Request) -> str:
+        offered = ", ".join(f"{one.method.upper()} {one.path}" for one in self._operations)
+        return f"{request.method} {request.path} is not offered; there are {offered}"
 
 
 @asynccontextmanager
@@ -536,10 +562,31 @@ async def _unwrapped_tasks() -> AsyncIterator[anyio.abc.TaskGroup]:
         raise error from None
 
 
-def _failure(trajectory: Trajectory) -> str:
+def _told(error: AgentLoopError) -> tuple[int, ErrorBody]:
+    """The status and the body of an error."""
+    if not isinstance(error, RequestError):
+        return 503, error_body(str(error), "server_error")
+    named = re.match(r"([a-z_][\w.\[\]]*): ", str(error))
+    body = error_body(
+        str(error), "invalid_request_error", param=named and named[1], code=error.code
+    )
+    return 404 if isinstance(error, UnknownModel) else 400, body
+
+
+def _scorable(trajectory: Trajectory) -> Trajectory:
+    """Raises ServerError: it says nothing about the model."""
     if trajectory.stop_reason is StopReason.CANCELLED:
-        return "the rollout was cancelled by whoever runs the service"
-    return f"the rollout failed: {trajectory.error}"
+        raise ServerError("the rollout was cancelled by whoever runs the service")
+    if trajectory.stop_reason.infrastructure:
+        raise ServerError(f"the rollout failed: {trajectory.error}")
+    return trajectory
+
+
+async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
+    """Give every answer an id: the caller's own, where it is a plain one."""
+    given = request.headers.get("X-Request-Id", "")
+    is_plain = re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII)
+    response.headers["X-Request-Id"] = given if is_plain else f"req_{uuid.uuid4().hex}"
 
 
 def _override(base: Any, overrides: dict[str, Any], name: str) -> Any:
@@ -559,20 +606,8 @@ def _with(base: M, overrides: M) -> M:
     return base.model_copy(update=overrides.model_dump(exclude_unset=True))
 
 
-def _completion_id() -> str:
-    return f"chatcmpl-{uuid.uuid4().hex}"
-
-
 def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
-
-
-def _dumps(value: Any) -> bytes:
-    """JSON, also of integers beyond 64 bits, which a model may well write."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return json.dumps(value, default=str).encode()
+    return web.Response(body=dumps(body), status=status, content_type="application/json")
 
 
 if __name__ == "__main__":

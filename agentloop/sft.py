@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
+import anyio
 import anyio.to_thread
 import pydantic
 
 from agentloop import console
-from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.config import load_settings, to_toml
+from agentloop.distribution import require
 from agentloop.errors import SettingsError
-from agentloop.models import SMALL
+from agentloop.models import SMALL, not_a_model
 from agentloop.training.batch import Sample
-from agentloop.training.learner import RanksSettings, started
+from agentloop.training.learner import KeptLearner, RanksSettings
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
-from agentloop.training.run_folder import RunFolder, RunSettings
+from agentloop.training.run_folder import RunFolder, RunSettings, checkpoints_in
 from agentloop.training.supervised import (
     DialoguesSettings,
+    FineTuning,
     SupervisedSettings,
-    fine_tune,
     read_samples,
 )
 
-__all__ = ["SftSettings", "StartSettings", "imitate", "main", "model_folder", "samples_of", "sft"]
+__all__ = [
+    "SftSettings",
+    "StartSettings",
+    "how_to_go_on",
+    "imitate",
+    "main",
+    "model_folder",
+    "require_learner",
+    "samples_of",
+    "sft",
+    "shown",
+    "told",
+]
+
+S = TypeVar("S", bound=pydantic.BaseModel)
 
 
 class StartSettings(pydantic.BaseModel):
@@ -46,8 +61,9 @@ class StartSettings(pydantic.BaseModel):
             raise ValueError("data.paths: name a file of dialogues at least (or set data.teacher)")
         if self.learner.loss not in (LossSettings(), LossSettings(kind="sft")):
             raise ValueError("learner.loss: it is that of the kind sft, which has no settings")
-        if self.learner.model != LearnerSettings().model:
-            raise ValueError("learner.model: set model instead")
+        for name, instead in (("model", "model"), ("chat_template", "chat.template")):
+            if getattr(self.learner, name) != getattr(LearnerSettings(), name):
+                raise ValueError(f"learner.{name}: set {instead} instead")
         for name in ("lr", "warmup_steps"):
             if getattr(self.learner.optimizer, name) != getattr(OptimizerSettings(), name):
                 raise ValueError(f"learner.optimizer.{name}: set loop.lr and loop.warmup instead")
@@ -62,37 +78,62 @@ class SftSettings(StartSettings):
         description="Folder of the model to start from; with learner.init = random it needs a "
         "configuration and a tokenizer alone.",
     )
+    chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     run: RunSettings = pydantic.Field(default_factory=RunSettings)
 
 
-async def sft(settings: SftSettings, progress: console.Progress) -> Path:
-    """Run it to the end; returns the folder of the new model.
+async def sft(
+    settings: SftSettings, progress: console.Progress, *, resume: Path | None = None
+) -> Path:
+    """Run it to the end, or on to the end from where the run at `resume` is; returns the folder of
+    the new model.
 
     Raises:
         AgentLoopError: what it cannot go on from, by its name.
     """
     model = model_folder(settings.model)
-    samples = await samples_of(settings, model, progress)
-    folder = RunFolder.of(settings.run, to_toml(settings))
-    return await imitate(settings, model, samples, folder, progress)
+    samples = await samples_of(settings, model, settings.chat, progress)
+    config = to_toml(settings)
+    folder = RunFolder.again(resume) if resume else RunFolder.of(settings.run, config)
+    tuning = await anyio.to_thread.run_sync(FineTuning, settings.loop, samples, folder)
+    if resume:
+        folder.tell(config)  # not before: what is refused leaves the run as it was
+    try:
+        with folder.noting_failure():
+            return await imitate(settings, model, settings.chat, tuning, folder, progress)
+    except anyio.get_cancelled_exc_class():
+        progress.say(how_to_go_on("sft", folder.path))
+        raise
 
 
 def model_folder(path: Path | str) -> Path:
     """Raises SettingsError: there is no model in it."""
     folder = Path(path).expanduser().resolve()
     if not (folder / "config.json").is_file():
-        raise SettingsError(f"model: {folder} is no model folder: it has no config.json")
+        raise SettingsError(f"model: {not_a_model(folder)}")
     return folder
 
 
+def require_learner(settings: LearnerSettings) -> None:
+    """Check that the learner's packages are installed.
+
+    Raises:
+        SettingsError: some are not; names them and the command to install them.
+    """
+    modules = {"torch": "the learner", "deepspeed": "the learner", "matplotlib": "plots"}
+    if settings.lora.rank > 0:
+        modules["peft"] = "learner.lora"
+    require("train", modules)
+
+
 async def samples_of(
-    settings: StartSettings, model: Path, progress: console.Progress
+    settings: StartSettings, model: Path, chat: ChatSettings, progress: console.Progress
 ) -> list[Sample]:
     """The dialogues as `model` would read them. Raises DataError."""
     progress("Reading the dialogues")
-    chat = await anyio.to_thread.run_sync(ChatFormat.load, model)
+    chat_format = await anyio.to_thread.run_sync(ChatFormat.load, model, chat)
     read = partial(
-        read_samples, chat, settings.data, max_tokens=settings.learner.micro_batch_tokens
+        read_samples, chat_format, settings.data, max_tokens=settings.learner.micro_batch_tokens
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
     left_out = f", {num_left_out} left out as too long" if num_left_out else ""
@@ -106,24 +147,59 @@ async def samples_of(
 async def imitate(
     settings: StartSettings,
     model: Path,
-    samples: Sequence[Sample],
+    chat: ChatSettings,
+    tuning: FineTuning,
     folder: RunFolder,
     progress: console.Progress,
 ) -> Path:
-    """Start a learner, train `model` on the samples, stop it; returns the new model's folder."""
+    """Start a learner of `model`, train it, stop it; returns the new model's folder. Where the
+    model is done already, nothing is started."""
+    if tuning.model is not None:
+        return tuning.model
     learner_settings = settings.learner.model_copy(
-        update={"model": model, "loss": LossSettings(kind="sft")}
+        update={
+            "model": model,
+            "chat_template": chat.template,
+            "loss": LossSettings(kind="sft"),
+        }
     )
-    async with started(
+    async with KeptLearner(
         learner_settings.model_dump(mode="json"),
         settings.ranks,
         log_dir=folder.path / "logs",
         on_progress=progress,
-    ) as (learner, ranks):
-        train = partial(
-            fine_tune, settings.loop, samples, learner=learner, folder=folder, report=progress
-        )
-        return await ranks.while_alive(train)
+    ) as learner:
+        restarts = settings.ranks.max_restarts
+        return await tuning.run(learner, report=progress, kept=learner, max_restarts=restarts)
+
+
+def how_to_go_on(command: str, path: Path) -> str:
+    """What people who stopped the run at `path` are told."""
+    found = {path: "", path / "start": " of the supervised start"}
+    steps = ((max(checkpoints_in(one), default=None), of) for one, of in found.items())
+    there = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
+    return (
+        f"Stopped; there is {there or 'no checkpoint yet'}. It goes on by: "
+        f"agentloop {command} --resume {shown(path)}"
+    )
+
+
+def shown(path: Path) -> str:
+    """From here, where it is below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
+    """Settings as `arguments` say, and below them those of the run that goes on, where one does.
+    Raises SettingsError."""
+    files, overrides = console.split_settings(arguments)
+    if resume is not None:
+        config = resume / "config.toml"
+        if not config.is_file():
+            raise SettingsError(f"--resume: {resume}: no run is there (config.toml)")
+        files = [str(config), *files]
+    return load_settings(kind, files, overrides)
 
 
 def main(arguments: list[str]) -> int:
@@ -132,16 +208,23 @@ def main(arguments: list[str]) -> int:
         description="Train a model on dialogues: what the assistant says in them, calls included.",
     )
     console.add_settings_arguments(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        type=Path,
+        help="go on with the run in this folder, with its settings; others may be set behind it",
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
         print(console.settings_text(SftSettings))
         return 0
-    return console.run(lambda: _sft(options.settings))
+    return console.run(lambda: _sft(options.settings, options.resume))
 
 
-async def _sft(arguments: list[str]) -> int:
-    settings = load_settings(SftSettings, *console.split_settings(arguments))
+async def _sft(arguments: list[str], resume: Path | None) -> int:
+    settings = told(SftSettings, arguments, resume)
+    require_learner(settings.learner)
     with console.Progress("Starting to train") as progress:
-        model = await sft(settings, progress)
+        model = await sft(settings, progress, resume=resume)
     print(f"The model is in {model}")
     return 0

@@ -18,12 +18,14 @@ import anyio
 import pydantic
 
 from agentloop import console
-from agentloop.config import load_settings, to_toml
+from agentloop.config import to_toml
+from agentloop.distribution import is_installed
 from agentloop.errors import SettingsError, sole
 from agentloop.groups.queue import GroupQueue
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
+from agentloop.inference.server_log import NOT_INSTALLED
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.observe.journal import JournalSettings
@@ -32,7 +34,16 @@ from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
 from agentloop.runtime import Runtime, Settings
 from agentloop.scene import Scene
-from agentloop.sft import StartSettings, imitate, model_folder, samples_of
+from agentloop.sft import (
+    StartSettings,
+    how_to_go_on,
+    imitate,
+    model_folder,
+    require_learner,
+    samples_of,
+    shown,
+    told,
+)
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet import Fleet
 from agentloop.training.fleet_link import FleetSettings
@@ -43,10 +54,12 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.plan import plan
 from agentloop.training.plots import plot_runs
+from agentloop.training.resumable import load_newest
 from agentloop.training.revive import is_child, revived, tell_run
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
-from agentloop.training.steps import load_newest
+from agentloop.training.supervised import FineTuning
+from agentloop.training.undo import finish_undo, undo
 
 __all__ = ["TrainSettings", "main", "train"]
 
@@ -131,49 +144,64 @@ async def train(
             await anyio.to_thread.run_sync(
                 folder.metrics
             )  # damage is told now, not with servers up
+            await finish_undo(folder, queue)
             cursor = (await queue.noted("cursor") or {}).get("tasks")
             tasks = await anyio.to_thread.run_sync(opened, cursor, abandon_on_cancel=True)
             if from_step is not None:
-                folder.undo(from_step)
-                await queue.undo(from_step)
+                await undo(folder, queue, from_step)
+                if (cursor := (await queue.noted("cursor") or {}).get("tasks")) is not None:
+                    tasks.go_to(cursor)
             folder.tell(config)  # not before: what is refused leaves the run as it was
         tell_run(folder.path)
-        scene = Scene(folder, progress)
-        told = scene.told_elsewhere(
-            settings.otel,
-            model=Path(settings.model or SMALL).name,
-            journal=settings.journal,
-            sinks=settings.sinks,
-            config=settings.model_dump(mode="json"),
-        )
-        try:
-            async with told, scene.shown(settings.serve) if settings.page else nullcontext():
-                if settings.start is not None:
-                    model = await _start(settings.start, settings.learner.model, folder, progress)
-                    learner = settings.learner.model_copy(update={"model": model})
-                    settings = settings.model_copy(update={"model": str(model), "learner": learner})
-                await _roll_out_and_learn(settings, tasks, queue, scene, progress)
-        except anyio.get_cancelled_exc_class():
-            newest = max(folder.checkpoints, default=None)
-            there = "no checkpoint yet" if newest is None else f"a checkpoint of step {newest}"
-            again = f"agentloop train --resume {shown(folder.path)}"
-            progress.say(f"Stopped; there is {there}. It goes on by: {again}")
-            raise
+        with folder.noting_failure():
+            await _run(settings, tasks, queue, Scene(folder, progress), progress)
     path = folder.path / "plots.png"
     await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
     return folder.path
 
 
+async def _run(
+    settings: TrainSettings,
+    tasks: TaskSource,
+    queue: GroupQueue,
+    scene: Scene,
+    progress: console.Progress,
+) -> None:
+    """Run the supervised start, where there is one, and the stages, watched by everyone."""
+    folder = scene.folder
+    elsewhere = scene.told_elsewhere(
+        settings.otel,
+        model=Path(settings.model or SMALL).name,
+        journal=settings.journal,
+        sinks=settings.sinks,
+        config=settings.model_dump(mode="json"),
+    )
+    try:
+        async with elsewhere, scene.shown(settings.serve) if settings.page else nullcontext():
+            if settings.start is not None:
+                model = await _start(settings, settings.start, folder, progress)
+                learner = settings.learner.model_copy(update={"model": model})
+                settings = settings.model_copy(update={"model": str(model), "learner": learner})
+            await _roll_out_and_learn(settings, tasks, queue, scene, progress)
+    except anyio.get_cancelled_exc_class():
+        progress.say(how_to_go_on("train", folder.path))
+        raise
+
+
 async def _start(
-    start: StartSettings, model: Path, folder: RunFolder, progress: console.Progress
+    settings: TrainSettings, start: StartSettings, folder: RunFolder, progress: console.Progress
 ) -> Path:
-    """The model that the rollouts begin with; it is made once."""
+    """The model that the rollouts begin with; it is made once, and gone on with where it was."""
     made = folder.path / "start" / "model"
-    if (made / "config.json").is_file():  # it appears when it is whole
-        return made
-    await anyio.to_thread.run_sync(partial(shutil.rmtree, made.parent, ignore_errors=True))
-    samples = await samples_of(start, model, progress)
-    return await imitate(start, model, samples, folder.within("start"), progress)
+    if not (made / "config.json").is_file():  # it appears when it is whole
+        model, chat = settings.learner.model, settings.chat
+        samples = await samples_of(start, model, chat, progress)
+        part = folder.within("start")
+        tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
+        await imitate(start, model, chat, tuning, part, progress)
+    checkpoints = made.with_name("checkpoints")  # nothing goes on from them any more
+    await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
+    return made
 
 
 async def _roll_out_and_learn(
@@ -298,7 +326,7 @@ async def _rolling_out(
 
 def recipe_of(settings: TrainSettings) -> dict[str, Any]:
     """What runtimes elsewhere must have in common with the trainer (agentloop/rollouts.py)."""
-    names = {"model", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
+    names = {"model", "chat", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
     loop = settings.loop.model_dump(
         include={"group_size", "seed", "shuffle_rewards", "enough_of_group"}
     )
@@ -318,9 +346,12 @@ def _whole(settings: TrainSettings) -> TrainSettings:
     if s.servers and not s.model:
         raise SettingsError("model: the learner needs the folder of the model that `servers` have")
     usual = LearnerSettings()
-    for name, value in (("model", model), ("temperature", s.sampling.temperature)):
+    for name, there, value in (
+        ("model", "model", model),
+        ("chat_template", "chat.template", s.chat.template),
+        ("temperature", "sampling.temperature", s.sampling.temperature),
+    ):
         if getattr(s.learner, name) not in (getattr(usual, name), value):
-            there = "model" if name == "model" else f"sampling.{name}"
             raise SettingsError(f"learner.{name}: it is that of the servers: set {there} alone")
     if s.sampling.temperature < _MIN_TEMPERATURE:
         raise SettingsError(
@@ -385,7 +416,13 @@ def _whole(settings: TrainSettings) -> TrainSettings:
         raise SettingsError("loop.steps: each of the stages has its own")
     if not s.loop.steps and not s.stages and not s.tasks.held_out:
         raise SettingsError("tasks.held_out: without steps there is nothing else to do")
-    learner = s.learner.model_copy(update={"model": model, "temperature": s.sampling.temperature})
+    learner = s.learner.model_copy(
+        update={
+            "model": model,
+            "chat_template": s.chat.template,
+            "temperature": s.sampling.temperature,
+        }
+    )
     return s.model_copy(update={"model": str(model), "learner": learner})
 
 
@@ -447,13 +484,14 @@ def main(arguments: list[str]) -> int:
 
 async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = False) -> int:
     """Of a model whose weights need not be there."""
-    settings = _told(arguments, resume)
+    settings = told(TrainSettings, arguments, resume)
     start, stages = settings.start, settings.stages
-    refused = _refusal(settings)
+    refused, missing = _refusal(settings), _missing(settings)
     changes = start.learner.config if start is not None else settings.learner.config
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
-        console.print_json({**made.data(), "refused": refused or None})
+        said = {**made.data(), "refused": refused or None, "missing": missing or None}
+        console.print_json(said)
         return 2 if refused else 0
     if start is not None:
         data = [*map(str, start.data.paths)]
@@ -467,6 +505,8 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
             + (f", on what is hard of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
         )
     print(made.text(), end="")
+    if missing:
+        print(f"missing    {missing}")
     if refused:
         print(f"refused    {refused}")
     return 2 if refused else 0
@@ -481,19 +521,29 @@ def _refusal(settings: TrainSettings) -> str:
     return ""
 
 
-def _told(arguments: list[str], resume: Path | None) -> TrainSettings:
-    """Those of the run that goes on, where one does, below `arguments`. Raises SettingsError."""
-    files, overrides = console.split_settings(arguments)
-    if resume is not None:
-        config = resume / "config.toml"
-        if not config.is_file():
-            raise SettingsError(f"--resume: {resume}: no run is there (config.toml)")
-        files = [str(config), *files]
-    return load_settings(TrainSettings, files, overrides)
+def _missing(settings: TrainSettings) -> str:
+    """Return which packages a start on this machine would lack, and how to install them."""
+    try:
+        _require_packages(settings)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+def _require_packages(settings: TrainSettings) -> None:
+    """Check for the packages of the learner and of the servers that this process would start.
+
+    Raises:
+        SettingsError: some are not installed; names them and the command to install them.
+    """
+    require_learner(settings.learner)
+    if not settings.servers and not settings.fleet.redis and not is_installed("sglang"):
+        raise SettingsError(NOT_INSTALLED)
 
 
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
-    settings = _told(arguments, resume)
+    settings = told(TrainSettings, arguments, resume)
+    _require_packages(settings)
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
         progress.say(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")
@@ -503,9 +553,3 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
 
 def _say(line: str) -> None:
     print(f"agentloop: {line}", file=sys.stderr)
-
-
-def shown(path: Path) -> str:
-    """From here, where it is below."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

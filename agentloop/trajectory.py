@@ -32,6 +32,7 @@ class StopReason(StrEnum):
     """How a rollout ended."""
 
     ANSWERED = "answered"  # a turn without a tool call
+    STOP_SEQUENCE = "stop_sequence"  # the answer came to one that the caller had named
     CALLER_TOOLS = "caller_tools"  # it called tools that the caller runs
     TURN_BUDGET = "turn_budget"
     TOKEN_BUDGET = "token_budget"  # response tokens, or the model's context
@@ -49,7 +50,7 @@ class StopReason(StrEnum):
 class TurnEnd(StrEnum):
     """How one generation ended."""
 
-    STOP = "stop"  # the model's end-of-turn token
+    STOP = "stop"  # the model's end-of-turn token, or what the caller has named as an end
     LENGTH = "length"
     ABORT = "abort"  # by the server, by a budget of time, or by a failure
 
@@ -143,6 +144,9 @@ class Turn:
     Lengths: `output_ids` and `logprobs` are equally long; `versions` covers them without gaps.
     `calls` and `results` are in the order of the calls; `results` is shorter only where the
     turn was cut off. Times are seconds on the clock of the trajectory.
+
+    `top_logprobs` has, where they were asked for, the likeliest tokens in the place of each
+    output token, as (log-probability, id), the likeliest first; else it is empty.
     """
 
     output_ids: list[int] = field(default_factory=list)
@@ -159,11 +163,17 @@ class Turn:
     first_token_s: float | None = None
     generated_s: float = 0.0  # the last token
     ended_s: float = 0.0  # the last result
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """The record of one rollout. See the module's docstring for what its ids mean."""
+    """The record of one rollout. See the module's docstring for what its ids mean.
+
+    `answer` is what a person would read as the answer: the last turn's text without thoughts,
+    tool calls and markup. It is empty until the rollout has ended, and where it was cut off in a
+    thought.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -172,6 +182,7 @@ class Trajectory:
     error: str | None = None
     created_unix_s: float = 0.0
     elapsed_s: float = 0.0
+    answer: str = ""
 
     def __iter__(self) -> Iterator[Turn]:
         return iter(self.turns)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import tomllib
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,16 +15,18 @@ import pydantic
 from aiohttp import web
 
 from agentloop import console
-from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.api.guard import Guard, ServeSettings
 from agentloop.api.http import bind, serving
 from agentloop.config import load_settings
+from agentloop.distribution import version
 from agentloop.errors import ModelError, NotThere, SettingsError
 from agentloop.models import SMALL
 from agentloop.observe.archive import Archive
 from agentloop.observe.one_file import one_file
 from agentloop.observe.page import Page
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_list import summarize
 
 __all__ = ["ViewSettings", "main"]
 
@@ -126,8 +127,9 @@ def _open(run: Path) -> Archive:
         raise SettingsError(f"{run}: no run is there (config.toml)")
     about = {
         "kind": "view",
+        "of": str(summarize(folder).kind),
         "title": folder.name,
-        "version": f"agentloop {version('agentloop')}",
+        "version": f"agentloop {version()}",
         "can_ask": False,
         "controls": [],
         "has_sandbox": False,
@@ -141,13 +143,14 @@ def _chat_of(folder: Path, config: Path) -> ChatFormat | None:
         told: Mapping[str, Any] = tomllib.loads(config.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise SettingsError(f"{config}: {error}") from error
+    chat = ChatSettings.model_validate(told.get("chat", {}))
     candidates = [told.get("model"), str(SMALL)]
     with contextlib.suppress(SettingsError):
         candidates.insert(0, str(RunFolder.model_in(folder)))
     for model in candidates:
         if isinstance(model, str) and Path(model).is_dir():
             try:
-                return ChatFormat.load(model)
+                return ChatFormat.load(model, chat)
             except ModelError:
                 continue
     return None

@@ -53,7 +53,7 @@ from agentloop.groups.reward import Reward, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
-from agentloop.training.handover import Served
+from agentloop.training.handover import Served, WeightsSettings
 from agentloop.training.learner import Learner
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
@@ -362,6 +362,7 @@ async def _train(
                     queue=queue,
                     folder=run,
                     report=_Silent(),
+                    weights=WeightsSettings(verify=False),  # there are none
                 ).run()
             tasks.cancel_scope.cancel()
     return learner

@@ -71,9 +71,17 @@ class _Logged(SGLangServer):
         rid: str,
         on_chunk: OnChunk,
         rank: int | None = None,
+        num_top_logprobs: int = 0,
     ) -> None:
         _rids.get().append(rid)
-        await super().generate(ids, params, rid=rid, on_chunk=on_chunk, rank=rank)
+        await super().generate(
+            ids,
+            params,
+            rid=rid,
+            on_chunk=on_chunk,
+            rank=rank,
+            num_top_logprobs=num_top_logprobs,
+        )
 
 
 async def _latency(options: argparse.Namespace) -> dict[str, Any]:

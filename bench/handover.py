@@ -40,7 +40,7 @@ from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
-from agentloop.training.handover import Publisher, WeightsSettings, hand_over, publisher
+from agentloop.training.handover import Publisher, Served, WeightsSettings, publisher
 from agentloop.training.learner import Learner, RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
 
@@ -150,7 +150,7 @@ async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
             for name, way in publishers.items():
                 begun = time.monotonic()
                 published = await way.publish(f"{number} {name[-1]}", timeout_s=TIMEOUT_S)
-                came = await hand_over(here.router, published, timeout_s=TIMEOUT_S)
+                came = await Served(here.router).hand_over(published, timeout_s=TIMEOUT_S)
                 times[name].append((time.monotonic() - begun, came.seconds))
                 checksums.add(came.checksum)
                 await way.tidy()
@@ -224,7 +224,7 @@ async def stream_once(
             wanted = (number + 1) * options.tokens // (options.rounds + 1)
             while min(len(stream.came_s) for stream in streams) < wanted:
                 await anyio.sleep(0.01)
-            await hand_over(here.router, published, timeout_s=TIMEOUT_S)
+            await Served(here.router).hand_over(published, timeout_s=TIMEOUT_S)
             await source.tidy()
     found = []
     for server in here.servers:

@@ -37,6 +37,7 @@ from typing import Any
 import anyio
 import numpy as np
 
+from agentloop.openmp import wait_policy
 from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
 from bench.sandbox import cpu_of_tree
@@ -163,7 +164,8 @@ def _plain_arm(
     path = folder / f"{how}.json"
     path.write_text(settings.model_dump_json())
     command, pipe = [*_PLAIN_LOOP, str(path), how], subprocess.PIPE
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # As the learner's ranks have it.
+    environment = {**os.environ, **wait_policy(os.environ), "OMP_NUM_THREADS": str(threads)}
     # A session of its own, as the learner's ranks have: Linux shares out CPU time by session.
     # On the way out its stdin is closed, which ends it.
     process = stack.enter_context(

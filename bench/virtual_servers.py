@@ -23,7 +23,7 @@ from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.group_gate import GroupGate
 from agentloop.inference.health import ServerState
 from agentloop.inference.router import ServerView
-from agentloop.inference.sglang import Pause
+from agentloop.inference.sglang import Checksum, Pause
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from bench.router import RolloutSpec
 from bench.server_model import Job, ServerModel, ServerParams
@@ -109,7 +109,7 @@ class Server:
 
     async def update_weights(
         self, folder: str, version: str, *, timeout_s: float, pause: Pause
-    ) -> str:
+    ) -> Checksum:
         """As SGLangServer's: what runs starts anew from its ids, in an empty cache."""
         self._settle()
         self.is_loading = True
@@ -135,7 +135,7 @@ class Server:
         self.version, self.is_loading = version, False
         for turn in self._turns.values():
             self._submit(turn)
-        return "the same for all"
+        return Checksum("the same for all", [])
 
     def num_emitted(self, name: str) -> int:
         """Tokens of a turn in flight since the last loading; the last one ends it."""

@@ -22,7 +22,7 @@ async def main() -> None:
 
 def report(question: str, answer: str, trajectories: Sequence[agentloop.Trajectory]) -> None:
     rewards = [
-        float(answer in trajectory.text)
+        float(trajectory.answer == answer)
         for trajectory in trajectories
         if not trajectory.stop_reason.infrastructure  # says nothing about the model: no reward
     ]

@@ -13,7 +13,7 @@ def multiply(a: int, b: int) -> int:
 async def main() -> None:
     async with agentloop.Runtime(progress=print) as runtime:
         trajectory = await runtime.rollout("What is 37 times 48?", tools=[multiply])
-        print(trajectory.text)
+        print(trajectory.answer)
 
 
 if __name__ == "__main__":

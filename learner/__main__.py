@@ -18,6 +18,7 @@ from pathlib import Path
 import pydantic
 
 from agentloop.errors import AgentLoopError
+from agentloop.openmp import wait_policy
 from agentloop.training.learner_settings import LearnerSettings
 
 _PR_SET_PDEATHSIG = 1
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.socket:
         os.environ["AGENTLOOP_LEARNER_SOCKET"] = chosen.socket
+    os.environ |= wait_policy(os.environ)  # other nodes' launchers hand no environment on
     _die_with_parent()
     os.dup2(2, 1)  # DeepSpeed logs to stdout
     try:

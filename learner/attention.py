@@ -2,7 +2,8 @@
 
 transformers' own "sdpa" masks one sample from another, so its time grows with the square of the
 micro-batch: sixteen samples in one are sixteen times the attention. Here each sample is a call of
-torch's kernel by itself. Where flash-attn is installed, its kernel does all of them in one call.
+torch's kernel by itself. flash-attn's kernel takes all of them in one call: that is transformers'
+own `attention = "flash_attention_2"`, which has to be chosen, and is not used by this one.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ says so in time, NCCL by the group's deadline once its communicator stands.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 import re
 import socket
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,13 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from agentloop.training.checksums import Layout, Tensor, checksum, parts_of
 from learner.errors import GroupBroken, LearnerError
-from learner.policy import Policy
+from learner.policy import Policy, config_of
 from learner.weights import Shard, gathered, split
 
 __all__ = ["Broadcaster"]
 
-_PAD_ROWS = 64  # SGLang pads a vocabulary to a multiple of it
+_ASKED = ("model_type", "num_attention_heads", "num_key_value_heads", "dtype")
+_MAX_THREADS = 16
 _LATER_S = 60.0  # by which NCCL's watchdog, which would end the process, comes after us
 
 
@@ -54,6 +56,9 @@ class Broadcaster:
         self._buckets: list[Shard] = [
             sorted(bucket, key=lambda one: -one.dtype.itemsize) for bucket in buckets
         ]
+        self._parts = parts_of(one.name for bucket in self._buckets for one in bucket)
+        self._fused_into = {part: name for name, parts in self._parts.items() for part in parts}
+        self._sent: dict[str, Tensor] = {}  # parts of a tensor of the servers' that lacks others
 
     @property
     def backend(self) -> str:
@@ -95,7 +100,14 @@ class Broadcaster:
             "num_bytes": sum(self._places(bucket)[-1][-1] for bucket in self._buckets),
             "num_updates": self._policy.num_updates,
             "backend": self.backend,
+            "model": self._model(),
         }
+
+    def _model(self) -> dict[str, Any]:
+        """Of the configuration that the servers have, too, what says how they hold the weights."""
+        config = config_of(self._policy.settings)
+        config["dtype"] = config.get("dtype") or config.get("torch_dtype")  # its name of old
+        return {name: config.get(name) for name in _ASKED}
 
     def open(self, address: str, port: int) -> dict[str, Any]:
         """Where the members meet, at `address` alone. Leaves a group that is still there.
@@ -104,6 +116,7 @@ class Broadcaster:
             GroupBroken: nothing can listen there.
         """
         self.leave()
+        self._sent.clear()
         if not self._policy.world.first:
             return {}
         try:
@@ -139,11 +152,11 @@ class Broadcaster:
         self._group = _Group(made, name, timeout)
         return {}
 
-    def send(self, index: int, digest: str | None) -> dict[str, Any]:
+    def send(self, index: int, layout: Layout | None) -> dict[str, Any]:
         """Gather a bucket on all ranks and broadcast it.
 
-        `digest`: a type; the answer has `sums`, which SGLang gives on a CPU for the same tensors
-        as that type.
+        `layout`: how the servers hold the weights. Then the answer has `sums`: what each of their
+        ranks must say of each tensor of theirs that is whole with this bucket.
 
         Raises:
             GroupBroken: not all members received it, for all that is known.
@@ -155,17 +168,34 @@ class Broadcaster:
         if self._group is not None and dist.get_backend(self._group.process_group) == "nccl":
             device = self._policy.world.device
         flat = torch.empty(size if first else 0, dtype=torch.uint8, device=device)
-        sums = {}
+        views = {}
         whole = gathered(bucket, keep=first)
         for (one, tensor), (start, end) in zip(whole, places, strict=False):
-            view = flat[start:end].view(one.dtype).view(one.shape)
-            view.copy_(tensor)
-            if digest is not None and not self._is_padded(one.shape):
-                sums[one.name] = _sum(view.to("cpu", getattr(torch, digest)))
+            views[one.name] = flat[start:end].view(one.dtype).view(one.shape)
+            views[one.name].copy_(tensor)
         if not first:
             return {}
-        self._broadcast(flat)
-        return {"num_bytes": size, "sums": sums}
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+            sums = {} if layout is None else self._sums(views, layout, threads)
+            self._broadcast(flat)  # meanwhile they are computed
+            found = {name: [one.result() for one in ranks] for name, ranks in sums.items()}
+        return {"num_bytes": size, "sums": found}
+
+    def _sums(
+        self, views: dict[str, Any], layout: Layout, threads: ThreadPoolExecutor
+    ) -> dict[str, list[Future[str]]]:
+        sums = {}
+        for part, view in views.items():
+            self._sent[part] = _tensor(view)
+            name = self._fused_into[part]
+            parts = self._parts[name]
+            if self._sent.keys() >= set(parts):
+                tensors = [self._sent.pop(one) for one in parts]
+                sums[name] = [
+                    threads.submit(checksum, name, tensors, layout, rank)
+                    for rank in range(layout.num_ranks)
+                ]
+        return sums
 
     def leave(self) -> dict[str, Any]:
         """Destroy the group and the store, which breaks what still waits for either."""
@@ -204,10 +234,6 @@ class Broadcaster:
         ends = list(itertools.accumulate(one.num_bytes for one in bucket))
         return list(zip([0, *ends], ends, strict=False))
 
-    def _is_padded(self, shape: tuple[int, ...]) -> bool:
-        vocab = self._policy.model.config.vocab_size
-        return bool(shape) and shape[0] == vocab and vocab % _PAD_ROWS != 0
-
 
 def _process_group(backend: str, store: Any, name: str, size: int, timeout: timedelta) -> Any:
     """As SGLang's `init_custom_process_group` makes it, by the same private function: both ends
@@ -227,10 +253,11 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _sum(tensor: Any) -> str:
-    """What SGLang's /weights_checker says of a tensor on a CPU."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(data)).hexdigest()[:16]
+def _tensor(view: Any) -> Tensor:
+    """In the host's memory; numpy has no bfloat16."""
+    held = view.to("cpu")
+    numbers = held.view(torch.uint16) if held.dtype == torch.bfloat16 else held
+    return Tensor(str(view.dtype).removeprefix("torch."), numbers.numpy())
 
 
 def _reason(error: BaseException) -> str:

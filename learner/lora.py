@@ -14,7 +14,6 @@ import torch
 
 from agentloop.errors import ModelError
 from agentloop.training.learner_settings import LearnerSettings
-from learner import torchvision_stub  # noqa: F401
 
 __all__ = ["adapted_layers", "add_adapters", "delta"]
 

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from agentloop.errors import ModelError
 from agentloop.training.learner_settings import LearnerSettings
-from learner import torchvision_stub  # noqa: F401
 from learner.attention import PACKED, register
 from learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
 from learner.errors import BatchError, TrainingBroken
@@ -317,6 +316,8 @@ class Policy:
         self.engine.step()
         clock.lap("optimizer_s")
         skipped = bool(self.engine.optimizer.overflow)
+        if skipped:
+            self._forget_gradients()
         norm = None if skipped else float(self.engine.get_global_grad_norm())
         self._count(skipped)
         return {**self.world.sums(sums), "grad_norm": norm, "lr": rate, "skipped": skipped}
@@ -352,6 +353,13 @@ class Policy:
                 f"{self._skipped_in_row} steps in a row had no finite gradient: the weights are "
                 f"those of {self.num_updates} updates"
             )
+
+    def _forget_gradients(self) -> None:
+        """Drop the gradients of a step that was left out. With offload, DeepSpeed's ZeRO 1 and 2
+        keep those that they add up in another type, and add the next step's to them."""
+        sums = getattr(self.engine.optimizer, "averaged_gradients", None)
+        if self.settings.zero_stage < 3 and sums:
+            sums.update(dict.fromkeys(sums))
 
     def _rate(self) -> float:
         o = self.settings.optimizer
@@ -441,8 +449,7 @@ def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
     }
     if settings.dtype == "bfloat16":
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        if settings.zero_stage > 1:
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(config, settings.deepspeed)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from safetensors.numpy import save
 
+from agentloop.training.checksums import Layout
 from learner.batch import Batch, plan
 from learner.broadcast import Broadcaster
 from learner.checkpoint import Saver, load_checkpoint, read_state
@@ -200,10 +201,8 @@ def _prepare(
         case {"op": "send", "bucket": int(index), "num_updates": int(num), **rest}:
             broadcaster.check(num)
             broadcaster.check_bucket(index)
-            digest = rest.get("digest")
-            if digest not in (None, "float32", "bfloat16"):
-                raise LearnerError(f"digest: a type expected, not {digest!r}")
-            return lambda: broadcaster.send(index, digest)
+            layout = _layout(rest.get("layout"))
+            return lambda: broadcaster.send(index, layout)
         case {"op": "leave"}:
             return broadcaster.leave
         case _:
@@ -233,6 +232,13 @@ def _flag(request: Request, name: str) -> bool:
     if not isinstance(value, bool):
         raise LearnerError(f"{name}: true or false expected, not {value!r}")
     return value
+
+
+def _layout(told: Any) -> Layout | None:
+    try:
+        return None if told is None else Layout(**told)
+    except TypeError as error:
+        raise LearnerError(f"layout: {error}") from error
 
 
 def _batch(policy: Policy, path: str) -> Batch:
@@ -271,11 +277,18 @@ def _step_or_save(
     folder: Path,
     state: dict[str, Any],
 ) -> Answer:
-    """Where training breaks, what it can go on from is saved first: no step that was left out has
-    changed it."""
+    """Train on the batch. Where training breaks, save what it can go on from first, unless a part
+    of the batch's updates was applied: whoever goes on does the whole step again, and would apply
+    those twice. An earlier checkpoint is right then."""
+    before = policy.num_updates
     try:
         return policy.step(batch, lr)
     except TrainingBroken as error:
+        if num_applied := policy.num_updates - before:
+            raise TrainingBroken(
+                f"{error}; nothing is saved, for {num_applied} of the batch's updates were "
+                "applied: go on from the checkpoint before"
+            ) from error
         try:
             saver.save(folder, state)
         except Exception as failed:

@@ -91,7 +91,20 @@ def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
 def _write_shard(path: Path, tensors: dict[str, Any], sha256: dict[str, str]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})  # lets go of Python's lock as it writes
     path.chmod(0o644)  # safetensors writes 0600
-    sha256[path.name] = _sha256(path)
+    sha256[path.name] = _sha256_of(path, tensors)
+
+
+def _sha256_of(path: Path, tensors: dict[str, Any]) -> str:
+    """What the file's checksum must be: of its header, and of the tensors as they are in memory.
+    Whoever reads others there, for whatever reason, finds out."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        header = file.read(int.from_bytes(size, "little"))
+    digest = hashlib.sha256(size + header)
+    places = {name: one for name, one in json.loads(header).items() if name in tensors}
+    for name in sorted(places, key=lambda name: places[name]["data_offsets"]):
+        digest.update(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
 
 
 def verify(folder: Path) -> str:
@@ -210,6 +223,8 @@ def _copy_others(settings: LearnerSettings, target: Path) -> None:
         known = file.suffix in _COPIED and not file.name.endswith(".index.json")
         if file.is_file() and known and file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
+    if settings.chat_template is not None:
+        (target / "chat_template.jinja").write_text(settings.chat_template, "utf-8")
     config = config_of(settings)
     config.pop("torch_dtype", None)  # its name of old
     config["dtype"] = settings.publish_dtype

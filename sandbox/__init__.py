@@ -8,6 +8,7 @@ async with Pool() as pool:
 """
 
 from sandbox.errors import (
+    LostBy,
     Overloaded,
     ProtocolError,
     SandboxError,
@@ -22,6 +23,7 @@ __all__ = [
     "CallError",
     "CallResult",
     "CallStatus",
+    "LostBy",
     "Overloaded",
     "Pool",
     "PoolSettings",

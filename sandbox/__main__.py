@@ -3,45 +3,69 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
+from functools import partial
 
 import anyio
 
-from sandbox.doctor import report
+from sandbox.doctor import examine
+from sandbox.errors import SandboxError
 from sandbox.pool import Pool
 from sandbox.settings import PoolSettings
 
+tell = partial(print, file=sys.stderr, flush=True)
+# All but tab and newline; also those of eight bits, to which terminals listen as well.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-async def doctor() -> int:
-    print(await report(print))
-    return 0
+
+def for_terminal(text: str) -> str:
+    """Text of a program's, which can't command the terminal: control characters are spelled out."""
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-async def run(backend: str, timeout_s: float) -> int:
+async def doctor(as_json: bool) -> int:
+    report = await examine(tell)
+    print(json.dumps(report.as_dict(), indent=2) if as_json else report)
+    return 0 if report.is_isolated else 1
+
+
+async def run(settings: PoolSettings, timeout_s: float) -> int:
     code = await anyio.to_thread.run_sync(sys.stdin.read)
-    settings = PoolSettings.model_validate({"backend": backend, "workers": 1})
-    async with Pool(settings, on_progress=lambda line: print(line, file=sys.stderr)) as pool:
+    async with Pool(settings, on_progress=tell) as pool:
         result = await pool.run(code, timeout_s=timeout_s)
-    sys.stdout.write(result.stdout)
-    sys.stderr.write(result.stderr)
-    if result.result is not None:
-        print(result.result)
+    value = "" if result.result is None else f"{result.result}\n"
+    for stream, text in ((sys.stdout, result.stdout + value), (sys.stderr, result.stderr)):
+        stream.write(for_terminal(text) if stream.isatty() else text)
     if not result.ok:
-        print(f"[{result.status}, {result.run_s:.3f} s]", file=sys.stderr)
+        tell(f"[{result.status}, {result.run_s:.3f} s]")
     return 0 if result.ok else result.exit_code or 1
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
-    actions.add_parser("doctor", help="a table of the layers that hold on this machine")
+    check = actions.add_parser(
+        "doctor",
+        help="a table of the layers that hold on this machine; status 1 if calls are not isolated",
+    )
+    check.add_argument("--json", action="store_true", help="the same for programs")
     one = actions.add_parser("run", help="run the program on standard input")
     one.add_argument("--backend", default="auto", choices=["auto", "docker", "process"])
+    one.add_argument("--allow-weak-isolation", action="store_true")
     one.add_argument("--timeout-s", type=float, default=4.0)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.action == "doctor":
-        return anyio.run(doctor)
-    return anyio.run(run, args.backend, args.timeout_s)
+        return anyio.run(doctor, args.json)
+    settings = PoolSettings(
+        backend=args.backend, workers=1, allow_weak_isolation=args.allow_weak_isolation
+    )
+    try:
+        return anyio.run(run, settings, args.timeout_s)
+    except (SandboxError, ValueError) as error:
+        tell(f"error: {error}")
+        return 2
 
 
 if __name__ == "__main__":

@@ -10,9 +10,19 @@ from pydantic import Field
 
 from sandbox.errors import SandboxError
 from sandbox.results import CallResult
+from sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 MAX_BATCH = 65_536
+MAX_ERRORS = 100  # of which the first is named
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, pydantic.BeforeValidator(_integral)]
+"""What JSON Schema calls an integer: also 1.0, but no boolean and no string."""
 
 
 class Refused(SandboxError):
@@ -24,7 +34,42 @@ class Refused(SandboxError):
         self.body = {"error": {"type": kind, "message": message, "field": field}}
 
 
-class RunRequest(pydantic.BaseModel, extra="forbid"):
+class ValueCounter:
+    """Counts the values in a JSON text as it arrives, names included: ten million empty lists are a
+    short text, and long to parse. Of a text that is not JSON, the beginning is counted."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._in_string = False
+        self._escapes_next = False
+
+    def feed(self, data: bytes) -> int:
+        """How many there are so far."""
+        if not data:
+            return self.num
+        if self._escapes_next:
+            data = data[1:]
+        num_backslashes = len(data) - len(data.rstrip(b"\\"))
+        self._escapes_next = num_backslashes % 2 == 1
+        if self._escapes_next:
+            data = data[:-1]
+        parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        self.num += sum(map(outside.count, (b"[", b"{", b",", b":")))
+        return self.num
+
+
+def has_more_values(text: bytes, most: int) -> bool:
+    """Whether there are more than `most`, found without a look at all of a long text."""
+    if len(text) <= most:
+        return False
+    counter = ValueCounter()
+    starts = range(0, len(text), 1 << 18)
+    return any(counter.feed(text[start : start + (1 << 18)]) > most for start in starts)
+
+
+class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
     """`POST /v1/run`, `POST /v1/sessions/{id}/run`: one program, or one cell."""
 
     code: str
@@ -32,22 +77,44 @@ class RunRequest(pydantic.BaseModel, extra="forbid"):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         default=None, description="Wall time of the program in seconds. Default: the pool's."
     )
+    memory_mib: Annotated[int, Field(ge=1), pydantic.BeforeValidator(_integral)] | None = Field(
+        default=None,
+        description="What the program's processes may hold together. Default, and the most: the "
+        "pool's.",
+    )
 
 
-class LinkRequest(RunRequest, extra="ignore", strict=True):
+class LinkRequest(RunRequest, extra="ignore"):
     """A `run` frame of a link (remote.py), without its `op` and `id`."""
 
     session: int | None = None
+    opens: bool = False
+    max_output_bytes: Annotated[int, Field(gt=0)] | None = None
+    keep_output_bytes: Annotated[int, Field(gt=0, le=MAX_KEPT_BYTES)] | None = None
+
+    @property
+    def output(self) -> OutputLimits | None:
+        if self.max_output_bytes is None or self.keep_output_bytes is None:
+            return None
+        return OutputLimits(self.max_output_bytes, self.keep_output_bytes)
 
 
 class SessionRequest(pydantic.BaseModel, extra="forbid"):
     """`POST /v1/sessions`: nothing can be chosen."""
 
 
-class BatchRequest(pydantic.BaseModel, extra="forbid"):
+class BatchRequest(pydantic.BaseModel, extra="forbid", strict=True):
     """`POST /v1/run/batch`: the answer has a line for each call, as each finishes."""
 
-    calls: Annotated[list[RunRequest], Field(min_length=1, max_length=MAX_BATCH)]
+    calls: Annotated[
+        list[RunRequest], Field(min_length=1, max_length=MAX_BATCH), pydantic.FailFast()
+    ]
+
+
+def max_values(model: type[pydantic.BaseModel]) -> int:
+    """How many values a request of this kind may have: some for each of its calls."""
+    is_batch = any(field in model.model_fields for field in ("calls", "submissions"))
+    return 16 * MAX_BATCH if is_batch else 1000
 
 
 def parse(model: type[Model], body: bytes | bytearray) -> Model:
@@ -63,7 +130,10 @@ def check(model: type[Model], fields: Any) -> Model:
     try:
         return model.model_validate(fields)
     except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False)[0]
+        if error.error_count() > MAX_ERRORS:  # to list them all takes seconds
+            why = f"{error.error_count()} fields are wrong"
+            raise Refused(400, "bad_request", why) from None
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"])) or None
         message = f"{field}: {problem['msg']}" if field else problem["msg"]
         raise Refused(400, "bad_request", message, field) from error

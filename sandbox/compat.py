@@ -1,9 +1,13 @@
 """Two protocols that others speak, so that their clients need no change.
 
 Code Judge (github.com/0xWJ/code-judge): submissions with a `type`, judged by comparing standard
-output with `expected_output`, both stripped. SandboxFusion (github.com/bytedance/SandboxFusion):
-`/run_code`. Not covered: other languages than Python, Code Judge's `options`, SandboxFusion's
-`files`, `fetch_files` and notebooks. Each is refused in the words of its protocol, never ignored.
+output with `expected_output`, both stripped. Its own client takes no field that it does not know,
+and models have been trained on its texts: both are kept to the letter. SandboxFusion
+(github.com/bytedance/SandboxFusion): `/run_code`.
+
+Not covered: other languages than Python, Code Judge's `options`, SandboxFusion's `files`,
+`fetch_files` and notebooks. Each is refused in the words of its protocol, never ignored. Both
+services hold a program's output in memory, whole; here it is bounded (MAX_OUTPUT_BYTES).
 """
 
 from __future__ import annotations
@@ -14,15 +18,20 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from sandbox.api import MAX_BATCH
+from sandbox.api import MAX_BATCH, Integer
 from sandbox.results import CallResult, CallStatus
+from sandbox.settings import MAX_KEPT_BYTES, OutputLimits
+
+MAX_OUTPUT_BYTES = 64 << 20  # a program that writes more has failed
+KEEP_BYTES = 64 * 1024  # at least; what else is kept is to be compared
+TIMEOUT_LINE = "Suicide from timeout.\n"  # what Code Judge's programs write as their time is up
 
 
 def new_id() -> str:
     return str(uuid.uuid4())
 
 
-class Submission(pydantic.BaseModel):
+class Submission(pydantic.BaseModel, strict=True):
     """Code Judge's `/run` and `/judge`."""
 
     sub_id: str | None = None
@@ -33,12 +42,14 @@ class Submission(pydantic.BaseModel):
     expected_output: str | None = None
 
 
-class BatchSubmission(pydantic.BaseModel):
+class BatchSubmission(pydantic.BaseModel, strict=True):
     """Code Judge's `/run/batch` and its like."""
 
     sub_id: str | None = None
     type: Literal["batch"] = "batch"
-    submissions: Annotated[list[Submission], Field(min_length=1, max_length=MAX_BATCH)]
+    submissions: Annotated[
+        list[Submission], Field(min_length=1, max_length=MAX_BATCH), pydantic.FailFast()
+    ]
 
 
 _REASONS = {
@@ -50,37 +61,67 @@ _REASONS = {
 
 
 def refused_submission(submission: Submission, *, with_output: bool) -> dict[str, Any] | None:
-    """The answer to what isn't run here, or None."""
-    if submission.type == "python" and not submission.options:
+    """The answer to what isn't run here, or None. With output, standard error says why."""
+    if submission.type != "python":
+        why = f"the type {submission.type!r} is not offered here, only 'python'"
+    elif submission.options:
+        why = "options are not offered here"
+    elif _size(submission.expected_output) > MAX_KEPT_BYTES:
+        why = f"expected_output has more than {MAX_KEPT_BYTES} bytes"
+    else:
         return None
-    what = f"the type {submission.type!r}" if submission.type != "python" else "options"
-    why = f"{what}: not offered here, where plain Python is run"
-    answer: dict[str, Any] = {
-        "sub_id": submission.sub_id or new_id(),
-        "success": False,
-        "run_success": False,
-        "cost": 0.0,
-        "reason": "invalid_input",
-        "message": why,
-    }
-    return answer | {"stdout": "", "stderr": why} if with_output else answer
+    return _answer(submission, reason="invalid_input", output=("", why) if with_output else None)
 
 
-def judged(submission: Submission, result: CallResult, *, with_output: bool) -> dict[str, Any]:
-    """A result in Code Judge's words. Output whose middle was left out matches nothing."""
+def output_limits(submission: Submission) -> OutputLimits:
+    """As much is kept as is to be compared: an output of which less is left cannot be equal."""
+    wanted = KEEP_BYTES + _size(submission.expected_output)
+    return OutputLimits(MAX_OUTPUT_BYTES, min(wanted, MAX_KEPT_BYTES))
+
+
+def judged(
+    submission: Submission, result: CallResult, *, with_output: bool, num_chars: int
+) -> dict[str, Any]:
+    """A result in Code Judge's words, with the first `num_chars` of each stream."""
     expected = submission.expected_output
-    success = result.ok and (expected is None or result.stdout.strip() == expected.strip())
-    answer: dict[str, Any] = {
+    stdout = result.stdout
+    if result.status is CallStatus.TIMEOUT:
+        stdout += TIMEOUT_LINE
+    return _answer(
+        submission,
+        reason=_REASONS.get(result.status, ""),
+        success=result.ok and (expected is None or result.stdout.strip() == expected.strip()),
+        run_success=result.ok,
+        cost=result.run_s,
+        output=(stdout[:num_chars], _stderr(result)[:num_chars]) if with_output else None,
+    )
+
+
+def _answer(
+    submission: Submission,
+    *,
+    reason: str,
+    success: bool = False,
+    run_success: bool = False,
+    cost: float = 0.0,
+    output: tuple[str, str] | None,
+) -> dict[str, Any]:
+    """The fields of Code Judge's SubmissionResult (JudgeResult without output), and no others."""
+    answer = {
         "sub_id": submission.sub_id or new_id(),
         "success": success,
-        "run_success": result.ok,
-        "cost": result.run_s,
-        "reason": _REASONS.get(result.status, ""),
+        "run_success": run_success,
+        "cost": cost,
+        "reason": reason,
     }
-    return answer | {"stdout": result.stdout, "stderr": _stderr(result)} if with_output else answer
+    return answer | dict(zip(("stdout", "stderr"), output or (), strict=False))
 
 
-class RunCodeRequest(pydantic.BaseModel):
+def _size(text: str | None) -> int:
+    return len((text or "").encode())
+
+
+class RunCodeRequest(pydantic.BaseModel, strict=True):
     """SandboxFusion's `/run_code`."""
 
     code: str
@@ -88,13 +129,13 @@ class RunCodeRequest(pydantic.BaseModel):
     stdin: str | None = None
     compile_timeout: float = 10.0
     run_timeout: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    memory_limit_MB: int = -1
+    memory_limit_MB: Annotated[Integer, Field(ge=-1, le=1 << 30)] = -1
     files: dict[str, str | None] = Field(default_factory=dict)
     fetch_files: list[str] = Field(default_factory=list)
 
 
 def refused_code(request: RunCodeRequest) -> dict[str, Any] | None:
-    """The answer to what isn't run here, or None. The pool's own memory limit always holds."""
+    """The answer to what isn't run here, or None."""
     if request.language != "python":
         why = f"language: {request.language!r} is not offered here, only 'python'"
     elif request.files or request.fetch_files:
@@ -104,10 +145,22 @@ def refused_code(request: RunCodeRequest) -> dict[str, Any] | None:
     return _fusion("SandboxError", why, None)
 
 
+def memory_mib(request: RunCodeRequest, most: int) -> int | None:
+    """What the program may hold; `most` is the pool's own limit, which always holds."""
+    return min(request.memory_limit_MB, most) if request.memory_limit_MB > 0 else None
+
+
+RUN_CODE_OUTPUT = OutputLimits(MAX_OUTPUT_BYTES, MAX_KEPT_BYTES)
+
+
 def run_code_answer(result: CallResult) -> dict[str, Any]:
-    """A result in SandboxFusion's words."""
+    """A result in SandboxFusion's words. Its clients compare the output, so one whose middle is
+    left out is no answer."""
     if result.status.infrastructure:
         return _fusion("SandboxError", result.error.message if result.error else "", None)
+    if result.ok and result.stdout_bytes > MAX_KEPT_BYTES:
+        why = f"the output has {result.stdout_bytes} bytes; the most is {MAX_KEPT_BYTES}"
+        return _fusion("SandboxError", why, None)
     timed_out = result.status is CallStatus.TIMEOUT
     code = result.exit_code if result.exit_code is not None else -(result.signal or 1)
     run = {

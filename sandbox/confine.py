@@ -6,8 +6,7 @@ With the rights of root the calls get uids of their own. An ordinary user gets a
 instead, and each call user, mount and pid namespaces of its own. Where neither is allowed, calls
 are ordinary processes of the user under limits: the layers, which the worker passes on, say so.
 
-Not covered without containers: the memory of a call's processes together (each is limited alone)
-and, outside a namespace, files that the user can read.
+Not covered without containers: outside a namespace, files that the user can read.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
-PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 38, 24
-CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
+PR_SET_NO_NEW_PRIVS, PR_CAPBSET_READ, PR_CAPBSET_DROP = 38, 23, 24
+CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_ADMIN = 5, 6, 7, 19, 21
+CAP_SYS_RESOURCE = 24
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
@@ -135,16 +135,6 @@ def interpreter_dirs() -> list[str]:
     dirs = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     dirs |= {os.path.abspath(sys.prefix), os.path.abspath(sys.base_prefix)}
     return sorted(d for d in dirs if not d.startswith("/usr/") and d not in SYSTEM)
-
-
-def fit_uid_base(wanted: int, count: int) -> int:
-    """`wanted`, or a base inside what this user namespace maps (a remapped engine)."""
-    with open("/proc/self/uid_map") as f:
-        ranges = [tuple(map(int, line.split())) for line in f]
-    if any(inside <= wanted and wanted + count <= inside + size for inside, _, size in ranges):
-        return wanted
-    inside, _, size = max(ranges, key=lambda r: r[2])
-    return inside + 1000 + wanted % max(1, size - 1000 - count)
 
 
 def build_root(base: str, num_lanes: int, proc: str = "") -> None:
@@ -280,7 +270,8 @@ def keep_caps(*kept: int) -> None:
     for number in range(64):
         if number not in kept and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             break
-    mask = sum(1 << number for number in kept)
+    there = (number for number in kept if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
+    mask = sum(1 << number for number in there)
     header = struct.pack("<Ii", 0x20080522, 0)
     low = mask & 0xFFFFFFFF
     data = struct.pack("<6I", low, low, 0, 0, 0, 0)
@@ -312,7 +303,7 @@ def describe(spaces: str, rooted: str, filtered: str, apart: str, counted: bool)
         "uid": "one per call" if one_each else apart,
         "capabilities": "none in a call",
         "system calls": filtered,
-        "memory": "address space of each process; no: all processes of a call together",
+        "memory": "limit per call",
         "process count": "limit per call" if one_each or counted else "limit per worker",
     }
 
@@ -323,8 +314,8 @@ def start(spec: dict[str, Any]) -> None:
     spaces = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid)
-    uid_base = fit_uid_base(spec["uid_base"], spec["lanes"])
-    told: dict[str, Any] = {"uid_base": uid_base}  # the worker's settings, as they have come to be
+    uid_base = spec["uid_base"]
+    told: dict[str, Any] = {}  # the worker's settings, as they have come to be
     rooted = "no: calls see the files that the user sees"
     apart, counted = "no: every call has yours, and may signal your processes", False
     if spaces == "root":
@@ -357,9 +348,10 @@ def start(spec: dict[str, Any]) -> None:
     told["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
     if spaces == "user":
         allow_views(spec["seccomp"])
-        keep_caps(CAP_KILL, CAP_SYS_ADMIN)
+        keep_caps(CAP_KILL, CAP_SYS_ADMIN, CAP_SYS_PTRACE)  # the last to measure calls' memory
     elif os.getuid() == 0:
-        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID)
+        # Where root has the last two: to measure calls' memory, and to fix their OOM scores.
+        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filtered = "own allow list (seccomp)"
     try:

@@ -1,8 +1,9 @@
 """Workers in containers, through aiodocker.
 
 A container gets: no network, a read-only root, no capability but the three that the uid switch
-needs, no new privileges, no swap, a bound on processes, our own system call filter, no IPC, and
-a small tmpfs. Its command carries the worker's source, so nothing of ours is in the image.
+needs and two to watch over calls' memory, no new privileges, no swap, a bound on processes, our own
+system call filter, no IPC, and a small tmpfs. Its command carries the worker's source, so nothing
+of ours is in the image.
 
 The worker connects to a socket in a directory that is mounted for this one purpose. We close the
 listener and remove the directory as soon as it has, before the first call: a call finds nothing
@@ -30,20 +31,24 @@ from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
 
 from sandbox.backend import (
+    REMAPPED_UIDS,
     TUNED,
+    UIDS,
     greeting,
     lane_size,
     num_lanes,
     read_boot,
     read_profile,
     uid_range,
+    worker_bytes,
 )
-from sandbox.engine import connect, is_local
+from sandbox.engine import connect, is_local, local_engine, what_it_said
 from sandbox.errors import SandboxUnavailable
 from sandbox.image import ensure_image
 from sandbox.link import Link, SocketProtocol, wait_ready
 from sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
 from sandbox.settings import PoolSettings
+from sandbox.worker.kernel import CAP_SYS_PTRACE, CAP_SYS_RESOURCE, can_have_cap
 
 log = logging.getLogger("sandbox")
 
@@ -52,6 +57,11 @@ INSIDE = "/run/agentloop"
 SCRATCH = "/tmp"
 INNER = "/home"  # of a lane's directory
 OOM_SCORE_ADJ = 500
+# To measure what calls hold of memory, and to give them an OOM score that they can't lower. One
+# that an engine lacks itself would keep its containers from starting.
+_CAPS = {"SYS_PTRACE": CAP_SYS_PTRACE, "SYS_RESOURCE": CAP_SYS_RESOURCE}
+CAPS_HERE = tuple(name for name, number in _CAPS.items() if can_have_cap(number))
+CAPS_ELSEWHERE = ("SYS_PTRACE",)
 CREATE_TIMEOUT_S = 30.0
 REMOVE_TIMEOUT_S = 10.0
 SWEEP_EVERY_S = 2.0
@@ -63,30 +73,36 @@ LAYERS = {
     "uid": "one per call",
     "capabilities": "none in a call",
     "system calls": "own allow list (seccomp)",
-    "memory": "cgroup and address space",
+    "memory": "limit per call, and the cgroup",
     "processes": "cgroup, and a limit per call",
 }
 
 
-def host_config(settings: PoolSettings, socket_dir: Path | None, uid_base: int) -> dict[str, Any]:
-    """The walls, in the Engine's words."""
-    memory = settings.memory_mib << 20
-    pids = 64 + settings.processes_per_call * settings.slots_per_worker
+def host_config(
+    settings: PoolSettings,
+    socket_dir: Path | None,
+    uid_base: int,
+    memory: int,
+    caps: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The walls, in the Engine's words. `memory`: bytes, of all calls together. `caps`: what the
+    worker gets beside the capabilities that it can't do without."""
+    calls = settings.slots_per_worker + settings.sessions_per_worker
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
     ]  # fmt: skip
     return {
         "CapDrop": ["ALL"],
-        "CapAdd": ["SETUID", "SETGID", "KILL"],
+        "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
         "SecurityOpt": ["no-new-privileges", f"seccomp={read_profile()}"],
         "ReadonlyRootfs": True,
         "NetworkMode": "none",
         "IpcMode": "none",
-        "PidsLimit": pids + 2 * settings.sessions_per_worker,
+        "PidsLimit": 64 + num_lanes(settings) + settings.processes_per_call * calls,
         "Memory": memory,
         "MemorySwap": memory,
-        # The least that a process inside can give itself: a call starts with 1000, and one that
-        # lowers it to fill the memory must still be the one that is killed, not its neighbours.
+        # Less than a call's 1000: where memory runs out after all, the worker is killed last. It
+        # is also the least that a process inside can give itself where scores aren't fixed.
         "OomScoreAdj": OOM_SCORE_ADJ,
         "Tmpfs": file_systems(settings, uid_base),
         "LogConfig": {"Type": "none"},
@@ -110,11 +126,15 @@ def file_systems(settings: PoolSettings, uid_base: int) -> dict[str, str]:
 class _Engine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
-    def __init__(self, docker: aiodocker.Docker, local: bool, remapped: bool, image: str) -> None:
+    def __init__(
+        self, docker: aiodocker.Docker, local: bool, remapped: bool, image: str, worker_bytes: int
+    ) -> None:
         self.docker = docker
         self.local = local
         self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
+        self.worker_bytes = worker_bytes  # the memory of each of its workers
+        self.caps = CAPS_HERE if local else CAPS_ELSEWHERE
         self.num_workers = 0
         self.avoid_until = 0.0  # it refused a worker: others first, for a while
         self.left: set[str] = set()  # names of containers that could not be removed yet
@@ -165,7 +185,8 @@ class DockerBackend:
         engine.num_workers += 1
         try:
             open_worker = self._by_socket if engine.local else self._by_attach
-            with uid_range(engine.remapped) as uid_base:
+            uids = REMAPPED_UIDS if engine.remapped else UIDS
+            with uid_range(self._settings, uids) as uid_base:
                 async with open_worker(engine, worker_id, uid_base) as link:
                     self.layers = LAYERS | link.hello["layers"]  # its kernel may have more
                     yield link
@@ -174,7 +195,8 @@ class DockerBackend:
             raise
         except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
             engine.avoid_until = anyio.current_time() + AVOID_S
-            raise SandboxUnavailable(f"the engine refused a worker: {error}") from error
+            why = what_it_said(error)
+            raise SandboxUnavailable(f"the engine refused a worker: {why}") from error
         finally:
             engine.num_workers -= 1
 
@@ -184,7 +206,7 @@ class DockerBackend:
     ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         loop = asyncio.get_running_loop()
-        protocol = SocketProtocol(link, self._greeting(uid_base))
+        protocol = SocketProtocol(link, self._greeting(engine, uid_base))
         outer = make_dir()  # 0700: keeps everybody on the host out
         try:
             inner = outer / "socket"
@@ -231,8 +253,15 @@ class DockerBackend:
         if failed is not None:
             raise failed
 
-    def _greeting(self, uid_base: int) -> bytes:
-        return greeting(self._settings, scratch=SCRATCH, inner=INNER, uid_base=uid_base)
+    def _greeting(self, engine: _Engine, uid_base: int) -> bytes:
+        return greeting(
+            self._settings,
+            scratch=SCRATCH,
+            inner=INNER,
+            uid_base=uid_base,
+            worker_bytes=engine.worker_bytes,
+            own_cgroup=True,
+        )
 
     @asynccontextmanager
     async def _by_attach(
@@ -241,7 +270,7 @@ class DockerBackend:
         link = Link(worker_id)
         outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         link.write = outgoing.put_nowait  # bounded by the slots: one frame for each
-        link.write(self._greeting(uid_base))
+        link.write(self._greeting(engine, uid_base))
         failed: Exception | None = None
         async with (
             self._container(engine, worker_id, uid_base, "stdio:", None) as container,
@@ -303,7 +332,9 @@ class DockerBackend:
             "OpenStdin": attached,
             "StdinOnce": attached,
             "Labels": {LABEL: worker_id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()},
-            "HostConfig": host_config(self._settings, socket_dir, uid_base),
+            "HostConfig": host_config(
+                self._settings, socket_dir, uid_base, engine.worker_bytes, engine.caps
+            ),
         }
         name = f"agentloop-sandbox-{worker_id}"
         made = True
@@ -368,6 +399,24 @@ async def reap_containers(docker: aiodocker.Docker, local: bool) -> int:
     return num
 
 
+async def _prepared(
+    docker: aiodocker.Docker,
+    url: str,
+    settings: PoolSettings,
+    num_workers: int,
+    on_progress: Callable[[str], None],
+) -> _Engine:
+    """An engine on which nothing of dead owners is left, and which has the image."""
+    if num := await reap_containers(docker, is_local(url)):
+        on_progress(f"Removed {num} containers that a killed process had left.")
+    image = await ensure_image(docker, settings.image, on_progress, settings.packages)
+    info = await docker.system.info()
+    options = info["SecurityOptions"] or []
+    remapped = any("userns" in option or "rootless" in option for option in options)
+    memory = worker_bytes(settings, info["MemTotal"], num_workers)
+    return _Engine(docker, is_local(url), remapped, image, memory)
+
+
 @asynccontextmanager
 async def docker_backend(
     settings: PoolSettings, on_progress: Callable[[str], None]
@@ -379,14 +428,24 @@ async def docker_backend(
     await anyio.to_thread.run_sync(reap_dirs)
     async with AsyncExitStack() as stack:
         engines = []
-        for url in settings.engines or [""]:
-            docker = await stack.enter_async_context(connect(url, settings.engine_certs))
-            if num := await reap_containers(docker, is_local(url)):
-                on_progress(f"Removed {num} containers that a killed process had left.")
-            image = await ensure_image(docker, settings.image, on_progress)
-            options = (await docker.system.info())["SecurityOptions"] or []
-            remapped = any("userns" in option or "rootless" in option for option in options)
-            engines.append(_Engine(docker, is_local(url), remapped, image))
+        urls = settings.engines or [""]
+        num_workers = -(-settings.workers // len(urls))
+        for url in urls:
+            docker = await stack.enter_async_context(
+                connect(
+                    url,
+                    settings.engine_certs,
+                    timeout_s=settings.engine_timeout_s,
+                    on_progress=on_progress,
+                )
+            )
+            try:
+                prepared = await _prepared(docker, url, settings, num_workers, on_progress)
+            except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+                where = url or local_engine()
+                said = what_it_said(error) or "no answer in time"
+                raise SandboxUnavailable(f"the Docker Engine at {where} failed: {said}") from error
+            engines.append(prepared)
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
             group.start_soon(engine.sweep)

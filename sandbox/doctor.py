@@ -1,8 +1,11 @@
-"""Which walls stand on this machine, for containers and for local processes."""
+"""Which walls stand on this machine, for containers and for local processes, and which a pool uses
+that is told nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import anyio
 
@@ -12,11 +15,58 @@ from sandbox.pool import Pool
 from sandbox.settings import PoolSettings
 
 PROBE = "import os; print(6 * 7, os.getuid())"
+ENGINE_TIMEOUT_S = 30.0  # a pool waits for longer, but not somebody who looks at a terminal
+NAMES = {"docker": "containers", "process": "local processes"}
 
 
-async def examine(backend: str, progress: Callable[[str], None]) -> dict[str, str]:
-    """Layer by layer what holds; a single "unavailable" where no worker comes up."""
-    settings = PoolSettings.model_validate({"backend": backend, "workers": 1, "preload": []})
+@dataclass(frozen=True)
+class Report:
+    """What `python -m sandbox doctor` found."""
+
+    forms: dict[str, dict[str, str]]
+    """Layer by layer what holds in each form; a single "unavailable" where no worker comes up."""
+    backend: str | None
+    """Where a pool with default settings runs its calls; None where it refuses to start."""
+    why: str
+    """Why it refuses."""
+
+    @property
+    def is_isolated(self) -> bool:
+        return self.backend is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "isolated": self.is_isolated,
+            "backend": self.backend,
+            "why": self.why,
+            "forms": self.forms,
+        }
+
+    def __str__(self) -> str:
+        verdict = f"By default a pool does not start here: {self.why}."
+        if self.backend is not None:
+            verdict = (
+                f"By default a pool runs its calls in {NAMES[self.backend]} here, where they are "
+                "isolated from each other, the network and the disk."
+            )
+        return f"{_table(self.forms)}\n\n{verdict}"
+
+
+async def examine(progress: Callable[[str], None]) -> Report:
+    """Start a worker of each form, and then a pool with default settings."""
+    forms = {
+        f"containers (image {image_tag()})": await _layers("docker", progress),
+        "local processes": await _layers("process", progress),
+    }
+    try:
+        async with Pool(_settings("auto"), on_progress=progress) as pool:
+            return Report(forms, pool.stats()["backend"], "")
+    except SandboxError as error:
+        return Report(forms, None, str(error))
+
+
+async def _layers(backend: str, progress: Callable[[str], None]) -> dict[str, str]:
+    settings = _settings(backend, allow_weak_isolation=True)  # to tell what is weak
     try:
         async with Pool(settings, on_progress=progress) as pool:
             with anyio.fail_after(30):
@@ -27,20 +77,16 @@ async def examine(backend: str, progress: Callable[[str], None]) -> dict[str, st
         return {"unavailable": str(error)}
 
 
-def table(columns: dict[str, dict[str, str]]) -> str:
+def _settings(backend: str, **more: Any) -> PoolSettings:
+    few = {"workers": 1, "preload": [], "engine_timeout_s": ENGINE_TIMEOUT_S}
+    return PoolSettings.model_validate({"backend": backend, **few, **more})
+
+
+def _table(forms: dict[str, dict[str, str]]) -> str:
     """One block for each form, aligned; a missing wall begins with "no"."""
     lines = []
-    for title, layers in columns.items():
+    for title, layers in forms.items():
         lines.append(title)
         width = max(map(len, layers))
         lines += [f"  {name:<{width}}  {text}" for name, text in layers.items()]
     return "\n".join(lines)
-
-
-async def report(progress: Callable[[str], None]) -> str:
-    return table(
-        {
-            f"containers (image {image_tag()})": await examine("docker", progress),
-            "local processes": await examine("process", progress),
-        }
-    )

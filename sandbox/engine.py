@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import aiodocker
 import aiohttp
 import anyio
 
-from sandbox.errors import SandboxUnavailable
+from sandbox.errors import NoEngine, SandboxUnavailable
 
 ANSWER_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 60.0
@@ -37,14 +38,23 @@ def is_local(engine: str) -> bool:
 
 
 @asynccontextmanager
-async def connect(engine: str = "", certs: str = "") -> AsyncIterator[aiodocker.Docker]:
-    """A client of an engine that answers. Raises SandboxUnavailable for one that doesn't.
+async def connect(
+    engine: str = "",
+    certs: str = "",
+    *,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+    on_progress: Callable[[str], None] = lambda line: None,
+) -> AsyncIterator[aiodocker.Docker]:
+    """Connect to an engine and wait until it has answered once, for at most `timeout_s`.
 
     certs: the directory of ca.pem, cert.pem and key.pem, for TLS over tcp. Empty: as Docker's own
     client does it, TLS if DOCKER_TLS_VERIFY is set, by DOCKER_CERT_PATH (else ~/.docker).
 
     The connectors are unlimited: an attached stream holds a connection for a worker's life, and
     with the default of 100 the hundred-and-first request of any kind would hang.
+
+    Raises NoEngine where nothing listens, SandboxUnavailable for an engine that does not answer in
+    time, refuses or breaks the connection.
     """
     engine = engine or local_engine()
     scheme, _, where = engine.partition("://")
@@ -64,18 +74,72 @@ async def connect(engine: str = "", certs: str = "") -> AsyncIterator[aiodocker.
     docker = aiodocker.Docker(url=url, connector=connector, timeout=timeout)
     try:
         try:
-            with anyio.fail_after(ANSWER_TIMEOUT_S):
-                await docker.version()
-        except (OSError, aiohttp.ClientError, aiodocker.DockerError, TimeoutError) as error:
-            raise SandboxUnavailable(
-                f"no Docker Engine answers at {engine} ({error or 'no answer in time'}); "
-                f"{_advice(str(error))}"
-            ) from error
+            await _until_it_answers(docker, engine, timeout_s, on_progress)
+        except (OSError, aiohttp.ClientError, aiodocker.DockerError) as error:
+            raise _unavailable(engine, error) from error
         yield docker
     finally:
         with anyio.CancelScope(shield=True), anyio.move_on_after(5):
             await docker.close()
             await connector.close()
+
+
+async def _until_it_answers(
+    docker: aiodocker.Docker, engine: str, timeout_s: float, on_progress: Callable[[str], None]
+) -> None:
+    """Ask until an answer comes, each time with twice the patience: an engine that is starting may
+    never answer the first request, and a slow one answers a later one."""
+    began = anyio.current_time()
+    patience_s = ANSWER_TIMEOUT_S
+    while True:
+        left_s = began + timeout_s - anyio.current_time()
+        if left_s <= 0:
+            raise SandboxUnavailable(
+                f"the Docker Engine at {engine} has not answered for {timeout_s:g} s. Is it "
+                "starting, or stuck (try `docker info`)? A longer wait is set by engine_timeout_s"
+            )
+        with anyio.move_on_after(min(patience_s, left_s)):
+            try:
+                await docker.version()
+            except TimeoutError:  # aiohttp's own
+                continue
+            return
+        waited_s = anyio.current_time() - began
+        if waited_s < timeout_s:
+            on_progress(
+                f"The Docker Engine at {engine} has not answered for {waited_s:.0f} s; "
+                f"waiting for at most {timeout_s:g} s ..."
+            )
+        patience_s *= 2
+
+
+def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
+    """What is wrong with an engine, in words for people."""
+    # aiodocker wraps what aiohttp says, without naming it as the cause.
+    origin = error.__context__ if isinstance(error, aiodocker.DockerError) else error
+    where = f"no Docker Engine answers at {engine}"
+    match origin:
+        case OSError(errno=errno.ENOENT):
+            return NoEngine(f"{where}: there is no such socket")
+        case OSError(errno=errno.ECONNREFUSED):
+            return NoEngine(f"{where}: nothing listens there")
+        case OSError(errno=errno.EACCES):
+            return SandboxUnavailable(
+                f"this user may not use the Docker Engine at {engine}: permission denied. Add the "
+                "user to the group docker, or choose local processes by the setting backend=process"
+            )
+        case aiohttp.ClientConnectorCertificateError():
+            said = str(origin.certificate_error)
+        case aiohttp.ClientConnectorError():
+            said = origin.os_error.strerror or str(origin.os_error)
+        case _:
+            said = what_it_said(error)
+    return SandboxUnavailable(f"{where}: {said or type(error).__name__}; {_advice(said)}")
+
+
+def what_it_said(error: Exception) -> str:
+    """An engine's error without aiodocker's number before it."""
+    return error.message if isinstance(error, aiodocker.DockerError) else str(error)
 
 
 def _advice(error: str) -> str:

@@ -1,7 +1,9 @@
 """Who may talk to the service: tokens, Host and Origin.
 
 On loopback no token is needed, so a page in the user's own browser must not get through: an exact
-check of Host stops DNS rebinding, one of Origin stops cross-site requests.
+check of Host stops DNS rebinding, and one of Origin stops cross-site requests. With a token Host is
+not checked, since a page that reaches the server under another name does not know the token; so the
+server may be reached by any name that leads to it. Paths that want no token hold nothing secret.
 """
 
 from __future__ import annotations
@@ -55,15 +57,17 @@ class Guard:
         self._token = token.encode() if token else None
         self._allowed = {name.lower() for name in allowed_hosts}
         self._names = {host.lower(), *self._allowed}
-        self._any_address = host in ("0.0.0.0", "::")
-        if self._any_address or is_loopback(host):
+        if is_loopback(host):
             self._names |= {"localhost", "127.0.0.1", "::1"}
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
         """None for a welcome request, else a status and the reason."""
         host, origin = headers.get("Host"), headers.get("Origin")
-        if not self._knows(host):
-            return 403, f"Host {host!r} is not one of this server's; see allowed_hosts"
+        if self._token is None and not self._knows(host):
+            return 403, (
+                f"Host {host!r} is not one of this server's: add its name to allowed_hosts, or "
+                "set a token"
+            )
         if origin is not None and not self._knows_origin(origin, host or ""):
             return 403, f"Origin {origin!r} may not use this server"
         if self._open_paths(path) or self._token is None:
@@ -76,8 +80,7 @@ class Guard:
         return 401, "a token is needed: send `Authorization: Bearer TOKEN`"
 
     def _knows(self, host: str | None) -> bool:
-        name = _name_of(host or "")
-        return name in self._names or (self._any_address and _is_address(name))
+        return _name_of(host or "") in self._names
 
     def _knows_origin(self, origin: str, host: str) -> bool:
         """Its own, port and all: another program on this machine may have a page at another port.

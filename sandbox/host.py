@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import anyio
+import anyio.lowlevel
 from aiohttp import web
 
-from sandbox.api import LinkRequest, check
-from sandbox.errors import ProtocolError, SandboxError, SessionLost
+from sandbox.api import LinkRequest, check, has_more_values, max_values
+from sandbox.errors import LostBy, ProtocolError, SandboxError, SessionLost
 from sandbox.pool import GRACE_S, Pool
 from sandbox.protocol import FrameReader, encode
 from sandbox.remote import Outbox
@@ -25,19 +27,33 @@ LOAD_EVERY_S = 0.25
 MAX_REASON_BYTES = 123  # of a WebSocket's close frame
 
 
+class _Frames(FrameReader):
+    """Of a client, whose frames may be anything."""
+
+    @staticmethod
+    def _parse(body: bytes) -> dict[str, Any]:
+        if has_more_values(body, most := max_values(LinkRequest)):
+            raise ProtocolError(f"a frame has at most {most} values")
+        return FrameReader._parse(body)
+
+
 class Guest:
     """One connected client: its calls, its sessions. All of them end with the connection."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, hold: Callable[[int], bool]) -> None:
+        """`hold` is told how many bytes are held for the client, and says whether they may be."""
         self._pool = pool
+        self._hold = hold
+        self._num_held = 0  # of its open calls
         self._outbox = Outbox()
         self._scopes: dict[int, anyio.CancelScope] = {}
+        self._cells: dict[int, anyio.CancelScope] = {}  # by session; also of one that is opened
         # As many again wait here as can run, so that no slot waits for the network.
         self._num_slots = 2 * pool.stats()["slots"]
 
     async def serve(self, socket: web.WebSocketResponse) -> None:
         """Until the client leaves, or sends what is no frame: then it is told why, and closed."""
-        reader = FrameReader()
+        reader = _Frames()
         why = ""
         async with Sessions(self._pool) as self._sessions, anyio.create_task_group() as self._group:
             self._group.start_soon(self._outbox.send_all, socket)
@@ -49,6 +65,9 @@ class Guest:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         for frame in reader.feed(message.data):
                             self._on_frame(frame)
+                        if not self._hold(len(reader) + self._num_held):
+                            raise ProtocolError("this host holds all that it may (max_held_mib)")
+                        await anyio.lowlevel.checkpoint()  # others' turn: there may be many more
             except ProtocolError as error:
                 why = str(error)
             finally:
@@ -86,6 +105,8 @@ class Guest:
                 raise ProtocolError(f"the id {call_id} is that of a call which is still open")
             case {"op": "run", "id": int(call_id)} if len(self._scopes) < 2 * self._num_slots:
                 scope = self._scopes[call_id] = anyio.CancelScope()
+                if isinstance(session := frame.get("session"), int):
+                    self._cells[session] = scope
                 self._group.start_soon(self._call, call_id, frame, scope)
             case {"op": "run", "id": int(call_id)}:
                 self._done(call_id, CallStatus.OVERLOADED, "more calls than slots were told")
@@ -93,6 +114,8 @@ class Guest:
                 if call_id in self._scopes:
                     self._scopes[call_id].cancel()
             case {"op": "close", "session": int(session)}:
+                if session in self._cells:
+                    self._cells[session].cancel()
                 self._sessions.close(session)
             case _:
                 raise ProtocolError(
@@ -100,29 +123,40 @@ class Guest:
                 )
 
     async def _call(self, call_id: int, frame: dict[str, Any], scope: anyio.CancelScope) -> None:
+        size = sum(len(text) for text in frame.values() if isinstance(text, str))
+        self._num_held += size
         try:
             with scope:
                 result = await self._run(check(LinkRequest, frame))
+                if lost_by := self._sessions.lost_by(frame.get("session")):
+                    self._lost(frame["session"], lost_by)
                 self._outbox.put(encode({"op": "done", **_fields(result), "id": call_id}))
                 return
             self._done(call_id, CallStatus.CANCELLED, "killed by its caller")
-        except SessionLost:
-            lost = {"op": "session_lost", "session": frame["session"], "id": call_id}
-            self._outbox.put(encode(lost))
+        except SessionLost as error:
+            self._lost(frame["session"], error.by, id=call_id)
         except (SandboxError, ValueError) as error:
             self._done(call_id, CallStatus.SANDBOX_ERROR, str(error))
         finally:
             del self._scopes[call_id]
+            session = frame.get("session")
+            if isinstance(session, int) and self._cells.get(session) is scope:
+                del self._cells[session]
+            self._num_held -= size
+            self._hold(self._num_held)
 
     async def _run(self, asked: LinkRequest) -> CallResult:
-        what = (asked.code, asked.stdin, asked.timeout_s)
+        what = (asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
         if asked.session is None:
-            return await self._pool.run(*what)
-        if asked.session not in self._sessions:
+            return await self._pool.run(*what, output=asked.output)
+        if asked.opens and asked.session not in self._sessions:
             await self._sessions.open(asked.session)
-            if asked.session not in self._sessions:
-                raise SessionLost("its client closed it as it was opened")
+        if asked.session not in self._sessions:
+            raise SessionLost("there is no such session here")
         return await self._sessions.run(asked.session, *what)
+
+    def _lost(self, session: int, by: LostBy, **more: int) -> None:
+        self._outbox.put(encode({"op": "session_lost", "session": session, "by": by, **more}))
 
     def _done(self, call_id: int, status: CallStatus, why: str) -> None:
         self._outbox.put(encode({"op": "done", "id": call_id, "status": status, "why": why}))

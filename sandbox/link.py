@@ -13,8 +13,11 @@ from typing import Any, cast
 
 import anyio
 
-from sandbox.errors import ProtocolError, SandboxUnavailable
+from sandbox.errors import LostBy, ProtocolError, SandboxUnavailable
 from sandbox.protocol import FrameReader, encode
+
+BEAT_S = 5.0
+MAX_SILENT_BEATS = 3  # then a worker counts as hung
 
 _ids = itertools.count(1)
 
@@ -33,6 +36,16 @@ class Pending:
         self.reply: dict[str, Any] | None = None
 
 
+class OpenSession:
+    """A session that its owner has not closed yet."""
+
+    __slots__ = ("has_begun", "lost_by")
+
+    def __init__(self) -> None:
+        self.has_begun = False  # the cell that opens it has been sent
+        self.lost_by: LostBy | None = None
+
+
 class Link:
     """Frames to and from one worker, over whatever carries bytes."""
 
@@ -43,15 +56,19 @@ class Link:
         self.hello: dict[str, Any] = {}
         self.why = ""  # set when the worker told why it dies, or when we know
         self.pending: dict[int, Pending] = {}
-        self.lost_sessions: set[int] = set()
+        self.sessions: dict[int, OpenSession] = {}
         self.write: Callable[[bytes], None] = lambda data: None
         self.on_settled: Callable[[], None] = lambda: None
         self._reader = FrameReader()
+        self._heard = False
 
     def submit(self, message: dict[str, Any]) -> Pending:
         """Send a call; its answer arrives in the Pending. Raises ProtocolError for one that is
         longer than a frame can be."""
-        data = encode(message)
+        session = self.sessions.get(message.get("session", 0))
+        data = encode({**message, "opens": True} if session and not session.has_begun else message)
+        if session:
+            session.has_begun = True
         pending = self.pending[message["id"]] = Pending()
         if self.lost.is_set():
             self._settle(message["id"], None)
@@ -63,7 +80,34 @@ class Link:
         if not self.lost.is_set():
             self.write(encode(message))
 
+    def open_session(self, session_id: int) -> OpenSession:
+        """Take note of a session: its process is started by its first cell."""
+        session = self.sessions[session_id] = OpenSession()
+        return session
+
+    def close_session(self, session_id: int) -> None:
+        """End a session's process; what the worker says of it from now on is ignored."""
+        session = self.sessions.pop(session_id)
+        if session.has_begun:
+            self.tell({"op": "close", "session": session_id})
+
+    async def watch(self) -> None:
+        """Return when the worker is lost; lose it if it says nothing for some beats in a row.
+
+        Beats are counted, not seconds: where our own loop was held up, there was no time to hear.
+        """
+        num_silent = 0
+        while not self.lost.is_set():
+            self._heard = False
+            self.tell({"op": "ping"})
+            with anyio.move_on_after(BEAT_S):
+                await self.lost.wait()
+            num_silent = 0 if self._heard else num_silent + 1
+            if num_silent == MAX_SILENT_BEATS:
+                self.lose(f"it said nothing for {MAX_SILENT_BEATS * BEAT_S:g} s")
+
     def feed(self, data: bytes) -> None:
+        self._heard = True
         try:
             for message in self._reader.feed(data):
                 self._on_message(message)
@@ -87,11 +131,20 @@ class Link:
                 self.hello = message
                 self.ready.set()
             case "session_lost":
-                self.lost_sessions.add(message["session"])
+                self._on_session_lost(message)
+            case "pong":
+                pass
             case "fatal":
                 self.why = str(message.get("why"))
             case other:
                 raise ProtocolError(f"unknown message {other!r}")
+
+    def _on_session_lost(self, message: dict[str, Any]) -> None:
+        session = self.sessions.get(message["session"])
+        if session is not None and session.lost_by is None:  # else it is told again
+            session.lost_by = LostBy(message.get("by", LostBy.INFRASTRUCTURE))
+        if "id" in message:  # a cell that has not run
+            self._settle(message["id"], None)
 
     def _settle(self, call_id: int, reply: dict[str, Any] | None) -> None:
         pending = self.pending.pop(call_id, None)

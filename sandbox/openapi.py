@@ -59,7 +59,7 @@ def _paths() -> dict[str, Any]:
         "/v1/run/batch": _post(
             "Run programs; a line for each, with its `index`, as it finishes",
             "BatchRequest",
-            _ref("Line"),
+            {"type": "array", "items": _ref("Line")},
             answer_type="application/x-ndjson",
         ),
         "/v1/sessions": _post(
@@ -73,7 +73,10 @@ def _paths() -> dict[str, Any]:
         | {"parameters": [_SESSION]},
         "/v1/sessions/{id}": {
             "parameters": [_SESSION],
-            "delete": {"summary": "Close a session", "responses": {"204": {"description": "Done"}}},
+            "delete": {
+                "summary": "Close a session",
+                "responses": {"204": {"description": "Done"}, "default": _refused()},
+            },
         },
         "/v1/stats": _get("Workers, slots, what is busy and what waits"),
         "/healthz": _get("200 while a worker is up"),
@@ -110,17 +113,20 @@ def _post(
     required: bool = True,
     answer_type: str = "application/json",
 ) -> dict[str, Any]:
-    refused = {"description": "No answer of a program", **_content(_ref("Error"))}
     done = {"description": "An answer, however the program ended", **_content(answer, answer_type)}
     return {
         "post": {
             "summary": summary,
             "requestBody": {"required": required, **_content(_ref(body))},
-            "responses": {code: done, "default": refused},
+            "responses": {code: done, "default": _refused()},
         }
     }
 
 
 def _get(summary: str) -> dict[str, Any]:
     done = {"description": "An answer", **_content({})}
-    return {"get": {"summary": summary, "responses": {"200": done}}}
+    return {"get": {"summary": summary, "responses": {"200": done, "default": _refused()}}}
+
+
+def _refused() -> dict[str, Any]:
+    return {"description": "No answer of a program", **_content(_ref("Error"))}

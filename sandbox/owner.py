@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from sandbox.worker.kernel import remove_below
 
 PREFIX = "agentloop-sandbox-"
+SWEEP = Path(__file__).with_name("sweep.py")
+SWEEP_TIMEOUT_S = 10.0
 
 
 def _start_time(pid: int) -> str | None:
@@ -47,11 +51,24 @@ def make_dir() -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """All of a directory, whatever modes a call has set in it. Follows no link, raises nothing."""
+    """Remove all of a worker's directory, whatever modes a call has set in it, and first what
+    still runs as an owner of something in it. Follows no link, raises nothing."""
     with contextlib.suppress(OSError):
-        path.chmod(0o700)
+        _end_owners(path)
         remove_below(str(path))
         path.rmdir()
+
+
+def _end_owners(path: Path) -> None:
+    """Kill what a call left running: without a pid namespace it may survive a killed worker."""
+    if os.getuid() != 0:
+        return
+    with os.scandir(path) as entries:
+        uids = {entry.stat(follow_symlinks=False).st_uid for entry in entries} - {0}
+    if uids:
+        command = [sys.executable, "-I", "-S", str(SWEEP), *map(str, uids)]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SWEEP_TIMEOUT_S, check=False)
 
 
 def _is_ours(path: Path) -> bool:

@@ -6,9 +6,15 @@
 
 `_keep` (one task per place) starts a worker, waits until it is lost or has run its share, and
 starts the next: the pool never shrinks for good. What it produces is slots; callers wait for
-them in `_Room`; a worker's answer, or its loss, sets the callers of its calls free. A call whose
-worker was lost runs once more, on another. A worker that has run its share while sessions live on
-it steps aside: it keeps those, and a fresh worker takes its place for everything else.
+them in `_Room`; a worker's answer, or its loss, sets the callers of its calls free. A worker that
+has run its share while sessions live on it steps aside: it keeps those, and a fresh worker takes
+its place for everything else.
+
+A call whose worker was lost, or failed it, runs once more: alone, on a worker that runs no other
+call meanwhile. So no neighbour can harm it a second time, and what happens then tells who was to
+blame. If that worker is lost as well, the call has ended two of them, and is `killed`: a program
+must not be able to make its own failure look like ours. If workers that had nothing to do with it
+were lost at the same moment, it is not to blame, and is a `sandbox_error`.
 """
 
 from __future__ import annotations
@@ -18,9 +24,10 @@ import logging
 import math
 import os
 import secrets
+import signal
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Self
 
@@ -30,26 +37,35 @@ from anyio.abc import TaskGroup
 from sandbox.backend import Backend
 from sandbox.container import docker_backend
 from sandbox.errors import (
+    LostBy,
+    NoEngine,
     Overloaded,
     ProtocolError,
     SandboxError,
     SandboxUnavailable,
     SessionLost,
 )
-from sandbox.link import Link, Pending, next_id
+from sandbox.link import Link, OpenSession, Pending, next_id
 from sandbox.process import ProcessBackend
 from sandbox.remote import HostBackend, HostLink
-from sandbox.results import CallResult, CallStatus
-from sandbox.settings import PoolSettings
+from sandbox.results import CallError, CallResult, CallStatus
+from sandbox.settings import OutputLimits, PoolSettings
 
 log = logging.getLogger("sandbox")
 
 GRACE_S = 5.0  # what a worker may take beyond a call's own time before it counts as hung
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
-SESSION_GONE = "the session's process has ended, its variables are gone"
+SESSION_GONE = {
+    LostBy.PROGRAM: "the session's process has ended, by what ran in it; its variables are gone",
+    LostBy.CALLER: "the session's process was killed with a cell that its caller gave up; its "
+    "variables are gone",
+    LostBy.INFRASTRUCTURE: "the session's process has ended, which was not by what ran in it; its "
+    "variables are gone",
+}
 MAX_TIMEOUT_S = 3600.0
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
 QUIET_S = 30.0  # workers that don't start are told of once in this time
+SAME_MOMENT_S = 1.0  # workers that are lost within it may have been lost to one cause
 
 # Worker ids are unique among all pools of all processes that use an engine.
 _token = secrets.token_hex(3)
@@ -68,6 +84,7 @@ class _Worker:
         self.num_left = math.inf if "slots" in told else settings.recycle_after
         self.proven = False  # it has answered a call: not one of those that fail at once
         self.retiring = False
+        self.runs_alone = False  # one call, and no other beside it
         self.drained = anyio.Event()  # it has run its share, and nothing runs or lives on it
         self.vacant = anyio.Event()  # another may take its place
 
@@ -93,17 +110,27 @@ class _Worker:
         return self.alive and not self.retiring
 
     @property
+    def has_seat(self) -> bool:
+        return self.open and not self.runs_alone and self.free_seats > 0
+
+    @property
+    def is_host(self) -> bool:
+        return isinstance(self.link, HostLink)
+
+    @property
     def room(self) -> int:
         """Free slots, less what a host has to do for others."""
         others = self.link.others if isinstance(self.link, HostLink) else 0
-        return max(min(self.free, 1), self.free - others) if self.open else -1
+        is_open = self.open and not self.runs_alone
+        return max(min(self.free, 1), self.free - others) if is_open else -1
 
 
 class _Waiter:
-    __slots__ = ("granted", "only", "worker")
+    __slots__ = ("alone", "granted", "only", "worker")
 
-    def __init__(self, only: _Worker | None) -> None:
-        self.only = only  # a session's cell can run in one place alone
+    def __init__(self, only: _Worker | None, alone: bool) -> None:
+        self.only = only  # a session's cell can run in one place only
+        self.alone = alone  # a call that wants a worker for itself
         self.granted = anyio.Event()
         self.worker: _Worker | None = None
 
@@ -115,11 +142,11 @@ class _Room:
         self.workers: list[_Worker] = []
         self.waiting: OrderedDict[_Waiter, None] = OrderedDict()
 
-    def enter(self, only: _Worker | None, first: bool) -> _Waiter:
-        """At the end of the queue; `first`, at its head: for a call that had its turn before."""
-        waiter = _Waiter(only)
+    def enter(self, only: _Worker | None, alone: bool) -> _Waiter:
+        """At the end of the queue; `alone`, at its head: such a call had its turn before."""
+        waiter = _Waiter(only, alone)
         self.waiting[waiter] = None
-        self.waiting.move_to_end(waiter, last=not first)
+        self.waiting.move_to_end(waiter, last=not alone)
         self.serve()
         return waiter
 
@@ -127,29 +154,37 @@ class _Room:
         """A caller gave up: out of the queue, or its slot back if it was just granted."""
         if waiter.worker is not None:
             self.free(waiter.worker)
-        else:
-            self.waiting.pop(waiter, None)
+            return
+        self.waiting.pop(waiter, None)
+        if waiter.alone:
+            self.serve()  # no worker is to be emptied for it any more
 
     def free(self, worker: _Worker) -> None:
         worker.free += 1
+        if worker.alive:
+            worker.runs_alone = False
         worker.see_if_drained()
         self.serve()
 
     def serve(self) -> None:
         """Hand out free slots, oldest waiter first."""
         passed_over: list[_Waiter] = []
+        emptying: list[_Worker] = []  # for calls that wait to be alone: they take nothing else
         while self.waiting:
             waiter, _ = self.waiting.popitem(last=False)
-            worker = self.slot_for(waiter.only)
+            if waiter.alone:
+                worker = self.worker_for_one(emptying)
+            else:
+                worker = self.slot_for(waiter.only, emptying)
             if worker is not None:
                 worker.free -= 1
                 worker.num_left -= 1
                 waiter.worker = worker
                 waiter.granted.set()
-            elif waiter.only is not None and waiter.only.alive:
-                passed_over.append(waiter)  # its own worker is busy; others needn't wait for that
-            elif waiter.only is not None:
+            elif waiter.only is not None and not waiter.only.alive:
                 waiter.granted.set()  # nothing left to wait for: it sees the loss
+            elif waiter.only is not None or waiter.alone:
+                passed_over.append(waiter)  # others needn't wait for what it waits for
             else:
                 passed_over.append(waiter)
                 break
@@ -157,12 +192,32 @@ class _Room:
             self.waiting[waiter] = None
             self.waiting.move_to_end(waiter, last=False)
 
-    def slot_for(self, only: _Worker | None) -> _Worker | None:
+    def slot_for(self, only: _Worker | None, emptying: Sequence[_Worker] = ()) -> _Worker | None:
         """The worker that would take a call now: `only` that one, or the least busy."""
         if only is not None:
-            return only if only.free > 0 and only.alive else None
-        best = max(self.workers, key=lambda w: w.room, default=None)
+            is_open = only.alive and not only.runs_alone and only not in emptying
+            return only if only.free > 0 and is_open else None
+        able = self.workers
+        if emptying:
+            able = [worker for worker in able if worker not in emptying]
+        best = max(able, key=lambda w: w.room, default=None)
         return best if best is not None and best.room > 0 else None
+
+    def worker_for_one(self, emptying: list[_Worker]) -> _Worker | None:
+        """A worker that runs nothing else now, nor until the call has ended. If there is none, the
+        one that is next to be empty joins `emptying`. A host has its own ways: any slot there."""
+        local = [worker for worker in self.workers if worker.open and not worker.is_host]
+        if not local:
+            return self.slot_for(None)
+        able = [worker for worker in local if not worker.runs_alone and worker not in emptying]
+        best = max(able, key=lambda w: (w.free - w.num_slots, w.free_seats), default=None)
+        if best is None:
+            return None
+        if best.free < best.num_slots:
+            emptying.append(best)
+            return None
+        best.runs_alone = True
+        return best
 
 
 class Pool:
@@ -185,11 +240,14 @@ class Pool:
         self._on_progress = on_progress
         self._room = _Room()
         self._seat_freed = anyio.Event()
+        self._num_wait_seat = 0
         self._counts: dict[str, int] = dict.fromkeys(CallStatus, 0)
         self._num_replaced = 0
         self._why = ""  # no worker came up, last
         self._quiet_until = -math.inf
         self._num_untold = 0
+        # When workers were lost that ran no call alone, and which.
+        self._losses: deque[tuple[float, _Worker]] = deque(maxlen=64)
         self._open = False
         self._backends: list[Backend]
         self._group: TaskGroup
@@ -231,16 +289,12 @@ class Pool:
             return ProcessBackend(settings)
         try:
             return await stack.enter_async_context(docker_backend(settings, self._on_progress))
-        except SandboxUnavailable as error:
-            # Who names an engine or an image means it: nothing weaker is put in its place.
+        except NoEngine as error:
+            # Who names an engine or an image means it: nothing else is put in its place.
             named = settings.engines or settings.image or os.environ.get("DOCKER_HOST")
             if settings.backend == "docker" or named:
                 raise
-            log.warning(
-                "Calls run as local processes, which isolate less than containers do: %s "
-                "`python -m sandbox doctor` says which walls stand here.",
-                error,
-            )
+            self._on_progress(f"Calls run in local processes: {error}.")
             return ProcessBackend(settings)
 
     async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -267,6 +321,8 @@ class Pool:
     def _tell_failure(self, error: Exception) -> None:
         """To the log, but not once for every try while an engine is down."""
         self._why = str(error)
+        if not self._open and isinstance(error, SandboxError):
+            return  # if no worker comes up, the pool's own error says why
         now = time.monotonic()
         if now < self._quiet_until:
             self._num_untold += 1
@@ -301,6 +357,8 @@ class Pool:
             await self._until_done(worker)
         finally:
             self._room.workers.remove(worker)
+            if not (worker.alive or worker.runs_alone or worker.is_host):
+                self._losses.append((time.monotonic(), worker))
             link.lose("the pool closed it")
             worker.vacant.set()
             self._room.serve()
@@ -309,18 +367,21 @@ class Pool:
     async def _until_done(self, worker: _Worker) -> None:
         async with anyio.create_task_group() as group:
 
-            async def watch(event: anyio.Event) -> None:
-                await event.wait()  # no deadline: as long as the worker lives
+            async def watch(ended: Callable[[], Awaitable[None]]) -> None:
+                await ended()  # no deadline: as long as the worker lives
                 group.cancel_scope.cancel()
 
-            group.start_soon(watch, worker.link.lost)
-            group.start_soon(watch, worker.drained)
+            group.start_soon(watch, worker.link.watch)
+            group.start_soon(watch, worker.drained.wait)
 
     def _on_settled(self, worker: _Worker) -> None:
         worker.proven = worker.proven or worker.alive
         if worker.num_left <= 0 and not worker.retiring:
             self._retire(worker)
+        was_alone = worker.runs_alone
         self._room.free(worker)
+        if was_alone:
+            self._tell_seats()
 
     def _retire(self, worker: _Worker) -> None:
         """No more calls. With sessions on it, it steps aside, unless too many have already."""
@@ -336,34 +397,50 @@ class Pool:
 
     # -- calls ------------------------------------------------------------------------------
 
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        memory_mib: int | None = None,
+        *,
+        output: OutputLimits | None = None,
+    ) -> CallResult:
         """Run a program from a clean state and say how it ended; a failing program is a result.
 
         timeout_s: wall time of the program (default: the pool's setting), not of the waiting.
+        memory_mib: what its processes may hold together (default, and the most: the pool's
+        setting).
+        output: how much it may write and what is kept of it (default: the pool's settings).
         Cancelling the caller kills the call. Raises ValueError for a timeout that isn't above 0
-        and at most an hour, TypeError for code that is no str, RuntimeError outside of the pool's
-        block.
+        and at most an hour, or for memory that isn't between 1 and the pool's; TypeError for code
+        that is no str; RuntimeError outside of the pool's block.
         """
-        message = self._message(code, stdin, timeout_s)
+        message = self._message(code, stdin, timeout_s, memory_mib)
+        if output is not None:
+            message |= output.as_dict()
         result = self._refused(message, None) or await self._run(message, None)
         self._counts[result.status] += 1
         return result
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def session(self, max_wait_s: float | None = None) -> AsyncIterator[Session]:
         """A process whose variables last from one `run` to the next, for the time of the block.
 
-        Raises Overloaded where no worker has a seat for it within `max_wait_s`.
+        Raises Overloaded where no worker has a seat for it within `max_wait_s` (default: the
+        pool's setting; 0 does not wait).
         """
         if not self._open:
             raise RuntimeError(NOT_OPEN)
-        worker = await self._take_seat()
+        if max_wait_s is None:
+            max_wait_s = self.settings.max_wait_s
+        worker = await self._take_seat(max_wait_s)
         session = Session(self, worker, next_id())
         try:
             yield session
         finally:
             session.closed = True
-            worker.link.tell({"op": "close", "session": session.id})
+            worker.link.close_session(session.id)
             worker.free_seats += 1
             worker.see_if_drained()
             self._tell_seats()
@@ -380,21 +457,31 @@ class Pool:
             "busy": sum(w.num_slots - w.free for w in alive),
             "waiting": len(self._room.waiting),
             "sessions": sum(w.num_sessions for w in alive),
+            "sessions_waiting": self._num_wait_seat,
             "replaced": self._num_replaced,
             "calls": {str(status): count for status, count in self._counts.items() if count},
             "layers": layers[self._backends[-1].name],
         }
 
-    def _message(self, code: str, stdin: str, timeout_s: float | None) -> dict[str, Any]:
+    def _message(
+        self, code: str, stdin: str, timeout_s: float | None, memory_mib: int | None
+    ) -> dict[str, Any]:
         for name, text in (("code", code), ("stdin", stdin)):
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
         timeout_s = float(self.settings.timeout_s if timeout_s is None else timeout_s)
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+        if memory_mib is not None:
+            if not isinstance(memory_mib, int):
+                raise TypeError(f"memory_mib must be an int, not {type(memory_mib).__name__}")
+            if not 0 < memory_mib <= self.settings.memory_mib:
+                most = self.settings.memory_mib
+                raise ValueError(f"memory_mib must be between 1 and the pool's {most}")
         if not self._open:
             raise RuntimeError(NOT_OPEN)
-        return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s}
+        more = {} if memory_mib is None else {"memory_mib": memory_mib}
+        return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s} | more
 
     def _refused(self, message: dict[str, Any], only: _Worker | None) -> CallResult | None:
         """An answer without a run, where the call can't or mustn't be taken."""
@@ -409,33 +496,39 @@ class Pool:
             return CallResult.failed(next_id(), CallStatus.OVERLOADED, why)
         return None
 
-    async def _run(self, message: dict[str, Any], only: _Worker | None) -> CallResult:
+    async def _run(self, message: dict[str, Any], session: Session | None) -> CallResult:
+        only = session.worker if session is not None else None
         queue_s = 0.0
         why = ""
+        used: list[_Worker] = []
         for attempt in (1, 2):
             entered = time.monotonic()
-            worker = await self._slot(only, self.settings.max_wait_s - queue_s, attempt > 1)
+            left_s = self.settings.max_wait_s - queue_s
+            worker = await self._slot(only, left_s, alone=attempt > 1)
             queue_s += time.monotonic() - entered
             if worker is None:
                 break
             call_id = message["id"] = next_id()
+            used.append(worker)
             reply = await self._answer(worker, message)
             where: dict[str, Any] = {
                 "queue_s": queue_s, "worker_id": worker.link.worker_id, "attempt": attempt
             }  # fmt: skip
             if reply is not None and not _runs_again(reply, attempt, only):
                 return CallResult.from_frame(reply, id=call_id, **where)
-            if only is not None and only.alive:
-                raise SessionLost(SESSION_GONE)
+            if session is not None:
+                raise session.loss
             why = f"worker {worker.link.worker_id} was lost: {worker.link.why}"
             if reply is not None:
                 why = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
-            if only is not None:
-                raise SessionLost(why)
         else:
+            if reply is None and await self._is_to_blame(used):
+                error = CallError("WorkerLost", f"{why}; nothing else ran there")
+                ended = {"signal": signal.SIGKILL, "error": error, **where}
+                return CallResult(call_id, CallStatus.KILLED, **ended)
             return CallResult.failed(call_id, CallStatus.SANDBOX_ERROR, why, **where)
-        if only is not None and not only.alive:
-            raise SessionLost(f"worker {only.link.worker_id} was lost: {only.link.why}")
+        if session is not None and not session.worker.alive:
+            raise session.loss
         if not self._open:
             return CallResult.failed(next_id(), CallStatus.CANCELLED, "the pool was closed")
         why = f"no slot within {self.settings.max_wait_s:g} s" + (f"; {why}" if why else "")
@@ -443,11 +536,22 @@ class Pool:
             next_id(), CallStatus.OVERLOADED, why, queue_s=queue_s, attempt=attempt
         )
 
-    async def _slot(self, only: _Worker | None, left_s: float, first: bool) -> _Worker | None:
+    async def _is_to_blame(self, used: Sequence[_Worker]) -> bool:
+        """Whether a call has ended the last of the workers that it `used`, which it had to itself
+        and which is lost just now. Not if other workers were lost at the same moment: then it was
+        an engine or a machine that failed."""
+        if used[-1].is_host or not self._open:
+            return False
+        since = time.monotonic() - SAME_MOMENT_S
+        await anyio.sleep(SAME_MOMENT_S)
+        others = [worker for lost_s, worker in self._losses if lost_s > since]
+        return self._open and all(worker in used for worker in others)
+
+    async def _slot(self, only: _Worker | None, left_s: float, alone: bool) -> _Worker | None:
         """A slot, in turn. None if it took too long or can't come any more."""
         if not self._open:
             return None
-        waiter = self._room.enter(only, first)
+        waiter = self._room.enter(only, alone)
         if not waiter.granted.is_set():
             try:
                 with anyio.move_on_after(left_s):
@@ -490,16 +594,25 @@ class Pool:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    async def _take_seat(self) -> _Worker:
-        with anyio.move_on_after(self.settings.max_wait_s):
+    async def _take_seat(self, max_wait_s: float) -> _Worker:
+        with anyio.move_on_after(max_wait_s):
             while True:
-                able = [w for w in self._room.workers if w.open and w.free_seats > 0]
+                able = [w for w in self._room.workers if w.has_seat]
                 if able:
                     worker = max(able, key=lambda w: w.free_seats)
                     worker.free_seats -= 1
                     return worker
-                await self._seat_freed.wait()
-        raise Overloaded(f"no seat for a session within {self.settings.max_wait_s:g} s")
+                self._num_wait_seat += 1
+                try:
+                    await self._seat_freed.wait()
+                finally:
+                    self._num_wait_seat -= 1
+        num_seats = sum(w.num_seats for w in self._room.workers if w.open)
+        within = f" within {max_wait_s:g} s" if max_wait_s else ""
+        raise Overloaded(
+            f"no session is free{within}, of {num_seats}: close one, or allow more "
+            "(sessions_per_worker, workers)"
+        )
 
 
 def _runs_again(reply: dict[str, Any], attempt: int, only: _Worker | None) -> bool:
@@ -514,31 +627,54 @@ class Session:
 
     def __init__(self, pool: Pool, worker: _Worker, session_id: int) -> None:
         self.id = session_id
-        self._pool = pool
-        self._worker = worker
+        self.worker = worker
         self.closed = False
+        self._pool = pool
+        self._state: OpenSession = worker.link.open_session(session_id)
         self._turn = anyio.Lock()
 
-    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        memory_mib: int | None = None,
+    ) -> CallResult:
         """Run a cell; its last expression's value is in `result`. Cells run one after another.
 
         Raises SessionLost if the process is gone: a cell that is killed (time, memory, output)
-        still gets its result, and the next one this error.
+        still gets its result, and the next one this error, which says by whose doing (`by`).
         """
         pool = self._pool
-        message = pool._message(code, stdin, timeout_s) | {"session": self.id}
+        message = pool._message(code, stdin, timeout_s, memory_mib) | {"session": self.id}
         async with self._turn:  # no deadline: the calls before it have theirs
             if self.lost:
-                raise SessionLost("the session is closed" if self.closed else SESSION_GONE)
-            worker = self._worker
-            result = pool._refused(message, worker) or await pool._run(message, worker)
+                raise self.loss
+            result = pool._refused(message, self.worker) or await pool._run(message, self)
         pool._counts[result.status] += 1
         return result
 
     @property
     def lost(self) -> bool:
-        return (
-            self.closed
-            or self._worker.link.lost.is_set()
-            or self.id in self._worker.link.lost_sessions
-        )
+        return self.lost_by is not None
+
+    @property
+    def lost_by(self) -> LostBy | None:
+        """By whose doing the process is gone; None while it lives. Known as soon as the cell that
+        ended it has its result."""
+        if self.closed:
+            return LostBy.CALLER
+        if self._state.lost_by is None and not self.worker.alive:
+            return LostBy.INFRASTRUCTURE
+        return self._state.lost_by
+
+    @property
+    def loss(self) -> SessionLost:
+        """What `run` raises for a session that is lost."""
+        by = self.lost_by or LostBy.INFRASTRUCTURE
+        if self.closed:
+            return SessionLost("the session is closed", by)
+        if self._state.lost_by is None:
+            link = self.worker.link
+            return SessionLost(f"worker {link.worker_id} was lost: {link.why}", by)
+        return SessionLost(SESSION_GONE[by], by)

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.abc
+from packaging.requirements import Requirement
 
 from sandbox.backend import (
     TUNED,
     greeting,
     lane_size,
+    machine_bytes,
     num_lanes,
+    own_uids,
     read_boot,
     read_profile,
     uid_range,
+    worker_bytes,
 )
 from sandbox.errors import SandboxUnavailable
+from sandbox.isolation import missing_walls, refusal
 from sandbox.link import Link, SocketProtocol, wait_ready
 from sandbox.owner import make_dir, reap_dirs, remove_tree
 from sandbox.settings import PoolSettings
@@ -48,7 +54,12 @@ class ProcessBackend:
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
-        with uid_range() as uid_base:
+        if lacking := not_installed(self._settings.packages):
+            raise SandboxUnavailable(
+                f"calls in local processes use this Python, which lacks {', '.join(lacking)} (of "
+                f"the setting packages): {sys.executable} -m pip install {' '.join(lacking)}"
+            )
+        with uid_range(self._settings, own_uids()) as uid_base:
             async with self._worker(worker_id, uid_base) as link:
                 yield link
 
@@ -70,9 +81,14 @@ class ProcessBackend:
                 raise
             # Not earlier: where a write fails as the connection is made, uvloop closes the file
             # descriptor under the socket, which closes it again, whosever it is by then.
-            link.write(greeting(self._settings, scratch=str(scratch), uid_base=uid_base))
+            memory = worker_bytes(self._settings, machine_bytes(), self._settings.workers)
+            more = {"scratch": str(scratch), "uid_base": uid_base, "worker_bytes": memory}
+            link.write(greeting(self._settings, **more))
             await wait_ready(link, self._settings.start_timeout_s)
             self._layers = link.hello["layers"]
+            missing = missing_walls(self._layers)
+            if missing and not self._settings.allow_weak_isolation:
+                raise SandboxUnavailable(refusal(missing))
             yield link
         except OSError as error:
             raise SandboxUnavailable(f"the worker process did not start: {error}") from error
@@ -109,6 +125,19 @@ class ProcessBackend:
             )
         finally:
             os.close(spec_fd)
+
+
+def not_installed(packages: Iterable[str]) -> list[str]:
+    """Of some requirements, those that this interpreter's packages do not meet."""
+    return [package for package in packages if not _is_met(Requirement(package))]
+
+
+def _is_met(wanted: Requirement) -> bool:
+    try:
+        version = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return wanted.specifier.contains(version, prereleases=True)
 
 
 def _memory_file(text: str) -> int:

@@ -1,8 +1,12 @@
 """Frames between the supervisor and a worker: four bytes of length (big endian), then JSON.
 
-To the worker            run {id, code, stdin, timeout_s, session?}   kill {id}   close {session}
-From the worker          ready {pid, python, kill_by, layers}         done {id, status, ...}
-                         session_lost {session}                       fatal {why}
+To the worker     run {id, code, stdin, timeout_s, session?, opens?}   kill {id}   close {session}
+                  ping
+From the worker   ready {pid, python, kill_by, layers}   done {id, status, ...}   pong
+                  session_lost {session, by?, id?}       fatal {why}
+
+A session begins with a cell that `opens` it, and no other cell begins one: it is answered with
+`session_lost` and its `id` where the session is not there any more. `by`: errors.LostBy.
 
 A worker is trusted as far as its own calls go: the code inside can reach neither the connection
 nor the process that writes to it.
@@ -38,6 +42,10 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+
+    def __len__(self) -> int:
+        """Bytes of a message that is not complete yet."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
         """The messages that `data` completes. Raises ProtocolError where none can follow."""

@@ -5,7 +5,7 @@ does for a worker (waiting, cancelling, sessions, a second run elsewhere after a
 for a host. Beyond a worker's frames:
 
 From the host     ready {slots, seats, grace_s, layers}     load {others}
-                  done {..., queue_s, worker_id, attempt}   session_lost {session, id?}
+                  done {..., queue_s, worker_id, attempt}
 
 `others`: calls that the host has for other clients; the pool goes where the least are. A host that
 vanishes is found by its missing heartbeat, within 15 s.
@@ -22,12 +22,13 @@ import anyio
 
 from sandbox.errors import ProtocolError, SandboxUnavailable
 from sandbox.link import Link, Pending, wait_ready
-from sandbox.protocol import MAX_FRAME_BYTES
 from sandbox.results import MEASURED
 from sandbox.settings import PoolSettings
 
 PATH = "/v1/link"
 HEARTBEAT_S = 10.0
+MAX_MESSAGE_BYTES = 256 * 1024  # longer frames go in several
+MAX_MSG_SIZE = MAX_MESSAGE_BYTES + 1  # aiohttp refuses a message of just that size
 WRITE_TIMEOUT_S = 30.0
 
 
@@ -52,8 +53,10 @@ class Outbox:
                 await self._filled.wait()  # no deadline: as long as the link lives
                 self._filled = anyio.Event()
                 frames, self._frames = self._frames, []
-                with anyio.fail_after(WRITE_TIMEOUT_S):
-                    await socket.send_bytes(b"".join(frames))
+                data = b"".join(frames)
+                for start in range(0, len(data), MAX_MESSAGE_BYTES):
+                    with anyio.fail_after(WRITE_TIMEOUT_S):
+                        await socket.send_bytes(data[start : start + MAX_MESSAGE_BYTES])
         except (OSError, TimeoutError, aiohttp.ClientError, RuntimeError):
             with anyio.move_on_after(1, shield=True):
                 await socket.close()
@@ -66,6 +69,10 @@ class HostLink(Link):
         super().__init__(worker_id)
         self.others = 0
 
+    async def watch(self) -> None:
+        """Return when the host is lost; the WebSocket's own heartbeat finds one that is silent."""
+        await self.lost.wait()  # no deadline: as long as the host lives
+
     def submit(self, message: dict[str, Any]) -> Pending:
         # Lone surrogates would be no JSON to the host: replaced here, as a worker does it.
         clean = {key: message[key].encode("utf-8", "replace").decode() for key in ("code", "stdin")}
@@ -75,9 +82,6 @@ class HostLink(Link):
         match message:
             case {"op": "load", "others": int(others)}:
                 self.others = others
-            case {"op": "session_lost", "session": session, "id": call_id}:
-                self.lost_sessions.add(session)
-                self._settle(call_id, None)
             case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
                 raise ProtocolError("the host's results lack fields: is it of another version?")
             case _:
@@ -122,7 +126,7 @@ class HostBackend:
             self._url + PATH,
             headers={"Authorization": f"Bearer {token.get_secret_value()}"} if token else None,
             heartbeat=HEARTBEAT_S,
-            max_msg_size=MAX_FRAME_BYTES,
+            max_msg_size=MAX_MSG_SIZE,
             compress=0,
             timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
         )

@@ -15,7 +15,7 @@ class CallStatus(enum.StrEnum):
     TIMEOUT = "timeout"
     OOM = "oom"
     OUTPUT_LIMIT = "output_limit"
-    KILLED = "killed"  # by a signal, its own or another's
+    KILLED = "killed"  # by a signal, its own or another's; or with the second worker that it ended
     SANDBOX_ERROR = "sandbox_error"
     OVERLOADED = "overloaded"
     CANCELLED = "cancelled"
@@ -42,7 +42,8 @@ class CallError:
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallResult:
     """The answer to a call. `result` and `error` are what the program says of itself; the rest
-    was measured outside of it.
+    was measured outside of it. Of a session's cell whose process lives on, that process tells its
+    end and `exit_code` as well, and, within the call's own time, `started_ns`.
 
     Times are in seconds. `queue_s` ends and `run_s` begins where a worker takes the call;
     `cpu_s` is 0 for a cell of a session, whose process lives on.

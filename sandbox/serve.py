@@ -13,13 +13,16 @@ session was lost (410).
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import anyio
 import pydantic
@@ -31,28 +34,37 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from sandbox import compat
 from sandbox.api import (
     BatchRequest,
+    Model,
     Refused,
     RunRequest,
     SessionRequest,
+    ValueCounter,
+    max_values,
     parse,
     to_json,
     to_line,
 )
+from sandbox.connections import Connections, Doors
 from sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
+from sandbox.flags import flags_of
 from sandbox.guard import Guard, http_log, is_loopback, url_at
+from sandbox.held import HeldBytes
 from sandbox.host import Guest
 from sandbox.openapi import document
 from sandbox.pool import Pool
-from sandbox.protocol import MAX_FRAME_BYTES
-from sandbox.remote import HEARTBEAT_S
+from sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
 from sandbox.results import CallResult
 from sandbox.sessions import Sessions
-from sandbox.settings import PoolSettings
+from sandbox.settings import OutputLimits, PoolSettings
+
+log = logging.getLogger("sandbox")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Numbered = tuple[int, CallResult]
 
 MIB = 1 << 20
+SPARE_DESCRIPTORS = 64  # of the process's own; and for each worker
+DESCRIPTORS_PER_WORKER = 8
 
 
 class ServeSettings(BaseSettings):
@@ -79,21 +91,53 @@ class ServeSettings(BaseSettings):
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Names, besides its own address, that callers may reach it by.",
+        description="Names, besides its own address, that callers may reach it by; with a token "
+        "any name will do, and these are the sites whose pages may call it.",
+    )
+    max_connections: int = Field(
+        8192,
+        ge=16,
+        description="Connections at once, fewer where the limit of open files is lower. A further "
+        "one takes the place of the one that has waited longest for a request.",
     )
     max_requests: int = Field(
-        4096, ge=1, description="Requests at once; further ones get 503 and `Retry-After`."
+        4096,
+        ge=1,
+        description="Requests at once, at most half of max_connections; further ones get 503 and "
+        "`Retry-After`.",
+    )
+    max_links: int = Field(
+        64, ge=0, description="Pools on other machines that are connected at once."
     )
     max_body_mib: int = Field(64, ge=1, description="A larger request is refused.")
-    max_held_mib: int = Field(1024, ge=1, description="All requests at once; then 503.")
+    max_held_mib: int = Field(
+        1024, ge=1, description="Memory for all requests and links at once; then 503."
+    )
     io_timeout_s: float = Field(
-        60.0, gt=0, description="The longest wait for a client to send its body or take an answer."
+        60.0,
+        gt=0,
+        description="The longest wait for a client to send a request's head or body, or to take "
+        "an answer.",
+    )
+    idle_timeout_s: float = Field(
+        75.0, gt=0, description="A connection without a request for so long is closed."
     )
     session_idle_s: float = Field(
         600.0, gt=0, description="A session that has run nothing for so long is closed."
     )
+    session_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="The longest wait for a session where none is free; then 503. 0: at once.",
+    )
+    max_waiting_sessions: int = Field(
+        256, ge=0, description="Requests that may wait for a session at once."
+    )
     code_judge_timeout_s: float = Field(
         10.0, gt=0, le=3600, description="Wall time of Code Judge's submissions, which name none."
+    )
+    code_judge_chars: int = Field(
+        1000, ge=0, description="Characters of each stream in Code Judge's answers, as it has them."
     )
     pool: PoolSettings = Field(default_factory=PoolSettings)
 
@@ -101,7 +145,20 @@ class ServeSettings(BaseSettings):
     def _is_safe(self) -> Self:
         if not is_loopback(self.host) and not (self.token and self.token.get_secret_value()):
             raise ValueError(f"host: {self.host!r} can be reached by others: set a token as well")
+        if 2 * self.max_requests > self.max_connections:
+            raise ValueError(
+                f"max_requests: {self.max_requests} is more than half of max_connections "
+                f"({self.max_connections}): lower the one or raise the other"
+            )
         return self
+
+
+class _Call(NamedTuple):
+    code: str
+    stdin: str
+    timeout_s: float | None
+    memory_mib: int | None = None
+    output: OutputLimits | None = None
 
 
 class App:
@@ -110,12 +167,21 @@ class App:
     def __init__(self, pool: Pool, settings: ServeSettings) -> None:
         self._pool = pool
         self._settings = settings
+        # One that is full of requests and links can still take others in, to answer them.
+        most = _num_connections(settings)
+        self._max_requests = min(settings.max_requests, most // 2)
+        self._max_links = min(settings.max_links, most // 4)
+        self._max_waiting = min(settings.max_waiting_sessions, most // 8)
+        self._connections = Connections(most, settings.io_timeout_s, settings.idle_timeout_s)
+        self._doors: Doors
         token = settings.token.get_secret_value() if settings.token else None
         self._guard = Guard(settings.host, token, settings.allowed_hosts)
         self._sessions = Sessions(pool, settings.session_idle_s)
         self._num_requests = 0
-        self._held: dict[int, int] = {}  # bytes of each body, by its request's id()
-        self._num_held = 0  # their sum
+        self._num_links = 0
+        self._num_waiting = 0  # requests for a session, which are not counted as requests meanwhile
+        most_held = max(settings.max_held_mib, settings.max_body_mib)
+        self._held = HeldBytes(most_held * MIB)
 
     async def __aenter__(self) -> Self:
         await self._sessions.__aenter__()
@@ -124,9 +190,14 @@ class App:
     async def __aexit__(self, *exc: object) -> None:
         await self._sessions.__aexit__(*exc)
 
+    def doors(self, make_handler: Callable[[], asyncio.Protocol]) -> Doors:
+        """What the event loop's server is to make of connections."""
+        self._doors = Doors(self._connections, make_handler)
+        return self._doors
+
     def build(self) -> web.Application:
         app = web.Application(
-            middlewares=[self._errors, self._guarded, self._bounded],
+            middlewares=[self._counted, self._errors, self._guarded, self._bounded],
             client_max_size=self._settings.max_body_mib * MIB,
         )
         post, get = app.router.add_post, app.router.add_get
@@ -151,15 +222,17 @@ class App:
     # -- our own protocol -------------------------------------------------------------------
 
     async def run(self, request: web.Request) -> web.Response:
-        asked = parse(RunRequest, await self._body(request))
-        return _json(await self._pool.run(asked.code, asked.stdin, asked.timeout_s))
+        asked = await self._read(RunRequest, request)
+        result = await self._pool.run(asked.code, asked.stdin, asked.timeout_s, self._memory(asked))
+        return _json(result)
 
     async def run_batch(self, request: web.Request) -> web.StreamResponse:
-        calls = parse(BatchRequest, await self._body(request)).calls
+        calls = (await self._read(BatchRequest, request)).calls
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         try:
-            async with self._each((c.code, c.stdin, c.timeout_s) for c in calls) as results:
+            each = (_Call(one.code, one.stdin, one.timeout_s, self._memory(one)) for one in calls)
+            async with self._each(each) as results:
                 async for index, result in results:  # no deadline: the calls have theirs
                     with anyio.fail_after(self._settings.io_timeout_s):
                         await response.write(to_line(index, result))
@@ -169,15 +242,21 @@ class App:
         return response
 
     async def open_session(self, request: web.Request) -> web.Response:
-        parse(SessionRequest, await self._body(request) or b"{}")
-        key = await self._sessions.open()
+        await self._read(SessionRequest, request, empty=b"{}")
+        # One too many waits for nothing: it is refused at once where no session is free.
+        may_wait = self._num_waiting < self._max_waiting
+        with self._waiting_for_a_session():
+            key = await self._sessions.open(
+                max_wait_s=self._settings.session_wait_s if may_wait else 0.0
+            )
         return _json({"id": key, "idle_s": self._settings.session_idle_s}, status=201)
 
     async def run_cell(self, request: web.Request) -> web.Response:
         key = request.match_info["id"]
-        asked = parse(RunRequest, await self._body(request))
+        asked = await self._read(RunRequest, request)
+        what = (asked.code, asked.stdin, asked.timeout_s, self._memory(asked))
         try:
-            return _json(await self._sessions.run(key, asked.code, asked.stdin, asked.timeout_s))
+            return _json(await self._sessions.run(key, *what))
         except KeyError:
             raise _no_session() from None
         except SessionLost as error:
@@ -189,7 +268,12 @@ class App:
         return web.Response(status=204)
 
     async def stats(self, request: web.Request) -> web.Response:
-        here = {"requests": self._num_requests, "body_bytes": self._num_held}
+        here = {
+            "requests": self._num_requests,
+            "links": self._num_links,
+            "connections": len(self._connections),
+            "held_bytes": self._held.total,
+        }
         return _json(self._pool.stats() | here)
 
     async def healthz(self, request: web.Request) -> web.Response:
@@ -201,22 +285,30 @@ class App:
         return _json(document())
 
     async def link(self, request: web.Request) -> web.StreamResponse:
+        if self._num_links >= self._max_links:
+            why = f"{self._max_links} pools are connected here already (max_links)"
+            raise Refused(503, "overloaded", why)
         socket = web.WebSocketResponse(
-            heartbeat=HEARTBEAT_S, max_msg_size=MAX_FRAME_BYTES, compress=False, timeout=2.0
+            heartbeat=HEARTBEAT_S, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
         )
-        await socket.prepare(request)
-        await Guest(self._pool).serve(socket)
+        self._num_links += 1
+        try:
+            await socket.prepare(request)
+            await Guest(self._pool, partial(self._held.hold, id(request))).serve(socket)
+        finally:
+            self._num_links -= 1
+            self._held.free(id(request))
         return socket
 
     # -- others' protocols ------------------------------------------------------------------
 
     async def submission(self, with_output: bool, request: web.Request) -> web.Response:
-        asked = parse(compat.Submission, await self._body(request))
+        asked = await self._read(compat.Submission, request)
         (answer,) = await self._judge([asked], with_output)
         return _json(answer)
 
     async def submissions(self, with_output: bool, request: web.Request) -> web.Response:
-        asked = parse(compat.BatchSubmission, await self._body(request))
+        asked = await self._read(compat.BatchSubmission, request)
         answers = await self._judge(asked.submissions, with_output)
         return _json({"sub_id": asked.sub_id or compat.new_id(), "results": answers})
 
@@ -225,12 +317,24 @@ class App:
     ) -> list[dict[str, Any]]:
         answers = [compat.refused_submission(one, with_output=with_output) for one in asked]
         todo = [index for index, answer in enumerate(answers) if answer is None]
-        timeout_s = self._settings.code_judge_timeout_s
-        calls = ((asked[i].solution, asked[i].input or "", timeout_s) for i in todo)
+        calls = (
+            _Call(
+                one.solution,
+                one.input or "",
+                self._settings.code_judge_timeout_s,
+                output=compat.output_limits(one),
+            )
+            for one in map(asked.__getitem__, todo)
+        )
         async with self._each(calls) as results:
             async for place, result in results:  # no deadline: the calls have theirs
                 index = todo[place]
-                answers[index] = compat.judged(asked[index], result, with_output=with_output)
+                answers[index] = compat.judged(
+                    asked[index],
+                    result,
+                    with_output=with_output,
+                    num_chars=self._settings.code_judge_chars,
+                )
         return [answer for answer in answers if answer is not None]
 
     async def status(self, request: web.Request) -> web.Response:
@@ -241,18 +345,22 @@ class App:
         return _json("pong")
 
     async def run_code(self, request: web.Request) -> web.Response:
-        asked = parse(compat.RunCodeRequest, await self._body(request))
+        asked = await self._read(compat.RunCodeRequest, request)
         if refusal := compat.refused_code(asked):
             return _json(refusal)
-        result = await self._pool.run(asked.code, asked.stdin or "", asked.run_timeout)
+        result = await self._pool.run(
+            asked.code,
+            asked.stdin or "",
+            asked.run_timeout,
+            compat.memory_mib(asked, self._pool.settings.memory_mib),
+            output=compat.RUN_CODE_OUTPUT,
+        )
         return _json(compat.run_code_answer(result))
 
     # -- what they share --------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _each(
-        self, calls: Iterable[tuple[str, str, float | None]]
-    ) -> AsyncIterator[AsyncIterator[Numbered]]:
+    async def _each(self, calls: Iterable[_Call]) -> AsyncIterator[AsyncIterator[Numbered]]:
         """Results of many calls as they finish, numbered. Only a few more than can run are with
         the pool at any time, so that one batch does not stand before everybody else's calls;
         what the others waited here counts as their queue time."""
@@ -264,7 +372,13 @@ class App:
             async with out:
                 for index, call in numbered:
                     waited_s = anyio.current_time() - began
-                    result = await self._pool.run(*call)
+                    result = await self._pool.run(
+                        call.code,
+                        call.stdin,
+                        call.timeout_s,
+                        call.memory_mib,
+                        output=call.output,
+                    )
                     # no deadline: its reader has one, or waits for nobody
                     await out.send((index, replace(result, queue_s=result.queue_s + waited_s)))
 
@@ -275,15 +389,28 @@ class App:
                     group.start_soon(work, out.clone())
             yield results
 
-    async def _body(self, request: web.Request) -> bytearray:
+    def _memory(self, asked: RunRequest) -> int | None:
+        """Return what a call may hold, in MiB: what it asks for, up to the pool's own bound."""
+        most = self._pool.settings.memory_mib
+        return None if asked.memory_mib is None else min(asked.memory_mib, most)
+
+    async def _read(self, model: type[Model], request: web.Request, empty: bytes = b"") -> Model:
+        """A request's body, checked."""
+        body = await self._body(request, max_values(model))
+        return parse(model, body or empty)
+
+    async def _body(self, request: web.Request, most_values: int) -> bytearray:
         """All of the body, counted as it comes: what is announced alone takes nobody's room."""
-        body = bytearray()
+        body, values = bytearray(), ValueCounter()
         try:
             with anyio.fail_after(self._settings.io_timeout_s):
                 self._hold(request, request.content_length or 0, 0)
                 while chunk := await request.content.readany():
-                    self._hold(request, len(body) + len(chunk), len(chunk))
+                    self._hold(request, len(body) + len(chunk), len(body) + len(chunk))
                     body += chunk
+                    if values.feed(chunk) > most_values:
+                        why = f"a request like this has at most {most_values} values and names"
+                        raise Refused(413, "too_large", why)
         except TimeoutError:
             raise Refused(408, "slow", "the body did not arrive in time") from None
         except web.RequestPayloadError:
@@ -291,29 +418,43 @@ class App:
             raise Refused(400, "bad_request", why) from None
         return body
 
-    def _hold(self, request: web.Request, size: int, num_new: int) -> None:
-        """Count more bytes of a body of (so far) `size`, until the request ends."""
+    def _hold(self, request: web.Request, size: int, num_here: int) -> None:
+        """Count what has come of a body of (so far) `size`, until the request ends."""
         most = self._settings.max_body_mib * MIB
         if size > most:
             raise Refused(413, "too_large", f"the most that a body may have is {most} bytes")
-        if self._num_held + num_new > max(self._settings.max_held_mib * MIB, most):
+        if not self._held.hold(id(request), num_here):
             raise _overloaded()
-        self._num_held += num_new
-        self._held[id(request)] = self._held.get(id(request), 0) + num_new
+
+    @contextmanager
+    def _waiting_for_a_session(self) -> Iterator[None]:
+        """Count a request that may wait for long apart from those that run something."""
+        self._num_waiting += 1
+        self._num_requests -= 1
+        try:
+            yield
+        finally:
+            self._num_requests += 1
+            self._num_waiting -= 1
 
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Counts a request, and what was read of its body, for as long as it is here."""
         if request.method != "POST":
             return await handler(request)
-        if self._num_requests >= self._settings.max_requests:
+        if self._num_requests >= self._max_requests:
             raise _overloaded()
         self._num_requests += 1
         try:
             return await handler(request)
         finally:
             self._num_requests -= 1
-            self._num_held -= self._held.pop(id(request), 0)
+            self._held.free(id(request))
+
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        with self._doors.request(request.protocol):
+            return await handler(request)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -324,6 +465,7 @@ class App:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        allowed = None
         try:
             return await handler(request)
         except Refused as error:
@@ -334,7 +476,13 @@ class App:
             if error.status < 400:
                 raise
             refused = Refused(error.status, "http", f"{request.path}: {error.reason}")
+            allowed = error.headers.get("Allow")
+        except Exception:  # a mistake of ours: the client gets the same form, the log the rest
+            log.exception("%s %s failed", request.method, request.path)
+            refused = Refused(500, "internal", "an error of the server's own; its log says more")
         response = _json(refused.body, status=refused.status)
+        if allowed is not None:
+            response.headers["Allow"] = allowed
         if refused.status == 503:
             response.headers["Retry-After"] = "1"
         if request.content.exception() is not None:  # aiohttp must not try to read the rest
@@ -348,11 +496,34 @@ def _json(body: Any, status: int = 200) -> web.Response:
 
 
 def _overloaded() -> Refused:
-    return Refused(503, "overloaded", "too many requests are open here; come again")
+    return Refused(503, "overloaded", "too many requests are open here; try again later")
 
 
 def _no_session() -> Refused:
     return Refused(404, "no_session", "there is no such session; it may have rested too long")
+
+
+def _num_connections(settings: ServeSettings) -> int:
+    """How many connections may be open: the workers must find a descriptor when they need one."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return settings.max_connections
+    return max(16, min(settings.max_connections, most - _num_spare(settings)))
+
+
+def _num_spare(settings: ServeSettings) -> int:
+    pool = settings.pool
+    return SPARE_DESCRIPTORS + DESCRIPTORS_PER_WORKER * (pool.workers + len(pool.hosts))
+
+
+def _raise_descriptor_limit(settings: ServeSettings) -> None:
+    """As far as the settings need it, and this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_connections + _num_spare(settings)
+    if resource.RLIM_INFINITY not in (soft, hard):
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @asynccontextmanager
@@ -368,18 +539,31 @@ async def serving(pool: Pool, settings: ServeSettings) -> AsyncIterator[str]:
             shutdown_timeout=0.3,
         )
         await runner.setup()
+        assert runner.server is not None
         try:
-            try:
-                await web.TCPSite(runner, settings.host, settings.port, backlog=4096).start()
-            except OSError as error:
-                where = f"{settings.host}:{settings.port}"
-                why = error.strerror or error
-                raise SandboxUnavailable(f"cannot listen on {where}: {why}") from error
-            host, port = runner.addresses[0][:2]
-            yield url_at(host, port)
+            async with app.doors(runner.server) as doors, _listening(doors, settings) as url:
+                yield url
         finally:
             with anyio.move_on_after(10, shield=True):
                 await runner.cleanup()
+
+
+@asynccontextmanager
+async def _listening(doors: Doors, settings: ServeSettings) -> AsyncIterator[str]:
+    loop = asyncio.get_running_loop()
+    try:
+        server = await loop.create_server(
+            doors, settings.host, settings.port, backlog=min(4096, settings.max_connections)
+        )
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        why = error.strerror or error
+        raise SandboxUnavailable(f"cannot listen on {where}: {why}") from error
+    try:
+        host, port = server.sockets[0].getsockname()[:2]
+        yield url_at(host, port)
+    finally:
+        server.close()
 
 
 async def serve(settings: ServeSettings) -> None:
@@ -412,9 +596,13 @@ async def _until_signal(settings: ServeSettings) -> int:
 def load(arguments: list[str]) -> ServeSettings:
     """Settings from flags, key=value and the environment. Raises ValueError that names the
     setting; ends the process for --help and for unknown flags."""
-    flags = [a if a.startswith("-") or "=" not in a else f"--{a}" for a in arguments]
+    flags = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before.startswith("-") and "=" not in before  # it may have an equals sign, too
+        is_pair = "=" in argument and not argument.startswith("-") and not is_value
+        flags.append(f"--{argument}" if is_pair else argument)
     try:
-        return ServeSettings(_cli_parse_args=flags)
+        return ServeSettings(_cli_settings_source=flags_of(ServeSettings)(args=flags))
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"]))
@@ -426,6 +614,7 @@ def load(arguments: list[str]) -> ServeSettings:
 def main(arguments: list[str] | None = None) -> int:
     try:
         settings = load(sys.argv[1:] if arguments is None else arguments)
+        _raise_descriptor_limit(settings)
         return anyio.run(_until_signal, settings, backend_options={"use_uvloop": _has_uvloop()})
     except (ValueError, SandboxError, BaseExceptionGroup) as error:
         inner: BaseException = error

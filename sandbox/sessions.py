@@ -14,7 +14,7 @@ from typing import Any, Self
 import anyio
 import anyio.abc
 
-from sandbox.errors import SessionLost
+from sandbox.errors import LostBy, SessionLost
 from sandbox.pool import Pool, Session
 from sandbox.results import CallResult
 
@@ -50,20 +50,28 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._held)
 
-    async def open(self, key: Any = None) -> Any:
-        """Open a session and return its key, a secret unless named. Raises Overloaded."""
+    async def open(self, key: Any = None, max_wait_s: float | None = None) -> Any:
+        """Open a session and return its key, a secret unless named. Raises Overloaded where none
+        is free within `max_wait_s` (default: the pool's setting)."""
         key = secrets.token_urlsafe(16) if key is None else key
-        await self._group.start(self._hold, key)
+        await self._group.start(self._hold, key, max_wait_s)
         return key
 
-    async def run(self, key: Any, code: str, stdin: str, timeout_s: float | None) -> CallResult:
+    async def run(
+        self,
+        key: Any,
+        code: str,
+        stdin: str,
+        timeout_s: float | None,
+        memory_mib: int | None = None,
+    ) -> CallResult:
         """Run a cell. Raises KeyError for a session that is not here, SessionLost for a dead one,
         which is forgotten with that."""
         held = self._held[key]
         held.num_running += 1
         held.scope.deadline = math.inf
         try:
-            return await held.session.run(code, stdin, timeout_s)
+            return await held.session.run(code, stdin, timeout_s, memory_mib)
         except SessionLost:
             self.close(key)
             raise
@@ -72,6 +80,11 @@ class Sessions:
             if not held.num_running:
                 held.scope.deadline = anyio.current_time() + self._idle_s
 
+    def lost_by(self, key: Any) -> LostBy | None:
+        """By whose doing a session is lost; None where it lives, or is not here."""
+        held = self._held.get(key)
+        return held.session.lost_by if held is not None else None
+
     def close(self, key: Any) -> bool:
         """End a session; False where there is none."""
         held = self._held.pop(key, None)
@@ -79,8 +92,10 @@ class Sessions:
             held.scope.cancel()
         return held is not None
 
-    async def _hold(self, key: Any, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        async with self._pool.session() as session:
+    async def _hold(
+        self, key: Any, max_wait_s: float | None, *, task_status: anyio.abc.TaskStatus[None]
+    ) -> None:
+        async with self._pool.session(max_wait_s) as session:
             deadline = anyio.current_time() + self._idle_s
             with anyio.CancelScope(deadline=deadline) as scope:
                 held = self._held[key] = _Held(session, scope)

@@ -229,6 +229,7 @@ class FakeSGLang:
     group: str = ""  # that it is a member of
     updating: bool = False
     at_bucket: Callable[[list[str]], Awaitable[object]] | None = None  # raises: it refuses
+    info: dict[str, Any] = field(default_factory=dict)  # what else it says of itself
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeSGLang]:
@@ -266,6 +267,10 @@ class FakeSGLang:
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.how == "refuse":
             return web.Response(status=fault.status, body=fault.body)
+        num_tokens = len(asked["input_ids"]) + asked["sampling_params"]["max_new_tokens"]
+        if num_tokens > self.context_length:
+            said = f"Requested token count exceeds the model's context length: {num_tokens}"
+            return web.json_response({"error": {"message": said}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.num_streaming += 1
@@ -292,16 +297,17 @@ class FakeSGLang:
             upto = min(sent + self.tokens_a_frame, stop)
             last = fault is None and upto == len(ids)
             finish = {"type": self.end} if last else None
-            await _send(response, self._frame(ids, sent, upto, had, finish))
+            await _send(response, self._frame(asked, ids, sent, upto, had, finish))
             sent = upto
         if fault is not None:
-            await self._break(request, response, ids, sent, had, fault)
+            await self._break(request, response, asked, ids, sent, had, fault)
         await response.write(b"data: [DONE]\n\n")
 
     async def _break(
         self,
         request: web.Request,
         response: web.StreamResponse,
+        asked: dict[str, Any],
         ids: list[int],
         sent: int,
         had: int,
@@ -318,12 +324,18 @@ class FakeSGLang:
                     "type": "abort", "message": "Aborted", "status_code": fault.status_code
                 }  # fmt: skip
                 upto = min(sent + 1, len(ids))  # an abort's last frame may carry tokens
-                await _send(response, self._frame(ids, sent, upto, had, finish))
+                await _send(response, self._frame(asked, ids, sent, upto, had, finish))
             case "frame":
                 await response.write(b"data: " + fault.body + b"\n\n")
 
     def _frame(
-        self, ids: list[int], start: int, stop: int, had: int, finish: dict[str, Any] | None
+        self,
+        asked: dict[str, Any],
+        ids: list[int],
+        start: int,
+        stop: int,
+        had: int,
+        finish: dict[str, Any] | None,
     ) -> dict[str, Any]:
         first = start if self.incremental else 0
         meta: dict[str, Any] = {
@@ -333,6 +345,11 @@ class FakeSGLang:
             "output_token_logprobs": [[logprob(had + i), ids[i], None] for i in range(first, stop)],
             "cached_tokens": 2,
         }
+        if num_top := asked.get("top_logprobs_num"):
+            meta["output_top_logprobs"] = [
+                [[logprob(had + i) - rank, ids[i] + rank, None] for rank in range(num_top)]
+                for i in range(first, stop)
+            ]
         if finish is not None:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": stop}]
         return {"text": "", "output_ids": ids[first:stop], "meta_info": meta}
@@ -349,6 +366,7 @@ class FakeSGLang:
             "device": "cpu",
             "dtype": "float32",
             "disable_overlap_schedule": not self.overlaps,
+            **self.info,
         }
         body = json.dumps(info).encode()
         response = web.StreamResponse()

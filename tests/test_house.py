@@ -18,7 +18,15 @@ import sandbox
 
 ROOT = Path(__file__).parent.parent
 OURS = ("agentloop", "sandbox", "learner", "bench", "tests")
-BOTTOM = {"agentloop.errors", "agentloop.trajectory", "agentloop.config", "agentloop.events"}
+BOTTOM = {
+    "agentloop.errors",
+    "agentloop.trajectory",
+    "agentloop.config",
+    "agentloop.events",
+    "agentloop.distribution",
+    "agentloop.plain_json",
+    "agentloop.openmp",
+}
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
 # These run inside of the servers, on their own path, and belong to no package of ours.
 OVERLAY = "agentloop.inference.cpu.overlay"
@@ -127,6 +135,8 @@ MAY_IMPORT = {
     },
     "agentloop.models": set(),
     "agentloop.errors": set(),
+    "agentloop.plain_json": set(),
+    "agentloop.openmp": set(),
     "agentloop.trajectory": {"agentloop.errors"},
     "agentloop.config": {"agentloop.errors"},
     "agentloop.events": {"agentloop.trajectory", "agentloop.errors"},
@@ -135,9 +145,11 @@ MAY_IMPORT = {
     "learner": {
         "learner",
         "agentloop.models",
+        "agentloop.training.checksums",
         "agentloop.training.learner_settings",
         *BOTTOM,
     },
+    "agentloop.training.checksums": set(),
     "agentloop": {"agentloop", "sandbox"},
     "bench": {"bench", "agentloop", "sandbox", "learner"},
 }
@@ -244,6 +256,7 @@ def test_the_sandboxs_public_names() -> None:
         "CallError",
         "CallResult",
         "CallStatus",
+        "LostBy",
         "Overloaded",
         "Pool",
         "PoolSettings",

@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pydantic
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from agentloop.errors import ModelError, RequestError
+from agentloop.plain_json import valid_text
 from agentloop.trajectory import Message, Turn
 
-__all__ = ["ChatFormat", "TextStream"]
+__all__ = ["ChatFormat", "ChatSettings", "TextStream"]
 
 Render = Callable[..., str]
 _MAX_RENDERED = 64  # prompts kept
@@ -39,6 +41,51 @@ _SAMPLED = (*_THOUGHTS, "tool_call")  # what a model writes of its own accord
 _MAX_CHARS_ON_LOOP = 20_000  # some milliseconds
 
 _MAX_HELD = 64
+# What a template is rendered with, besides `ChatSettings.arguments`.
+_RENDERED_WITH = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize"}
+
+
+class ChatSettings(pydantic.BaseModel):
+    """How messages become tokens, where the model's folder does not say so or says it wrong."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    template: str | None = pydantic.Field(
+        None,
+        description="A Jinja file, or its text, in place of the model's own chat template. Models "
+        "that are trained with it are published with it.",
+    )
+    end_token: str | None = pydantic.Field(
+        None,
+        description="The token that ends an assistant's turn; none: the first control token that "
+        "the chat template writes after an assistant's message.",
+    )
+    arguments: dict[str, Any] = pydantic.Field(
+        default_factory=dict,
+        description="Variables of the chat template, such as enable_thinking = false for Qwen3.",
+    )
+
+    @pydantic.field_validator("arguments")
+    @classmethod
+    def _are_not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_RENDERED_WITH & value.keys()):
+            raise ValueError(f"{', '.join(taken)}: set by agentloop for each prompt")
+        return value
+
+    @pydantic.field_validator("template")
+    @classmethod
+    def _read(cls, value: str | None) -> str | None:
+        """Return the text, so that a run has it even if the file changes or is elsewhere later."""
+        if value is None or "{" in value:
+            return value
+        try:
+            text = Path(value).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{value!r} cannot be read: {reason}") from error
+        if "{" not in text:
+            raise ValueError(f"{value!r} is no Jinja template: it has no expression")
+        return text
 
 
 class ChatFormat:
@@ -47,11 +94,26 @@ class ChatFormat:
     Attributes:
         vocab_size: ids at or above it must never reach a server.
         end_id: the token that ends an assistant's turn.
+        stop_ids: those that end a generation: `end_id`, and the tokenizer's own end of text, which
+            differs from it in base models.
         generation_prompt: the template's text between the last message and the model's first token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, render: Render, *, end_token: str) -> None:
-        """`render(messages, tools=None, add_generation_prompt=False)` gives the template's text.
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        render: Render,
+        *,
+        end_token: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
+        """Learn a model's markup from its template.
+
+        Args:
+            render: `render(messages, tools=None, add_generation_prompt=False)` returns the
+                template's text.
+            end_token: as in `ChatSettings`.
+            eos_token: the tokenizer's end of text.
 
         Raises:
             ModelError: the template cannot be used for a tool-using agent.
@@ -64,18 +126,22 @@ class ChatFormat:
         self._control_ids = frozenset(added)
         self._control_re = _spelling(token.content for token in added.values())
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
-        end_id = tokenizer.token_to_id(end_token)
-        if end_id is None:
-            raise ModelError(f"the tokenizer has no end-of-turn token {end_token!r}")
-        self.end_id: int = end_id
-        self._end_token = end_token
+        self._end_token = self._find_end_token(end_token)
+        stops = {
+            token: tokenizer.token_to_id(token) for token in (self._end_token, eos_token or "")
+        }
+        self._stops = {token: id for token, id in stops.items() if id is not None}
+        self.end_id: int = self._stops[self._end_token]
+        self.stop_ids: tuple[int, ...] = tuple(self._stops.values())
         self._learn_observation()
         self._rendering = anyio.Lock()
         self._rendered: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
     @classmethod
-    def load(cls, model_path: str | Path) -> ChatFormat:
+    def load(cls, model_path: str | Path, settings: ChatSettings | None = None) -> ChatFormat:
         """Read the tokenizer and the template of a model folder (or of a cached hub name).
+
+        What `settings` name wins over what is there.
 
         Raises:
             ModelError: there is none, or it is of a kind that cannot be used.
@@ -90,8 +156,14 @@ class ChatFormat:
         backend = getattr(hf, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ModelError(f"{str(model_path)!r} has no fast tokenizer (tokenizer.json)")
+        settings = settings or ChatSettings()
+        if settings.template is not None:
+            hf.chat_template = settings.template
         if not hf.chat_template:
-            raise ModelError(f"the tokenizer of {str(model_path)!r} has no chat template")
+            raise ModelError(
+                f"the tokenizer of {str(model_path)!r} has no chat template: set chat.template to "
+                "a Jinja file"
+            )
 
         def render(
             messages: Sequence[Message],
@@ -103,10 +175,11 @@ class ChatFormat:
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **settings.arguments,
             )
             return str(text)
 
-        chat = cls(backend, render, end_token=str(hf.eos_token))
+        chat = cls(backend, render, end_token=settings.end_token, eos_token=hf.eos_token)
         # A padded vocabulary: the model may sample ids that the tokenizer has no text for.
         chat.vocab_size = max(chat.vocab_size, _padded_vocab_size(Path(model_path)))
         return chat
@@ -124,7 +197,9 @@ class ChatFormat:
         """
         messages: list[Message] = []
         for turn in turns:
-            said = turn.text.partition("<tool_call>")[0].removesuffix(self._end_token)
+            said = turn.text.partition("<tool_call>")[0]
+            for token in self._stops:
+                said = said.removesuffix(token)
             message: dict[str, Any] = {
                 "role": "assistant",
                 "content": self.opened_thought + said.rstrip("\n"),
@@ -248,13 +323,29 @@ class ChatFormat:
             text = self._render([asked, said])
         except Exception as error:  # as in prompt()
             raise RequestError(f"content: the model's chat template says: {error}") from error
+        if not text.startswith(before):
+            raise RequestError(self._why_not_sampled(message))
         turn, end, _ = text.removeprefix(before).partition(self._end_token)
-        if not text.startswith(before) or not end:
+        if not end:
             raise RequestError(
-                f"content: the model's chat template begins a turn with {self.generation_prompt!r} "
-                f"and ends it with {self._end_token!r}; this one it writes in another way"
+                f"content: the model's chat template does not end this message with "
+                f"{self._end_token!r}: set chat.template to a template that ends every turn so"
             )
         return [*self._encode_marked(turn, mark), self.end_id]
+
+    def _why_not_sampled(self, message: Message) -> str:
+        """Say why the template does not write `message` behind its generation prompt."""
+        why = (
+            "content: the model's chat template starts a generated turn with "
+            f"{self.generation_prompt!r} but does not start this message so"
+        )
+        opened = self.opened_thought.strip()
+        if opened and not str(message.get("content") or "").startswith(opened):
+            return (
+                f"{why}: begin the content with {opened}, or set chat.template to a template that "
+                "adds it, such as docs/recipes/paper.jinja"
+            )
+        return f"{why}: set chat.template to a template that starts both alike"
 
     def observation(self, contents: Sequence[str | list[int]]) -> list[int]:
         """What follows an assistant's turn: the tools' responses and a new generation prompt.
@@ -299,7 +390,7 @@ class ChatFormat:
         return value
 
     def _encode(self, text: str) -> list[int]:
-        whole = text.encode("utf-8", "replace").decode()  # a lone surrogate has no tokens
+        whole = valid_text(text)  # a lone surrogate has no tokens
         ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=False).ids
         return ids
 
@@ -310,6 +401,33 @@ class ChatFormat:
             # Odd pieces are the names of placeholders, even ones the template's markup.
             ids += self.encode(mark.contents[int(piece)]) if index % 2 else self._encode(piece)
         return ids
+
+    def _find_end_token(self, asked: str | None) -> str:
+        """Return the token that ends an assistant's turn: `asked`, or what the template writes."""
+        if asked is not None and self.tokenizer.token_to_id(asked) is None:
+            raise ModelError(f"chat.end_token: the tokenizer has no token {asked!r}")
+        mark = _Placeholders()
+        question = {"role": "user", "content": mark("question")}
+        said = {"role": "assistant", "content": mark("said")}
+        try:
+            tail = mark.split(self._render([question, said]))[-1]
+        except Exception as error:  # as in prompt()
+            raise ModelError(f"the chat template cannot be rendered: {error}") from error
+        if asked is not None:
+            if asked not in tail:
+                raise ModelError(
+                    f"chat.end_token: the chat template does not end a turn with {asked!r}: after "
+                    f"an assistant's message it writes {tail!r}"
+                )
+            return asked
+        found = self._control_re.search(tail)
+        if found is None:
+            raise ModelError(
+                "the chat template does not end a turn with a control token of the tokenizer: "
+                f"after an assistant's message it writes {tail!r}. Set chat.template to one that "
+                "does"
+            )
+        return found.group()
 
     def _learn_observation(self) -> None:
         """Read off the template what stands before, between and after two tool responses."""
@@ -330,7 +448,10 @@ class ChatFormat:
         _, _, _, _, after_said, _, between, _, after = pieces
         end = after_said.find(self._end_token)
         if end < 0:
-            raise ModelError(f"the chat template does not end a turn with {self._end_token!r}")
+            raise ModelError(
+                f"the chat template does not end a turn with tool calls with {self._end_token!r}, "
+                "as it does one without"
+            )
         before = after_said[end + len(self._end_token) :]
         self.generation_prompt = self._generation_prompt(after)
         self._around_responses = (

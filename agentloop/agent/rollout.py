@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import anyio
 import pydantic
 
+from agentloop.agent.channels import Speech, answer_in
 from agentloop.agent.chat_format import ChatFormat, TextStream
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema, Tool, ToolFunction, ToolOutput, Tools
@@ -42,6 +43,7 @@ from agentloop.events import (
 )
 from agentloop.inference.router import Generation
 from agentloop.inference.sglang import Chunk, Sampling
+from agentloop.plain_json import valid_text
 from agentloop.trajectory import (
     CallStatus,
     Message,
@@ -54,7 +56,7 @@ from agentloop.trajectory import (
     VersionSpan,
 )
 
-__all__ = ["Budget", "Engine", "Rollout", "prompt_of", "truncated"]
+__all__ = ["Budget", "Engine", "Rollout", "TurnOptions", "prompt_of", "truncated"]
 
 
 class Budget(pydantic.BaseModel):
@@ -66,6 +68,9 @@ class Budget(pydantic.BaseModel):
     max_response_tokens: int = pydantic.Field(
         8192, ge=1, description="Tokens after the prompt, tool responses included."
     )
+    max_sampled_tokens: int | None = pydantic.Field(
+        None, ge=1, description="Tokens sampled in all turns; none: the response's budget."
+    )
     max_turn_tokens: int | None = pydantic.Field(
         None, ge=1, description="Tokens sampled in one turn; none: the response's budget."
     )
@@ -73,6 +78,25 @@ class Budget(pydantic.BaseModel):
         512, ge=8, description="A longer tool response keeps its head and its tail."
     )
     timeout_s: float = pydantic.Field(600.0, gt=0, description="Wall time, queues included.")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOptions:
+    """What ends a turn besides the model's end-of-turn token, and what is recorded of it.
+
+    Attributes:
+        stop: The answer, and with it the rollout, ends before the first of these strings: see
+            `agentloop.agent.channels.Speech`.
+        single_call: A turn ends with its first tool call.
+        ignore_end: The end-of-turn token ends no turn, and calls are not run: for load tests, where
+            a turn takes all of its budget.
+        num_top_logprobs: How many of the likeliest tokens a turn records for each token.
+    """
+
+    stop: tuple[str, ...] = ()
+    single_call: bool = False
+    ignore_end: bool = False
+    num_top_logprobs: int = 0
 
 
 class Engine(Protocol):
@@ -97,6 +121,7 @@ class Engine(Protocol):
 # What tells how long rollouts are. The others were cut short by something else than the rollout.
 _WHOLE = (
     StopReason.ANSWERED,
+    StopReason.STOP_SEQUENCE,
     StopReason.CALLER_TOOLS,
     StopReason.TURN_BUDGET,
     StopReason.TOKEN_BUDGET,
@@ -116,16 +141,19 @@ async def prompt_of(
         RequestError: they are not possible, or more.
     """
     if (at_least := chat.at_least(messages)) >= context_length:
-        raise PromptTooLong(
-            f"messages: they make at least {at_least} tokens; the model's context is "
-            f"{context_length}"
-        )
+        raise _too_long(f"at least {at_least}", context_length)
     prompt_ids = await chat.prompt_in_turn(messages, schemas)
     if len(prompt_ids) >= context_length:
-        raise PromptTooLong(
-            f"messages: they make {len(prompt_ids)} tokens; the model's context is {context_length}"
-        )
+        raise _too_long(str(len(prompt_ids)), context_length)
     return prompt_ids
+
+
+def _too_long(num_tokens: str, context_length: int) -> PromptTooLong:
+    # What programs look for: some for "this model's maximum context length is", some for the code.
+    return PromptTooLong(
+        f"messages: this model's maximum context length is {context_length} tokens, but the "
+        f"messages make {num_tokens}: shorten them ({PromptTooLong.code})"
+    )
 
 
 @dataclass(slots=True)
@@ -138,6 +166,7 @@ class Rollout:
     tools: Sequence[Tool | ToolFunction] = ()
     sampling: Sampling = field(default_factory=lambda: Sampling())
     budget: Budget = field(default_factory=lambda: Budget())
+    options: TurnOptions = TurnOptions()
     emit: Emit = ignore
     with_text: bool = True  # decode as tokens arrive; training does without
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -146,6 +175,7 @@ class Rollout:
     started_s: float = 0.0  # time.monotonic() when run() was called: 0 on its clock
     _tools: Tools = field(init=False)
     _trajectory: Trajectory = field(init=False)
+    _speech: Speech = field(init=False)  # looks for stop sequences
     _scope: anyio.CancelScope | None = field(init=False, default=None)  # while it runs
     _is_cancelled: bool = field(init=False, default=False)
 
@@ -163,6 +193,8 @@ class Rollout:
         """
         self.started_s = time.monotonic()
         self._tools = Tools(self.tools)
+        thinks, stop = bool(self.chat.opened_thought), self.options.stop
+        self._speech = Speech(reasoning=thinks, stop=stop)
         prompt_ids = self.prompt_ids
         if prompt_ids is None:
             longest = self.engine.context_length
@@ -182,6 +214,7 @@ class Rollout:
         finally:
             self.engine.forget(self.id, whole=whole)
         self._trajectory.elapsed_s = self._now()
+        self._trajectory.answer = answer_in(self._trajectory.text, reasoning=thinks, stop=stop)
         self.emit(RolloutFinished(self.id, self._trajectory))
         return self._trajectory
 
@@ -203,17 +236,21 @@ class Rollout:
     async def _turns(self) -> StopReason:
         ids = list(self._trajectory.prompt_ids)
         budget_left = self.budget.max_response_tokens
+        sampled_left = self.budget.max_sampled_tokens or budget_left
         while True:
             room = min(budget_left, self.engine.context_length - len(ids))
-            if room <= 0:
+            most = min(room, sampled_left, self.budget.max_turn_tokens or room)
+            if most <= 0:
                 return StopReason.TOKEN_BUDGET
-            turn = await self._turn(ids, min(room, self.budget.max_turn_tokens or room))
+            turn = await self._turn(ids, most)
             if turn.end is TurnEnd.ABORT:
                 raise _Broken("the stream of a turn ended before the turn did")
             if turn.end is TurnEnd.LENGTH:
                 return StopReason.TOKEN_BUDGET
             if any(result.status is CallStatus.CALLER for result in turn.results):
                 return StopReason.CALLER_TOOLS
+            if self._speech.stopped:
+                return StopReason.STOP_SEQUENCE
             if not turn.calls:
                 return StopReason.ANSWERED
             if len(self._trajectory.turns) >= self.budget.max_turns:
@@ -224,6 +261,7 @@ class Rollout:
                 return StopReason.TOKEN_BUDGET
             turn.observation_ids = observation
             budget_left -= len(turn.output_ids) + len(observation)
+            sampled_left -= len(turn.output_ids)
             ids += turn.output_ids
             ids += observation
 
@@ -262,18 +300,17 @@ class Rollout:
         max_new_tokens: int,
         dispatch: Callable[[ToolCall], None],
     ) -> None:
-        stream = ToolCallStream(self.chat, id_prefix=f"call_{self.id[-12:]}_{index}")
-        text = TextStream(self.chat) if self.with_text else None
-        versions = _Versions()
+        reader = _TurnReader(self, index, turn, dispatch)
         generation = Generation(
             rid=uuid.uuid4().hex,
             key=self.id,
             ids=ids,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
-            stop_ids=(self.chat.end_id,),
+            stop_ids=() if self.options.ignore_end else self.chat.stop_ids,
             group=self.group,
             num_shared=len(self._trajectory.prompt_ids) if self.group else 0,
+            num_top_logprobs=self.options.num_top_logprobs,
         )
 
         def placed(server: str, decision: Explained) -> None:
@@ -283,54 +320,19 @@ class Rollout:
         def moved(server: str, reason: str) -> None:
             self.emit(TurnMoved(self.id, server, reason))
 
-        def take(chunk: Chunk) -> None:
-            self._take(index, turn, chunk, text, versions)
-            for call in stream.feed(chunk.ids):
-                dispatch(call)
-
         try:
-            await self.engine.generate(
-                generation,
-                vocab_size=self.chat.vocab_size,
-                on_chunk=take,
-                on_placed=placed,
-                on_moved=moved,
-            )
+            with reader.cut:
+                await self.engine.generate(
+                    generation,
+                    vocab_size=self.chat.vocab_size,
+                    on_chunk=reader.take,
+                    on_placed=placed,
+                    on_moved=moved,
+                )
         finally:
             turn.generated_s = self._now()
-            if turn.end is TurnEnd.ABORT:
-                turn.versions = versions.spans(len(turn.output_ids), ())
-            if text is None:
-                turn.text = self.chat.decode(turn.output_ids)
-            elif held := text.flush():
-                turn.text += held
-                self.emit(TokensSampled(self.id, index, [], held))
-        if turn.end is TurnEnd.STOP:
-            for call in stream.finish():
-                dispatch(call)
-
-    def _take(
-        self, index: int, turn: Turn, chunk: Chunk, text: TextStream | None, versions: _Versions
-    ) -> None:
-        if turn.first_token_s is None and chunk.ids:
-            turn.first_token_s = self._now()
-        start = len(turn.output_ids)
-        turn.output_ids += chunk.ids
-        turn.logprobs += chunk.logprobs
-        if chunk.ids and chunk.version != versions.current:
-            versions.change(chunk.version, start)
-        if chunk.end is not None:
-            turn.end = chunk.end
-            turn.cached_tokens = chunk.cached_tokens
-            account = chunk.versions
-            num_seen = account[0].start if account else len(turn.output_ids)
-            turn.versions = versions.spans(num_seen, account)
-        piece = ""
-        if text is not None:
-            piece = text.feed(chunk.ids)
-            turn.text += piece
-        if chunk.ids and self.emit is not ignore:
-            self.emit(TokensSampled(self.id, index, chunk.ids, piece))
+            reader.flush()
+        reader.finish()
 
     async def _call(
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
@@ -343,7 +345,7 @@ class Rollout:
         if output.started_s is not None:
             started_s = output.started_s - self.started_s
         # A lone surrogate, as in the name of a file, has no UTF-8 for a model or a client to read.
-        content = output.content.encode("utf-8", "replace").decode()
+        content = valid_text(output.content)
         result = ToolResult(
             call.id, call.name, output.status, content, dispatched_s, started_s, self._now()
         )
@@ -355,10 +357,101 @@ class Rollout:
     def _observe(self, turn: Turn) -> list[int]:
         limit = self.budget.max_tool_response_tokens
         contents = [truncated(self.chat, result.content, limit) for result in turn.results]
-        return self.chat.observation(contents)
+        observation = self.chat.observation(contents)
+        if self.options.single_call and turn.output_ids[-1] != self.chat.end_id:
+            observation.insert(0, self.chat.end_id)  # of a turn that was cut after its call
+        return observation
 
     def _now(self) -> float:
         return time.monotonic() - self.started_s
+
+
+class _TurnReader:
+    """Takes the chunks of a turn: records them, tells of them, dispatches the calls in them, and
+    cuts the turn off where the caller wants it to end.
+
+    Attributes:
+        cut: Is cancelled there; to be entered around the generation.
+    """
+
+    def __init__(
+        self, rollout: Rollout, index: int, turn: Turn, dispatch: Callable[[ToolCall], None]
+    ) -> None:
+        self.cut = anyio.CancelScope()
+        self._rollout = rollout
+        self._index = index
+        self._turn = turn
+        self._dispatch = dispatch
+        self._options = rollout.options
+        self._speech = rollout._speech
+        chat = rollout.chat
+        self._calls = ToolCallStream(chat, id_prefix=f"call_{rollout.id[-12:]}_{index}")
+        has_text = rollout.with_text or self._options.stop
+        self._text = TextStream(chat) if has_text else None
+        self._versions = _Versions()
+
+    def take(self, chunk: Chunk) -> None:
+        # The token at which a turn is cut is the same, however many arrive together.
+        by_token = self._options.single_call or self._options.stop
+        for part in _tokens(chunk) if by_token else [chunk]:
+            if self.cut.cancel_called:
+                return
+            piece = self._record(part)
+            calls = [] if self._options.ignore_end else self._calls.feed(part.ids)
+            for call in calls:
+                self._dispatch(call)
+            if self._options.stop:
+                list(self._speech.feed(piece))
+            if self._speech.stopped or (self._options.single_call and calls):
+                self._turn.end = TurnEnd.STOP
+                if part.end is None:
+                    self.cut.cancel()
+
+    def flush(self) -> None:
+        """No chunk will come, for whatever reason: record what was held back."""
+        turn = self._turn
+        if turn.end is TurnEnd.ABORT or self.cut.cancel_called:
+            turn.versions = self._versions.spans(len(turn.output_ids), ())
+        if self._text is None:
+            turn.text = self._rollout.chat.decode(turn.output_ids)
+        elif held := self._text.flush():
+            turn.text += held
+            self._rollout.emit(TokensSampled(self._rollout.id, self._index, [], held))
+
+    def finish(self) -> None:
+        """The turn is over: decide about what might have gone on."""
+        if self._options.stop and self._turn.end is not TurnEnd.ABORT:
+            list(self._speech.end_turn())
+            if self._speech.stopped:  # also where the tokens were used up
+                self._turn.end = TurnEnd.STOP
+        if self._turn.end is TurnEnd.STOP and not self.cut.cancel_called:
+            for call in self._calls.finish():
+                self._dispatch(call)
+
+    def _record(self, chunk: Chunk) -> str:
+        """Returns the chunk's text."""
+        rollout, turn = self._rollout, self._turn
+        if turn.first_token_s is None and chunk.ids:
+            turn.first_token_s = rollout._now()
+        start = len(turn.output_ids)
+        turn.output_ids += chunk.ids
+        turn.logprobs += chunk.logprobs
+        turn.top_logprobs += chunk.top_logprobs
+        turn.cached_tokens = chunk.cached_tokens or turn.cached_tokens
+        if chunk.ids and chunk.version != self._versions.current:
+            self._versions.change(chunk.version, start)
+        if chunk.end is not None:
+            turn.end = chunk.end
+            account = chunk.versions
+            num_seen = account[0].start if account else len(turn.output_ids)
+            turn.versions = self._versions.spans(num_seen, account)
+        piece = ""
+        if self._text is not None:
+            piece = self._text.feed(chunk.ids)
+            turn.text += piece
+        if chunk.ids and rollout.emit is not ignore:
+            rollout.emit(TokensSampled(rollout.id, self._index, chunk.ids, piece))
+        return piece
 
 
 def truncated(chat: ChatFormat, content: str, limit: int) -> list[int]:
@@ -378,6 +471,27 @@ def truncated(chat: ChatFormat, content: str, limit: int) -> list[int]:
         head, tail = ids[:num_head], ids[-num_tail:]
         left_out = f"{len(ids) - limit} tokens left out"
     return head + chat.encode(f"\n[... {left_out} ...]\n") + tail
+
+
+def _tokens(chunk: Chunk) -> Iterator[Chunk]:
+    """The same tokens one by one; what is told of all of them comes with the last."""
+    last = len(chunk.ids) - 1
+    for i in range(last):
+        yield Chunk(
+            chunk.ids[i : i + 1],
+            chunk.logprobs[i : i + 1],
+            chunk.version,
+            cached_tokens=chunk.cached_tokens,
+            top_logprobs=chunk.top_logprobs[i : i + 1],
+        )
+    if last >= 1:
+        chunk = replace(
+            chunk,
+            ids=chunk.ids[last:],
+            logprobs=chunk.logprobs[last:],
+            top_logprobs=chunk.top_logprobs[last:],
+        )
+    yield chunk
 
 
 class _Versions:

@@ -14,13 +14,14 @@ import anyio
 
 from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
 from agentloop.trajectory import CallStatus
-from sandbox import CallResult, Pool, SandboxError, Session, SessionLost
+from sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
 from sandbox import CallStatus as SandboxStatus
 
 __all__ = ["JupyterCode", "PythonCode", "describe"]
 
 _STRING = {"type": "string"}
-# What ends a session's process, by the model's own doing.
+_RESTARTED = "\n[note] the notebook was restarted: its variables are gone"
+# After these a notebook starts anew, by the model's own doing.
 _ENDS_SESSION = (
     SandboxStatus.TIMEOUT,
     SandboxStatus.OOM,
@@ -127,14 +128,20 @@ class _Notebook:
             try:
                 result = await self._session.run(arguments["code"], timeout_s=self._timeout_s)
             except SessionLost as error:
-                # Not by the model's doing: what it had computed is gone, and so is the rollout.
-                return ToolOutput(CallStatus.INFRASTRUCTURE, f"the notebook was lost: {error}")
+                return self._lost(error)
             output = _output(result)
-            if result.status in _ENDS_SESSION:
+            if result.status in _ENDS_SESSION or self._session.lost_by is LostBy.PROGRAM:
                 self._ended = True
-                note = "\n[note] the notebook was restarted: its variables are gone"
-                return ToolOutput(output.status, output.content + note, output.started_s)
+                return ToolOutput(output.status, output.content + _RESTARTED, output.started_s)
             return output
+
+    def _lost(self, error: SessionLost) -> ToolOutput:
+        """The answer to a cell that did not run, because the process had ended before it."""
+        if error.by is not LostBy.PROGRAM:  # what the model had computed is gone: so is the rollout
+            return ToolOutput(CallStatus.INFRASTRUCTURE, f"the notebook was lost: {error}")
+        self._ended = True
+        text = "[error] this cell did not run: code of an earlier cell has ended the process"
+        return ToolOutput(CallStatus.ERROR, text + _RESTARTED)
 
 
 def describe(result: CallResult) -> str:

@@ -9,6 +9,7 @@ call: its `error` tells the model what was wrong.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = ["CLOSE", "OPEN", "ToolCallStream", "decode_call"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MAX_CALL_TOKENS = 65_536
 _MAX_DEPTH = 100
+_MAX_SHOWN = 40  # characters of a number
 _SURROGATE_RE = re.compile("[\ud800-\udfff]")
 
 
@@ -182,18 +184,27 @@ def _json(text: str) -> Any:
         ValueError: it is not JSON, or is what others that read the call later could not write.
     """
     try:
-        value = json.loads(text, strict=False, parse_constant=_no_constant)
+        value = json.loads(text, strict=False, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(value) > _MAX_DEPTH:
         raise ValueError("it is nested too deeply")
-    if "\\ud" in text.lower() and _SURROGATE_RE.search(json.dumps(value, ensure_ascii=False)):
+    may_have_half = "\\ud" in text.lower() or not text.isascii()
+    if may_have_half and _SURROGATE_RE.search(json.dumps(value, ensure_ascii=False)):
         raise ValueError("it has half of a surrogate pair")
     return value
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite(text: str) -> float:
+    """Refuse 1e999, which is read as infinity, and cannot be written again."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:_MAX_SHOWN]} is too large for a floating-point number")
+    return value
 
 
 def _depth(value: Any) -> int:

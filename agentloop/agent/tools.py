@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
-import orjson
 import pydantic
 
 from agentloop.errors import RequestError
+from agentloop.plain_json import dumps
 from agentloop.trajectory import CallStatus
 
 __all__ = [
@@ -204,6 +204,12 @@ class Tools:
     def schemas(self) -> list[Schema]:
         return [tool.schema for tool in self._tools.values()]
 
+    @property
+    def _are_the_callers(self) -> bool:
+        return bool(self._tools) and all(
+            isinstance(tool, CallerTool) for tool in self._tools.values()
+        )
+
     async def __aenter__(self) -> Tools:
         await self._keepers.__aenter__()
         return self
@@ -215,6 +221,8 @@ class Tools:
 
     async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
         """Run one call; never raises for what the model or the tool did wrong."""
+        if name not in self._tools and self._are_the_callers:
+            return ToolOutput(CallStatus.CALLER, "")  # who has a way of dealing with it
         if name not in self._tools:
             known = ", ".join(self._tools) or "none"
             text = f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
@@ -349,6 +357,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     try:
-        return orjson.dumps(value).decode()
-    except TypeError:  # not JSON: what Python would print
+        return dumps(value, default=None).decode()
+    except (TypeError, ValueError):  # not JSON: what Python would print
         return str(value)

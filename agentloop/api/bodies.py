@@ -21,10 +21,11 @@ __all__ = [
     "FunctionTool",
     "Health",
     "InputMessage",
+    "Logprobs",
     "Model",
     "ModelList",
     "RolloutLine",
-    "TextFormat",
+    "TokenLogprob",
     "Usage",
     "UsageChunk",
 ]
@@ -93,10 +94,6 @@ class FunctionTool(_Open):
     function: FunctionSchema
 
 
-class TextFormat(TypedDict):
-    type: Literal["text"]
-
-
 # --- answers --------------------------------------------------------------------------------------
 
 
@@ -140,18 +137,47 @@ class AnswerMessage(_Answer):
     tool_calls: NotRequired[list[AskedCall]]
 
 
+class LikelyToken(_Answer):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Its UTF-8; null where the token is part of a character."""
+
+
+class TokenLogprob(LikelyToken):
+    """A token that the model sampled."""
+
+    top_logprobs: list[LikelyToken]
+    """The likeliest in its place, as many as were asked for."""
+
+
+class Logprobs(_Answer):
+    content: list[TokenLogprob]
+    """All tokens that the model sampled, those of thoughts, calls and markup included."""
+    refusal: None
+
+
 class Choice(_Answer):
     index: int
     message: AnswerMessage
+    logprobs: NotRequired[Logprobs]
     finish_reason: FinishReason
     stop_reason: StopReason
+
+
+class PromptTokensDetails(_Answer):
+    cached_tokens: int
+    """Of the prompt, those that the server had in its cache."""
 
 
 class Usage(_Answer):
     """Tokens; those of tool responses are not counted."""
 
     prompt_tokens: int
+    """Of the request's messages and tools, once; not once more for each turn."""
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens: int
+    """All that were sampled: those of thoughts, calls and markup, too, in all choices."""
     total_tokens: int
 
 
@@ -175,7 +201,10 @@ class Delta(_Answer, total=False):
 class ChunkChoice(_Answer):
     index: int
     delta: Delta
+    logprobs: NotRequired[Logprobs]
     finish_reason: FinishReason | None
+    stop_reason: NotRequired[StopReason]
+    """With the last one."""
 
 
 class Frame(_Answer):

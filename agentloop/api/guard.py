@@ -36,7 +36,8 @@ class ServeSettings(pydantic.BaseModel):
     )
     allowed_hosts: list[str] = pydantic.Field(
         default_factory=list,
-        description="Names, besides its own address, that callers may reach it by.",
+        description="Names, besides its own address, that callers may reach it by; with a token "
+        "any name will do, and these are the sites whose pages may call it.",
     )
     max_rollouts: int = pydantic.Field(
         1024, ge=1, description="Rollouts in flight; more wait their turn."
@@ -60,7 +61,7 @@ class ServeSettings(pydantic.BaseModel):
 
 def _is_open(path: str) -> bool:
     """What has no secrets: signs of life, and the page, which asks for the token itself."""
-    return path in OPEN_PATHS or path == "/" or path.startswith("/page/")
+    return path in OPEN_PATHS or path in ("/", "/health") or path.startswith("/page/")
 
 
 class Guard(sandbox.guard.Guard):
@@ -76,5 +77,7 @@ class Guard(sandbox.guard.Guard):
         if refusal is None:
             return await handler(request)
         status, reason = refusal
-        kind = "authentication_error" if status == 401 else "permission_error"
-        return web.json_response(error_body(reason, kind), status=status)
+        is_token = status == 401
+        kind = "authentication_error" if is_token else "permission_error"
+        code = "invalid_api_key" if is_token else None
+        return web.json_response(error_body(reason, kind, code=code), status=status)

@@ -1,4 +1,6 @@
-"""OpenAI's chat completions, as the agent speaks them: requests in, completions and chunks out.
+"""OpenAI's chat completions, as the agent speaks them: rollouts in, chunks and completions out.
+
+    events of a rollout ──ChunkWriter──> chunks ──> a stream, or joined: an answer
 
 Terms: the answer is `content`, thoughts are `reasoning_content` (as SGLang and vLLM have it). Calls
 that the agent ran itself are in `executed_tools` (as Groq has it), so that no client runs them
@@ -9,19 +11,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from functools import reduce
-from operator import getitem
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import pydantic
-import pydantic_core
-from pydantic_core import ErrorDetails
-
-from agentloop.agent.channels import Channel, Channels
+from agentloop.agent.channels import Channel, Speech
 from agentloop.api.bodies import (
     AnswerMessage,
     AskedCall,
+    AskedCallPiece,
     Choice,
     Chunk,
     ChunkChoice,
@@ -31,36 +28,46 @@ from agentloop.api.bodies import (
     ExecutedCall,
     FinishReason,
     Frame,
-    FunctionTool,
-    InputMessage,
+    LikelyToken,
     Model,
     ModelList,
-    TextFormat,
+    TokenLogprob,
     Usage,
     UsageChunk,
 )
-from agentloop.errors import RequestError
-from agentloop.events import CallFinished, CallStarted, Event, TokensSampled, TurnFinished
-from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory
+from agentloop.events import (
+    CallFinished,
+    CallStarted,
+    Event,
+    RolloutStarted,
+    TokensSampled,
+    TurnFinished,
+    TurnSampled,
+)
+from agentloop.trajectory import (
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnEnd,
+)
 
-__all__ = ["ChatRequest", "ChunkWriter", "completion", "error_body", "model_list", "parse"]
+__all__ = [
+    "ChunkWriter",
+    "chunk_frame",
+    "completion",
+    "error_body",
+    "events_of",
+    "model_list",
+]
 
-M = TypeVar("M", bound=pydantic.BaseModel)
-
-
-def _is_boolean(value: Any) -> Any:
-    """0 is none, though it equals False: a literal takes it."""
-    if value is None or isinstance(value, bool):
-        return value
-    raise ValueError("a boolean is expected")
-
-
-_Nothing = Annotated[list[Any], pydantic.Field(max_length=0)]
-_Off = Annotated[Literal[False], pydantic.BeforeValidator(_is_boolean)]
-_On = Annotated[Literal[True], pydantic.BeforeValidator(_is_boolean)]
+TokenText = Callable[[int], str]
+"""The text of one token."""
 
 _FINISH: dict[StopReason, FinishReason] = {
     StopReason.ANSWERED: "stop",
+    StopReason.STOP_SEQUENCE: "stop",
     StopReason.CALLER_TOOLS: "tool_calls",
     StopReason.TURN_BUDGET: "length",
     StopReason.TOKEN_BUDGET: "length",
@@ -68,250 +75,200 @@ _FINISH: dict[StopReason, FinishReason] = {
 }
 
 
-class StreamOptions(pydantic.BaseModel):
-    include_usage: bool = False
-
-
-class ChatRequest(pydantic.BaseModel):
-    """What of OpenAI's request is used. What would change the answer and is not, is refused."""
-
-    model_config = pydantic.ConfigDict(
-        json_schema_extra={  # a stream has one choice
-            "if": {"properties": {"stream": {"const": True}}, "required": ["stream"]},
-            "then": {"properties": {"n": {"const": 1}}},
-        }
-    )
-
-    model: str | None = None
-    messages: list[InputMessage] = pydantic.Field(min_length=1)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = pydantic.Field(1, ge=1, le=128)
-    temperature: float | None = pydantic.Field(None, ge=0, le=2)
-    top_p: float | None = pydantic.Field(None, gt=0, le=1)
-    top_k: int | None = pydantic.Field(None, ge=-1, le=1 << 30)
-    min_p: float | None = pydantic.Field(None, ge=0, le=1)
-    seed: int | None = pydantic.Field(None, ge=0, lt=1 << 62)
-    max_tokens: int | None = pydantic.Field(None, ge=1)
-    max_completion_tokens: int | None = pydantic.Field(None, ge=1)
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-
-    stop: _Nothing | None = None
-    logit_bias: None = None
-    logprobs: _Off | None = None
-    top_logprobs: None = None
-    presence_penalty: float | None = pydantic.Field(None, ge=0, le=0)
-    frequency_penalty: float | None = pydantic.Field(None, ge=0, le=0)
-    functions: None = None
-    function_call: None = None
-    modalities: None = None
-    repetition_penalty: float | None = pydantic.Field(None, ge=1, le=1)
-    min_tokens: int | None = pydantic.Field(None, ge=0, le=0)
-    stop_token_ids: _Nothing | None = None
-    ignore_eos: _Off | None = None
-    response_format: TextFormat | None = None
-    parallel_tool_calls: _On | None = None  # a model writes as many as it likes
-
-    @classmethod
-    def parse(cls, body: bytes) -> ChatRequest:
-        """Raises RequestError, which names the field."""
-        return parse(cls, body)
-
-    def sampling_overrides(self) -> dict[str, Any]:
-        names = ("temperature", "top_p", "top_k", "min_p", "seed")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-
-_UNSUPPORTED = {
-    "stop",
-    "logit_bias",
-    "logprobs",
-    "top_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "functions",
-    "function_call",
-    "modalities",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "response_format",
-    "parallel_tool_calls",
-}
-
-
-def parse(model: type[M], body: bytes) -> M:
-    """Read a request's body: each field is of its own type, a number no text. 3.0 is an integer,
-    as it is in JSON Schema.
-
-    Raises:
-        RequestError: names the field.
-    """
-    try:
-        value = pydantic_core.from_json(body, allow_inf_nan=False)  # integers of any size
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object")
-    try:
-        try:
-            return model.model_validate(value, strict=True)
-        except pydantic.ValidationError as error:
-            _make_whole(value, error)
-        return model.model_validate(value, strict=True)
-    except pydantic.ValidationError as error:
-        raise RequestError(_told(error, value)) from error
-
-
-def _make_whole(value: Any, error: pydantic.ValidationError) -> None:
-    """Turn floats without a fraction to integers, where integers were expected."""
-    for problem in error.errors(include_url=False):
-        given = problem["input"]
-        if problem["type"] == "int_type" and isinstance(given, float) and given.is_integer():
-            *above, last = _path(problem, value)
-            reduce(getitem, above, value)[last] = int(given)
-
-
-def _told(error: pydantic.ValidationError, value: Any) -> str:
-    """The problem that is told most exactly: of a union's branches, the one that was meant."""
-    problems = [(_path(problem, value), problem) for problem in error.errors(include_url=False)]
-    path, problem = max(problems, key=lambda one: len(one[0]))
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
-    if path and path[0] in _UNSUPPORTED:
-        return f"{field}: not supported by this server"
-    return f"{field}: {problem['msg']}"
-
-
-def _path(problem: ErrorDetails, value: Any) -> list[int | str]:
-    """Where in the body it is: without the names that pydantic gives to a union's branches."""
-    path: list[int | str] = []
-    for part in problem["loc"]:
-        is_missing = problem["type"] == "missing" and part == problem["loc"][-1]
-        if isinstance(value, dict) and (part in value or is_missing):
-            path.append(part)
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int):
-            path.append(part)
-            value = value[part]
-    return path
+def chunk_frame(completion_id: str, model: str) -> Frame:
+    """What all chunks of a completion have in common."""
+    return {
+        "id": completion_id,
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": model,
+    }
 
 
 class ChunkWriter:
-    """The events of one rollout in, the chunks of one choice out."""
+    """The events of one rollout in, the chunks of one choice out.
+
+    What the chunks say depends on the rollout alone, and not on when its events came or how its
+    text was cut: of an agent's own calls, each is told once its turn is sampled and those before it
+    have ended.
+    """
 
     def __init__(
-        self, completion_id: str, model: str, *, reasoning_first: bool, index: int
+        self,
+        frame: Frame,
+        index: int,
+        *,
+        reasoning_first: bool,
+        stop: Sequence[str] = (),
+        has_caller_tools: bool = False,
+        token_text: TokenText | None = None,
     ) -> None:
-        self._frame: Frame = {
-            "id": completion_id,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": model,
-        }
+        """
+        Args:
+            reasoning_first: Whether the generation prompt opens a thought.
+            stop: The content ends before the first of these.
+            has_caller_tools: Whether calls are the caller's to run.
+            token_text: Tells log-probabilities, where they were asked for.
+        """
+        self.frame = frame
         self._index = index
-        self._reasoning_first = reasoning_first
-        self._channels = Channels(reasoning=reasoning_first)
-        self._calls: dict[str, ToolCall] = {}
+        self._speech = Speech(reasoning=reasoning_first, stop=stop)
+        self._has_caller_tools = has_caller_tools
         self._num_caller_calls = 0
-        self._thought = False  # in this turn
         self._num_executed = 0
+        self._token_text = token_text
+        self._logprobs: list[TokenLogprob] = []  # not yet told
+        self._record: Trajectory | None = None
+        self._begin_turn()
 
-    def first(self) -> Chunk:
-        return self._chunk({"role": "assistant", "content": ""})
+    def _begin_turn(self) -> None:
+        self._calls: list[ToolCall] = []  # the agent's own, not yet told
+        self._results: dict[str, ToolResult] = {}
+        self._is_sampled = False
+        self._num_tokens = 0
 
     def feed(self, event: Event) -> Iterator[Chunk]:
         match event:
-            case TokensSampled(text=text):
-                yield from map(self._said, self._channels.feed(text))
-            case TurnFinished():
-                yield from map(self._said, self._channels.flush())
-                if self._thought:  # one turn's thoughts end where the next one's begin
-                    yield self._said((Channel.REASONING, "\n"))
-                self._thought = False
-                self._channels = Channels(reasoning=self._reasoning_first)
-            case CallStarted(call=call):
-                self._calls[call.id] = call
-            case CallFinished(result=result) if result.status is CallStatus.CALLER:
-                mine = _tool_call(self._calls[result.call_id])
-                yield self._chunk({"tool_calls": [{"index": self._num_caller_calls, **mine}]})
+            case RolloutStarted(record=record):
+                self._record = record
+                yield self._chunk({"role": "assistant", "content": ""})
+            case TokensSampled(turn=turn, ids=ids, text=text):
+                self._note_logprobs(turn, ids)
+                yield from map(self._said, self._speech.feed(text))
+            case CallStarted(call=call) if self._has_caller_tools and call.error is None:
+                piece: AskedCallPiece = {"index": self._num_caller_calls, **_tool_call(call)}
                 self._num_caller_calls += 1
+                yield self._chunk({"tool_calls": [piece]})
+            case CallStarted(call=call):
+                self._calls.append(call)
+            case TurnSampled(turn=turn):
+                # Calls of a turn that was cut off do not count, whether they have run or not.
+                self._is_sampled = self._turn(turn).end is TurnEnd.STOP
+                yield from self._executed_calls()
             case CallFinished(result=result):
-                executed = _executed(self._calls[result.call_id], result)
-                yield self._chunk({"executed_tools": [{"index": self._num_executed, **executed}]})
-                self._num_executed += 1
+                self._results[result.call_id] = result
+                yield from self._executed_calls()
+            case TurnFinished():
+                yield from map(self._said, self._speech.end_turn())
+                self._begin_turn()
 
     def last(self, trajectory: Trajectory) -> Chunk:
-        return self._chunk({}, finish_reason=_FINISH.get(trajectory.stop_reason, "error"))
+        chunk = self._chunk({})
+        for choice in chunk["choices"]:
+            choice["finish_reason"] = _finish_reason(trajectory)
+            choice["stop_reason"] = trajectory.stop_reason
+        return chunk
 
     def usage(self, trajectories: Sequence[Trajectory]) -> UsageChunk:
-        return {**self._frame, "choices": [], "usage": _usage(trajectories)}
+        return {**self.frame, "choices": [], "usage": _usage(trajectories)}
+
+    def _turn(self, index: int) -> Turn:
+        assert self._record is not None
+        return self._record.turns[index]
+
+    def _executed_calls(self) -> Iterator[Chunk]:
+        while self._is_sampled and self._calls and self._calls[0].id in self._results:
+            call = self._calls.pop(0)
+            executed = _executed(call, self._results[call.id])
+            yield self._chunk({"executed_tools": [{"index": self._num_executed, **executed}]})
+            self._num_executed += 1
+
+    def _note_logprobs(self, index: int, ids: Sequence[int]) -> None:
+        if self._token_text is None:
+            return
+        turn, start = self._turn(index), self._num_tokens
+        self._num_tokens += len(ids)
+        for at, token in enumerate(ids, start):
+            top = turn.top_logprobs[at] if turn.top_logprobs else ()
+            self._logprobs.append(
+                {
+                    **_token(self._token_text(token), turn.logprobs[at]),
+                    "top_logprobs": [_token(self._token_text(one), lp) for lp, one in top],
+                }
+            )
 
     def _said(self, piece: tuple[Channel, str]) -> Chunk:
         channel, text = piece
-        self._thought |= channel is Channel.REASONING
         if channel is Channel.CONTENT:
             return self._chunk({"content": text})
         return self._chunk({"reasoning_content": text})
 
-    def _chunk(self, delta: Delta, finish_reason: FinishReason | None = None) -> Chunk:
-        choice: ChunkChoice = {
-            "index": self._index,
-            "delta": delta,
-            "finish_reason": finish_reason,
-        }
-        return {**self._frame, "choices": [choice]}
+    def _chunk(self, delta: Delta) -> Chunk:
+        choice: ChunkChoice = {"index": self._index, "delta": delta, "finish_reason": None}
+        if self._logprobs:
+            choice["logprobs"] = {"content": self._logprobs, "refusal": None}
+            self._logprobs = []
+        return {**self.frame, "choices": [choice]}
 
 
-def completion(
-    completion_id: str, model: str, trajectories: Sequence[Trajectory], *, reasoning_first: bool
-) -> Completion:
-    """The answer to a request that does not stream."""
+def events_of(trajectory: Trajectory) -> Iterator[Event]:
+    """The events of a rollout that has ended, as far as a `ChunkWriter` needs them."""
+    key = trajectory.id
+    yield RolloutStarted(trajectory)
+    for index, turn in enumerate(trajectory):
+        yield TokensSampled(key, index, turn.output_ids, turn.text)
+        for call in turn.calls:
+            yield CallStarted(key, index, call)
+        yield TurnSampled(key, index)
+        for result in turn.results:
+            yield CallFinished(key, index, result)
+        yield TurnFinished(key, index, turn)
+
+
+def completion(choices: Sequence[tuple[ChunkWriter, Trajectory]]) -> Completion:
+    """The answer to a request that does not stream: the chunks that a stream would have, joined."""
+    frame = choices[0][0].frame
     return {
-        "id": completion_id,
+        "id": frame["id"],
         "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [
-            _choice(index, trajectory, reasoning_first)
-            for index, trajectory in enumerate(trajectories)
-        ],
-        "usage": _usage(trajectories),
+        "created": frame["created"],
+        "model": frame["model"],
+        "choices": [_choice(*one) for one in choices],
+        "usage": _usage([trajectory for _, trajectory in choices]),
     }
 
 
-def _choice(index: int, trajectory: Trajectory, reasoning_first: bool) -> Choice:
-    said: dict[Channel, str] = {Channel.REASONING: "", Channel.CONTENT: ""}
-    for turn in trajectory:
-        channels = Channels(reasoning=reasoning_first)
-        before = len(said[Channel.REASONING])
-        for part in (channels.feed(turn.text), channels.flush()):
-            for channel, text in part:
-                said[channel] += text
-        if len(said[Channel.REASONING]) > before:
-            said[Channel.REASONING] += "\n"
-    calls = {call.id: call for call in trajectory.calls}
-    to_run = [r for r in trajectory.results if r.status is CallStatus.CALLER]
-    executed = [r for r in trajectory.results if r.status is not CallStatus.CALLER]
-    message: AnswerMessage = {"role": "assistant", "content": said[Channel.CONTENT].strip()}
-    if said[Channel.REASONING].strip():
-        message["reasoning_content"] = said[Channel.REASONING].strip()
+def _choice(writer: ChunkWriter, trajectory: Trajectory) -> Choice:
+    chunks = [chunk for event in events_of(trajectory) for chunk in writer.feed(event)]
+    pieces = [piece for chunk in [*chunks, writer.last(trajectory)] for piece in chunk["choices"]]
+    deltas = [piece["delta"] for piece in pieces]
+    content = "".join(delta.get("content", "") for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    executed = [_plain(call) for delta in deltas for call in delta.get("executed_tools", ())]
+    to_run = [_plain(call) for delta in deltas for call in delta.get("tool_calls", ())]
+    told = [piece["logprobs"] for piece in pieces if "logprobs" in piece]
+    message: AnswerMessage = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if executed:
-        message["executed_tools"] = [_executed(calls[r.call_id], r) for r in executed]
+        message["executed_tools"] = executed
     if to_run:
-        message["tool_calls"] = [_tool_call(calls[r.call_id]) for r in to_run]
-        message["content"] = message["content"] or None
-    return {
-        "index": index,
+        message["tool_calls"] = to_run
+        message["content"] = content or None
+    choice: Choice = {
+        "index": pieces[-1]["index"],
         "message": message,
-        "finish_reason": _FINISH.get(trajectory.stop_reason, "error"),
+        "finish_reason": _finish_reason(trajectory),
         "stop_reason": trajectory.stop_reason,
     }
+    if told:
+        tokens = [token for logprobs in told for token in logprobs["content"]]
+        choice["logprobs"] = {"content": tokens, "refusal": None}
+    return choice
+
+
+def _plain(piece: Any) -> Any:
+    """A call without its place in a stream."""
+    return {name: value for name, value in piece.items() if name != "index"}
+
+
+def _finish_reason(trajectory: Trajectory) -> FinishReason:
+    return _FINISH.get(trajectory.stop_reason, "error")
+
+
+def _token(text: str, logprob: float) -> LikelyToken:
+    has_bytes = "\ufffd" not in text
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if has_bytes else None}
 
 
 def _tool_call(call: ToolCall) -> AskedCall:
@@ -334,10 +291,16 @@ def _executed(call: ToolCall, result: ToolResult) -> ExecutedCall:
 
 
 def _usage(trajectories: Sequence[Trajectory]) -> Usage:
-    prompt = len(trajectories[0].prompt_ids) if trajectories else 0
+    prompt = cached = 0
+    if trajectories:
+        first = trajectories[0]
+        prompt = len(first.prompt_ids)
+        # Of a turn that went on elsewhere, what it had sampled was a part of the prompt there.
+        cached = min(prompt, first.turns[0].cached_tokens if first.turns else 0)
     sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
     return {
         "prompt_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
     }

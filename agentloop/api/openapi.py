@@ -26,7 +26,7 @@ from agentloop.api.bodies import (
     RolloutLine,
     UsageChunk,
 )
-from agentloop.api.openai import ChatRequest
+from agentloop.api.requests import ChatRequest
 
 __all__ = ["Answer", "Body", "Operation", "document", "service"]
 
@@ -82,6 +82,11 @@ def _gives(meaning: str, given: Any) -> Answer:
     return Answer(meaning, (Body((given,)),))
 
 
+_REQUEST_ID: Json = {
+    "description": "That of the request, where it has a plain one; else a new one.",
+    "required": True,
+    "schema": {"type": "string"},
+}
 _BAD = _error("The request is wrong; the message names the field.")
 _LATE = _error("The body did not arrive in time.")
 _LARGE = _error("The body is larger than `serve.max_body_mib`.")
@@ -137,15 +142,18 @@ def service(*, rollouts: type[pydantic.BaseModel], waits: Any) -> list[Operation
             "Who waits for what, and since when; the servers",
             {200: _gives("As the router knows them.", waits)},
         ),
-        Operation(
-            "get",
-            "/healthz",
-            "Whether it is well",
-            {
-                200: _gives("An inference server is healthy.", Health),
-                503: _gives("None is.", Health),
-            },
-            is_open=True,
+        *(
+            Operation(
+                "get",
+                path,
+                "Whether it is well",
+                {
+                    200: _gives("An inference server is healthy.", Health),
+                    503: _gives("None is.", Health),
+                },
+                is_open=True,
+            )
+            for path in ("/healthz", "/health")
         ),
         Operation(
             "get",
@@ -201,6 +209,7 @@ def _described(operation: Operation, schemas: _Schemas, has_token: bool) -> Json
         "responses": {
             str(status): {
                 "description": answer.meaning,
+                "headers": {"X-Request-Id": _REQUEST_ID},
                 "content": {body.content_type: schemas.sent(body) for body in answer.bodies},
             }
             for status, answer in operation.answers.items()

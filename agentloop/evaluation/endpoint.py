@@ -20,11 +20,13 @@ import httpx
 import orjson
 import pydantic
 
+from agentloop.agent.channels import answer_in
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
 from agentloop.evaluation.loop import Sample
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
 from agentloop.groups.tasks import Task
 from agentloop.inference.sglang import Sampling
+from agentloop.plain_json import ValidText, loads
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 
 __all__ = ["Completion", "Endpoint", "EndpointSettings", "delay_s", "parse_completion"]
@@ -81,9 +83,9 @@ class EndpointSettings(pydantic.BaseModel):
 
 
 class _Message(pydantic.BaseModel):
-    content: str | None = None
-    reasoning_content: str | None = None  # as SGLang, DeepSeek and we have it
-    reasoning: str | None = None  # as vLLM and OpenRouter
+    content: ValidText | None = None
+    reasoning_content: ValidText | None = None  # as SGLang, DeepSeek and we have it
+    reasoning: ValidText | None = None  # as vLLM and OpenRouter
 
 
 class _Choice(pydantic.BaseModel):
@@ -113,7 +115,7 @@ class Completion(pydantic.BaseModel):
 def parse_completion(body: bytes) -> Completion:
     """Raises ValueError: it is no chat completion."""
     try:
-        found = _Body.model_validate(orjson.loads(body))
+        found = _Body.model_validate(loads(body))
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
@@ -269,6 +271,7 @@ class Endpoint:
             ended_s=trajectory.elapsed_s,
         )
         trajectory.turns.append(turn)
+        trajectory.answer = answer_in(found.text, reasoning=False)
         return found.num_tokens
 
     def _body(self, messages: Sequence[Message], sampling: Sampling) -> bytes:

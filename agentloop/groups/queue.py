@@ -15,7 +15,9 @@ batches in the same order, and no group is ever in two.
 from __future__ import annotations
 
 import json
+import secrets
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass
@@ -27,6 +29,7 @@ import anyio
 
 from agentloop.errors import SettingsError
 from agentloop.groups.tasks import Task
+from agentloop.plain_json import dumps, loads
 
 __all__ = ["Group", "GroupQueue", "Lease"]
 
@@ -144,14 +147,14 @@ class GroupQueue:
         Raises:
             ValueError: the group is not open.
         """
-        row = (path, num_bytes, json.dumps(figures), number)
+        row = (path, num_bytes, _json(figures), number)
         set_ = "state = 'finished', path = ?, num_bytes = ?, figures = ?"
         await self._do(partial(_change, f"{set_} WHERE state = 'open' AND number = ?", row))
         self._num_bytes += num_bytes
 
     async def give_back(self, number: int, *, path: str | None, figures: Mapping[str, Any]) -> None:
         """It will not be trained on. Raises as `finish`."""
-        row = (path, json.dumps(figures), number)
+        row = (path, _json(figures), number)
         set_ = "state = 'given back', path = ?, figures = ?"
         await self._do(partial(_change, f"{set_} WHERE state = 'open' AND number = ?", row))
 
@@ -167,7 +170,7 @@ class GroupQueue:
             for place, number in enumerate(numbers):
                 _change(taken, (step, place, number), db)
             try:
-                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, json.dumps(notes)))
+                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(notes)))
             except sqlite3.IntegrityError:
                 raise ValueError(f"step {step} has a batch already") from None
             since = "state = 'given back' AND step IS NULL"
@@ -182,7 +185,7 @@ class GroupQueue:
         """The learner has done that step. It is still in no checkpoint."""
 
         def work(db: sqlite3.Connection) -> None:
-            row = (json.dumps(result), step)
+            row = (_json(result), step)
             db.execute("UPDATE steps SET result = ? WHERE step = ?", row)
 
         await self._do(work)
@@ -209,28 +212,68 @@ class GroupQueue:
             db.execute(f"UPDATE groups SET state = 'leased' WHERE {where}", (step,))
             steps = "SELECT step, notes, result FROM steps WHERE step > ? ORDER BY step"
             return [
-                _lease(
-                    db, number, json.loads(notes), None if result is None else json.loads(result)
-                )
+                _lease(db, number, loads(notes), None if result is None else loads(result))
                 for number, notes, result in db.execute(steps, (step,)).fetchall()
             ]
 
         return await self._do(work)
 
+    async def begin_stage(
+        self,
+        number: int,
+        *,
+        step: int,
+        tasks: Sequence[Mapping[str, Any]] | None,
+        cursor: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Note that a stage begins after `step`, with `tasks` of its own, or those of the source
+        (None), which came to `cursor` meanwhile. Return the note, which is under `stage NUMBER`
+        from now on: `begun`, `tasks`, and for `undo` what was there before: the number of the
+        `last` group, and `before`, the cursor."""
+
+        def work(db: sqlite3.Connection) -> dict[str, Any]:
+            (last,) = db.execute("SELECT coalesce(max(number), 0) FROM groups").fetchone()
+            before = _noted(db, "cursor")
+            stage = {"begun": step, "tasks": tasks, "last": last, "before": before}
+            _note(db, f"stage {number}", stage)
+            _note(db, "cursor", cursor)
+            return stage
+
+        return await self._do(work)
+
     async def undo(self, step: int) -> None:
-        """What was learned after `step` is not to be: those groups are rolled out anew, and so is
-        what waits, for it was sampled with weights that are gone."""
+        """Make what came after `step` undone: all that was rolled out since then was sampled with
+        weights that are gone.
+
+        Groups of stages that go on are rolled out anew, also those that were given back. A stage
+        that began after `step` begins anew: its groups are forgotten, and so are those of the
+        stages after it, and the source of tasks is where it was at its beginning.
+
+        The files of these groups, and what else is to be put aside, are noted as `undone`: whoever
+        puts them aside clears that note.
+        """
 
         def work(db: sqlite3.Connection) -> None:
+            since = "(state IN ('leased', 'trained', 'given back') AND coalesce(step > ?, TRUE))"
+            gone = f"state = 'finished' OR {since}"
+            found = db.execute(f"SELECT path FROM groups WHERE path NOT NULL AND ({gone})", (step,))
+            undone = {
+                "step": step,
+                "name": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+                "files": [path for (path,) in found.fetchall()],
+            }
             again = "state = 'open', step = NULL, place = NULL, path = NULL, figures = '{}'"
-            taken = "state = 'finished' OR state IN ('leased', 'trained') AND step > ?"
-            db.execute(f"UPDATE groups SET {again} WHERE {taken}", (step,))
+            db.execute(f"UPDATE groups SET {again}, num_bytes = 0 WHERE {gone}", (step,))
             db.execute("DELETE FROM steps WHERE step > ?", (step,))
-            db.execute("UPDATE groups SET step = ? WHERE step > ?", (step, step))  # given back
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
-            for key, value in stages:
-                if json.loads(value)["begun"] > step:
+            for key, value in sorted(stages, key=lambda row: _number(row[0]), reverse=True):
+                stage = loads(value)
+                if stage["begun"] > step:
                     db.execute("DELETE FROM notes WHERE key = ?", (key,))
+                    if stage.get("before") is not None:  # by an earlier agentloop it was not noted
+                        db.execute("DELETE FROM groups WHERE number > ?", (stage["last"],))
+                        _note(db, "cursor", stage["before"])
+            _note(db, "undone", undone)
 
         await self._do(work)
         self._num_bytes = 0
@@ -255,24 +298,13 @@ class GroupQueue:
 
         self._num_bytes = await self._do(work)
 
-    async def note(self, key: str, value: Any, *, cursor: Mapping[str, Any] | None = None) -> None:
-        """Remember something under this name; with it the source of tasks came to `cursor`."""
-
-        def work(db: sqlite3.Connection) -> None:
-            _note(db, key, value)
-            if cursor is not None:
-                _note(db, "cursor", cursor)
-
-        await self._do(work)
+    async def note(self, key: str, value: Any) -> None:
+        """Remember something under this name; None: forget it."""
+        await self._do(lambda db: _note(db, key, value))
 
     async def noted(self, key: str) -> Any:
         """What was remembered under this name, such as `cursor`; None: nothing was."""
-
-        def work(db: sqlite3.Connection) -> Any:
-            row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
-            return None if row is None else json.loads(row[0])
-
-        return await self._do(work)
+        return await self._do(lambda db: _noted(db, key))
 
     async def counts(self) -> dict[str, int]:
         """Groups by their state."""
@@ -329,16 +361,26 @@ def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
     db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, _json(value)))
 
 
+def _noted(db: sqlite3.Connection, key: str) -> Any:
+    row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
+    return None if row is None else loads(row[0])
+
+
+def _number(stage: str) -> int:
+    """Return the number of a stage from the name of its note: 10 of `stage 10`."""
+    return int(stage.split()[1])
+
+
 def _json(value: Any) -> str:
     """A data set's columns may hold dates and the like, which nobody computes with."""
-    return json.dumps(value, default=str)
+    return dumps(value).decode()
 
 
 def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Group]:
     columns = "number, task, version, path, num_bytes, figures"
     found = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
-        Group(number, Task(**json.loads(task)), version, path, num_bytes, json.loads(figures))
+        Group(number, Task(**loads(task)), version, path, num_bytes, loads(figures))
         for number, task, version, path, num_bytes, figures in found
     ]
 

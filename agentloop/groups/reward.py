@@ -5,12 +5,12 @@
                                  └──else: math-verify, in a process that can be killed──> 1 or 0
 
 A rollout that infrastructure broke, or whose check hung or crashed, has no reward: its value is
-None. It is never 0, for that would teach the model that it was wrong.
+None. It is never 0, for that would teach the model that it was wrong. A puzzle's answer that breaks
+its scorer is wrong, see puzzles.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -66,7 +66,7 @@ class RewardSettings(pydantic.BaseModel):
 
     function: str = pydantic.Field(
         "math",
-        description='"math": numbers exactly, the rest by math-verify (needs agentloop[math]); '
+        description='"math": numbers exactly, the rest by math-verify; '
         '"exact": numbers and equal text; or "module:function" of (trajectory, task).',
     )
     num_workers: int = pydantic.Field(
@@ -108,9 +108,6 @@ class Scorer:
                 which cannot be killed: where it may hang, name it in the settings instead, and it
                 runs in a process.
             pool: where reasoning-gym's puzzles are scored.
-
-        Raises:
-            SettingsError: math-verify is needed, and not installed.
         """
         self._settings = settings or RewardSettings()
         self._pool = pool
@@ -118,11 +115,6 @@ class Scorer:
         self._check = self._check_answer if name in ("math", "exact") else self._ask_process
         if function is not None:
             self._check = partial(self._ask_function, function)
-        elif name == "math" and importlib.util.find_spec("math_verify") is None:
-            raise SettingsError(
-                'reward.function: "math" needs math-verify, which is not installed: '
-                "pip install 'agentloop[math]', or set it to \"exact\""
-            )
         self._processes = KillableProcesses(
             self._settings.num_workers,
             preload=["math_verify:verify" if name == "math" else name],

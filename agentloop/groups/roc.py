@@ -21,17 +21,23 @@ are. What happens to a group, in this order:
     exactly n left              ->  all are kept
     more                        ->  resampled
 
-The form `released` is what the paper's published code does instead: it rounds the shares, keeps
-the positives with the smallest penalties and the first negatives, and so draws nothing. Of that
-code three things are not taken over, in either form. A call fails by its `CallStatus`, not
-because its output contains the word "error". Turns are all turns (there the first is not
-counted; penalties as there come of traces with `num_turns` less by one). And quotas always sum to
-n: where both roundings of an odd n would go the same way, the positives get what is left.
+The form `released` is what the paper's published code does instead, and draws nothing. Both shares
+are rounded; a side at or below its floor gets its floor and the other side the rest; the positives
+with the smallest penalties and the first negatives are kept. p_format is 1 also where the <answer>
+and </answer> of the whole response do not alternate. It differs from that code in four ways:
+
+    failed calls  are told by their `CallStatus`; there by the word "error" in the output
+    turns         all count; there the first does not, nor a last one that was cut off (penalties
+                  as there come of traces with as many turns less)
+    answer tags   count where the model wrote them; there also in tool responses
+    quotas        always sum to n; there an assertion fails where both roundings of an odd n go the
+                  same way and neither side is at its floor (here the positives get the rest)
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -54,6 +60,8 @@ __all__ = [
     "quotas",
     "resample",
 ]
+
+_TAG = re.compile("</?answer>")
 
 MIN_PENALTY = 0.01
 """What a penalty of 0 counts as when weights are drawn: Eq. 5 does not say what 1/0 is.
@@ -111,7 +119,9 @@ class Trace:
     Attributes:
         reward: more than 0 is right, else wrong; None: infrastructure broke it.
         num_calls: those that say something about the model, whether they failed or not.
-        num_answers: closed <answer> tags in all turns.
+        num_answers: <answer> tags of all turns that are closed within their turn.
+        num_pairs: answers as the released code counts them: those of all turns as one text, or 0
+            where a tag lacks its partner. None: as `num_answers`.
     """
 
     reward: float | None
@@ -119,13 +129,14 @@ class Trace:
     num_failed_calls: int
     num_answers: int
     num_turns: int
+    num_pairs: int | None = None
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"reward: a finite number or None, not {self.reward}")
         if not 0 <= self.num_failed_calls <= self.num_calls:
             raise ValueError(f"{self.num_failed_calls} of {self.num_calls} calls failed")
-        if self.num_answers < 0 or self.num_turns < 0:
+        if self.num_answers < 0 or self.num_turns < 0 or (self.num_pairs or 0) < 0:
             raise ValueError(f"{self.num_answers} answers in {self.num_turns} turns")
 
     @classmethod
@@ -139,6 +150,7 @@ class Trace:
             num_failed_calls=sum(status.failed for status in statuses),
             num_answers=sum(len(tagged(turn.text)) for turn in trajectory),
             num_turns=len(trajectory.turns),
+            num_pairs=_num_pairs("\n".join(turn.text for turn in trajectory)),
         )
 
 
@@ -206,8 +218,11 @@ def penalty(trace: Trace, settings: RocSettings) -> float:
     if settings.roc_error_ratio:
         total += trace.num_failed_calls / trace.num_calls if trace.num_calls else 0.5
     if settings.roc_answer_format:
-        has_answer = trace.num_answers and trace.num_turns
-        total += min(1.0, (trace.num_answers - 1) / trace.num_turns) if has_answer else 1.0
+        num_answers = trace.num_answers
+        if settings.form == "released" and trace.num_pairs is not None:
+            num_answers = trace.num_pairs
+        has_answer = num_answers and trace.num_turns
+        total += min(1.0, (num_answers - 1) / trace.num_turns) if has_answer else 1.0
     return total
 
 
@@ -219,11 +234,27 @@ def quotas(num_positives: int, num_negatives: int, settings: RocSettings) -> tup
     n, total = settings.down_sample_to_n, num_positives + num_negatives
     if not 0 < n <= total:
         raise ValueError(f"{n} of {total} traces cannot be kept")
-    share = n * num_negatives
-    negatives = share // total if settings.form == "paper" else round(share / total)
-    negatives = max(negatives, min(settings.min_zero_reward_trace_num, num_negatives))
-    negatives = min(negatives, n - min(settings.min_non_zero_reward_trace_num, num_positives))
+    least_positives = min(settings.min_non_zero_reward_trace_num, num_positives)
+    least_negatives = min(settings.min_zero_reward_trace_num, num_negatives)
+    if settings.form == "paper":
+        negatives = max(n * num_negatives // total, least_negatives)
+        negatives = min(negatives, n - least_positives)
+        return n - negatives, negatives
+    positives, negatives = (round(n * side / total) for side in (num_positives, num_negatives))
+    # Also a side that is exactly at its floor: the two roundings of an odd n need not sum to n.
+    if negatives <= least_negatives:
+        negatives = least_negatives
+        positives = n - negatives
+    if positives <= least_positives:
+        negatives = n - least_positives
     return n - negatives, negatives
+
+
+def _num_pairs(text: str) -> int:
+    """Return the number of <answer>...</answer>, or 0 where their tags do not alternate."""
+    tags = _TAG.findall(text)
+    num_pairs = len(tags) // 2
+    return num_pairs if tags == ["<answer>", "</answer>"] * num_pairs else 0
 
 
 def _is_right(trace: Trace) -> bool:

@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 
 import pydantic
 
+from agentloop.distribution import install_hint
 from agentloop.errors import DataError, SettingsError
 from agentloop.groups.problems import GENERATORS
 from agentloop.trajectory import Message
@@ -141,7 +142,7 @@ class TaskSource(ABC):
             _Generated(settings) if settings.kind in GENERATORS else _Listed(settings)
         )
         if cursor is not None:
-            source._resume(cursor)
+            source.go_to(cursor)
         return source
 
     def __init__(self, settings: TasksSettings) -> None:
@@ -174,7 +175,8 @@ class TaskSource(ABC):
             "epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint
         }  # fmt: skip
 
-    def _resume(self, cursor: Mapping[str, Any]) -> None:
+    def go_to(self, cursor: Mapping[str, Any]) -> None:
+        """Go on from where a cursor was taken. Raises DataError: it was taken of other tasks."""
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
                 "tasks: not those of the cursor: other files, another seed or another split"
@@ -307,6 +309,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                         yield number, json.loads(line.removeprefix(b"\xef\xbb\xbf"))
                     except ValueError as error:
                         raise DataError(f"{path}: line {number}: not JSON: {error}") from error
+    except FileNotFoundError as error:
+        hint = "`agentloop data prepare --help` says how to make such a file"
+        raise DataError(f"{path}: {error.strerror}; {hint}") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
@@ -372,7 +377,7 @@ def _package(name: str, *, extra: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise SettingsError(
-            f"tasks: {name} cannot be imported ({error}): pip install 'agentloop[{extra}]'"
+            f"tasks: {name} cannot be imported ({error}): {install_hint(extra)}"
         ) from error
 
 
@@ -390,6 +395,12 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
     extra = row.get("extra_info")
     if not isinstance(extra, Mapping | None):
         raise DataError(f"{where}: field 'extra_info': an object is expected, not {_shown(extra)}")
+    for name in (named, *_ANSWERS, *_OTHERS):
+        if not _is_text(row.get(name)):
+            raise DataError(
+                f"{where}: field {name!r}: it has half of a surrogate pair (\\ud800 or the like), "
+                "which has no UTF-8: replace it"
+            )
     return Task(
         id=_digest(text),
         prompt=prompt,
@@ -474,6 +485,20 @@ def _digest(text: str) -> str:
     """32 hexadecimal digits, the same however the text is spaced."""
     plain = " ".join(unicodedata.normalize("NFC", text).split())
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether all text in a value can be written as UTF-8."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    elif isinstance(value, Mapping):
+        return all(_is_text(key) and _is_text(one) for key, one in value.items())
+    elif isinstance(value, list):
+        return all(map(_is_text, value))
+    return True
 
 
 def _is_below(digest: str, share: float) -> bool:

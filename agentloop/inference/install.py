@@ -1,9 +1,10 @@
 """Install SGLang for this machine: `python -m agentloop.inference.install`.
 
-With an accelerator: SGLang as it comes. Without one there are two steps, because SGLang's own
+With an accelerator: SGLang as it comes. Without one there are three steps, because SGLang's own
 requirements name CUDA libraries and a PyTorch that wants them: what it imports on a CPU, then
-SGLang itself and two more without their requirements.
-Goes into the environment of the running interpreter; does nothing when all of it is there.
+SGLang itself and triton without their requirements, then torchvision into a folder that only the
+servers see.
+Installs into the environment of the running interpreter; does nothing when all of it is there.
 Not covered: building from source where there are no wheels (macOS, Windows).
 """
 
@@ -17,34 +18,52 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from agentloop.errors import ServerStartError
-from agentloop.inference.cpu import has_accelerator
+from agentloop.inference.cpu import PRIVATE, has_accelerator
 
-__all__ = ["install", "missing", "steps"]
+__all__ = ["Step", "install", "missing", "steps"]
 
 _CPU = Path(__file__).parent / "cpu"
-Step = tuple[list[Requirement], tuple[str, ...]]  # with pip's options
 _SHOWN = ("Collecting", "Downloading", "Installing", "Successfully", "ERROR")
 _TAIL_LINES = 15
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One run of pip: requirements and options; `folder` is None for the environment itself."""
+
+    requirements: list[Requirement]
+    options: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    def missing(self) -> list[str]:
+        """Return the requirements that are not satisfied."""
+        return [str(r) for r in self.requirements if not _satisfied(r, self.folder)]
+
+
 def steps(*, accelerator: bool) -> list[Step]:
-    """What goes into the environment, in this order."""
+    """Return what is installed, in order."""
     if accelerator:
-        return [([Requirement("sglang==0.5.23")], ())]
+        return [Step([Requirement("sglang==0.5.23")])]
     return [
-        (_read(_CPU / "requirements.txt"), ()),
-        (_read(_CPU / "requirements-nodeps.txt"), ("--no-deps",)),
+        Step(_read(_CPU / "requirements.txt")),
+        Step(_read(_CPU / "requirements-nodeps.txt"), ("--no-deps",)),
+        Step(
+            _read(_CPU / "requirements-private.txt"),
+            ("--no-deps", "--upgrade", "--target", str(PRIVATE)),
+            PRIVATE,
+        ),
     ]
 
 
 def missing(wanted: list[Step]) -> list[str]:
-    """The requirements that the running interpreter's environment does not satisfy."""
-    return [str(r) for requirements, _ in wanted for r in requirements if not _satisfied(r)]
+    """Return the requirements that this machine does not satisfy."""
+    return [name for step in wanted for name in step.missing()]
 
 
 def install(on_progress: Callable[[str], None] = print) -> None:
@@ -65,10 +84,10 @@ def install(on_progress: Callable[[str], None] = print) -> None:
         "they need, several GB, some minutes, once."
     )
     installer = _installer()
-    for step, (requirements, options) in enumerate(wanted, start=1):
-        if any(not _satisfied(r) for r in requirements):
-            on_progress(f"Step {step} of {len(wanted)}")
-            _run([*installer, *options, *map(str, requirements)], on_progress)
+    for number, step in enumerate(wanted, start=1):
+        if step.missing():
+            on_progress(f"Step {number} of {len(wanted)}")
+            _run([*installer, *step.options, *map(str, step.requirements)], on_progress)
     importlib.invalidate_caches()
     if left := missing(wanted):
         raise ServerStartError(f"after the installation these are still missing: {', '.join(left)}")
@@ -80,12 +99,20 @@ def _read(path: Path) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
-def _satisfied(requirement: Requirement) -> bool:
+def _satisfied(requirement: Requirement, folder: Path | None) -> bool:
     try:
-        version = importlib.metadata.version(requirement.name)
+        version = _version(requirement.name, folder)
     except importlib.metadata.PackageNotFoundError:
         return False
     return requirement.specifier.contains(version, prereleases=True)
+
+
+def _version(name: str, folder: Path | None) -> str:
+    if folder is None:
+        return importlib.metadata.version(name)
+    for found in importlib.metadata.distributions(name=name, path=[str(folder)]):
+        return found.version
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def _installer() -> list[str]:

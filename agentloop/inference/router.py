@@ -108,6 +108,7 @@ class Generation:
     stop_ids: tuple[int, ...]
     group: str = ""
     num_shared: int = 0
+    num_top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,12 @@ class ServerView:
     num_running: int
     num_held_tokens: int
     num_reserved_tokens: int
-    num_parked_tokens: int
+    num_parked_tokens: int  # of rollouts at a tool, which will come back for them
     capacity_tokens: int
     num_others_tokens: int = 0
     reason: str = ""
     weight_version: str | None = None  # until it has said so
+    num_cached_tokens: int = 0  # of turns that are over: reusable, and given up when there is need
 
     @property
     def healthy(self) -> bool:
@@ -138,12 +140,18 @@ class _Seat:
     health: Health
     weight_version: str | None = None  # until it has said so
     verified_version: str | None = None  # what somebody has seen to that it has
+    num_loads: int = 0  # of weights, that the router was told of
     num_retracted: Counter[Place] = field(default_factory=Counter)
 
     @property
     def places(self) -> list[Place]:
         """One for each data-parallel rank: each has a KV cache of its own."""
         return [Place(self.server.url, rank) for rank in range(self.info.dp_size)]
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and response tokens of the longest sequence that it can hold."""
+        return min(self.info.context_length, self.info.max_total_num_tokens - 1)
 
 
 @dataclass(slots=True)
@@ -265,10 +273,11 @@ class Router:
 
     def require_weights(self, version: str | None, *, verified: bool = False) -> None:
         """From now on only servers with these weights take turns; the others are STALE until they
-        say that they have them, or with `verified` until `weights_loaded` says so. None: any
-        weights will do."""
+        say that they have them, or with `verified` until `weights_loaded` says so, anew also of
+        those that have had them. None: any weights will do."""
         self._weights, self._verified = version, verified
         for seat in self._seats.values():
+            seat.verified_version = None
             if not self._has_weights(seat, seat.weight_version):
                 seat.health.weights_missed()
         self._admit()
@@ -286,6 +295,7 @@ class Router:
         if seat is None:  # it was retired meanwhile
             return
         seat.weight_version = seat.verified_version = version
+        seat.num_loads += 1
         for place in seat.places:
             self._ledger.flush(place)
         if version == self._weights:
@@ -328,8 +338,7 @@ class Router:
         """
         if not self._seats:
             raise ServerUnavailable("there is no server: all have been retired")
-        infos = [seat.info for seat in self._seats.values()]
-        return min(min(info.context_length, info.max_total_num_tokens - 1) for info in infos)
+        return min(seat.context_length for seat in self._seats.values())
 
     @property
     def model_path(self) -> str:
@@ -351,11 +360,12 @@ class Router:
                     sum(pool.num_sequences for pool in pools),
                     sum(pool.num_live for pool in pools),
                     sum(pool.num_reserved for pool in pools),
-                    sum(pool.num_parked for pool in pools),
+                    sum(pool.num_wanted for pool in pools),
                     sum(pool.capacity for pool in pools),
                     sum(pool.num_others for pool in pools),
                     seat.health.reason,
                     seat.weight_version,
+                    sum(pool.num_parked - pool.num_wanted for pool in pools),
                 )
             )
         return views
@@ -455,9 +465,9 @@ class Router:
             place = decision.place
             assert place is not None
             offset = len(received)
-            params = rest.sampling.to_sglang(
-                max_new_tokens=rest.max_new_tokens, stop_ids=rest.stop_ids
-            )
+            # A server that joined after the turn began may hold less than was asked for.
+            num_new = min(rest.max_new_tokens, seat.context_length - len(rest.ids))
+            params = rest.sampling.to_sglang(max_new_tokens=num_new, stop_ids=rest.stop_ids)
             aborted: list[Chunk] = []
             whole = False
 
@@ -490,6 +500,7 @@ class Router:
                     rid=rest.rid,
                     on_chunk=take,
                     rank=place.rank if seat.info.dp_size > 1 else None,
+                    num_top_logprobs=rest.num_top_logprobs,
                 )
                 if not aborted:
                     whole = True
@@ -588,23 +599,25 @@ class Router:
             if seat.health.state.takes_new
             for place in seat.places
         ]
-        most = max(
+        longest = max(
             (
-                seat.info.max_total_num_tokens
+                seat.context_length
                 for seat in self._seats.values()
                 if seat.health.state is not ServerState.RETIRED
             ),
             default=0,
         )
-        self._room.place(now, lambda waiting: self._try(waiting, places, most, now))
+        self._room.place(now, lambda waiting: self._try(waiting, places, longest, now))
 
-    def _try(self, waiting: Waiting[_Request], places: list[Place], most: int, now: float) -> bool:
-        """Whether it waits no longer: it has a seat, or is told that there will be none, since no
-        server holds more than `most` tokens, or this is the end."""
+    def _try(
+        self, waiting: Waiting[_Request], places: list[Place], longest: int, now: float
+    ) -> bool:
+        """Return whether it waits no longer: it has a seat, or is told that there will be none,
+        since no server's context holds it (`longest` is the largest), or this is the end."""
         request = waiting.request
         generation, ask = request.generation, request.ask
         # It would wait in vain, and others behind it.
-        if self._closed or ask.num_tokens >= most:
+        if self._closed or ask.num_tokens >= longest:
             request.placed.set()
             return True
         home = self._ledger.home(generation.key)
@@ -612,6 +625,9 @@ class Router:
             seat = self._seats.get(home.place.server)
             if seat is not None and seat.health.state.takes_own:
                 places = [*places, home.place]
+        places = [
+            place for place in places if ask.num_tokens < self._seats[place.server].context_length
+        ]
         decision = self._placement.choose(ask, places, now=now, waited_s=now - waiting.since_s)
         request.decision = decision
         if decision.place is None:
@@ -683,10 +699,10 @@ class Router:
 
     async def _probe(self, seat: _Seat) -> None:
         """Raises ServerError: it would not take a request."""
-        before = seat.health.state
+        before, num_loads = seat.health.state, seat.num_loads
         version = await seat.server.weight_version()
         info = seat.info if before.keeps_running else await seat.server.info()
-        if seat.health.state is not before:
+        if seat.health.state is not before or seat.num_loads != num_loads:
             return  # what it said is of the time before
         if not before.keeps_running:
             # Back from the dead: a new process, for all that is known, with an empty cache.

@@ -31,18 +31,21 @@ __all__ = [
     "Checksum",
     "Chunk",
     "FrameDecoder",
-    "GroupMember",
     "Pause",
     "SGLangServer",
     "Sampling",
     "ServerInfo",
     "WeightsGroup",
+    "WeightsInfo",
     "http_session",
 ]
 
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_ANSWER_BYTES = 16 << 20  # /server_info is long
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=10)
+# Settings by which the tensors of a server are others than those of its model, if they are set.
+_UNUSUAL = ("quantization", "enable_dp_attention", "enable_fp32_lm_head", "cpu_offload_gb")
+_UNUSUAL_ABOVE_1 = ("attn_cp_size", "dcp_size")
 
 
 class Sampling(pydantic.BaseModel):
@@ -85,6 +88,8 @@ class Sampling(pydantic.BaseModel):
             "stop_token_ids": list(stop_ids),
             "skip_special_tokens": False,
         }
+        if not stop_ids:
+            params["ignore_eos"] = True  # or the model's own would end it still
         if self.seed is not None:
             params["sampling_seed"] = self.seed
         return params
@@ -99,9 +104,10 @@ class Chunk:
     version: str
     end: TurnEnd | None = None
     versions: tuple[VersionSpan, ...] = ()  # of the whole response; on the last frame
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
     num_retractions: int = 0  # on the last frame: how often the server threw it out of its batch
     error: str | None = None  # with TurnEnd.ABORT: what the server said
+    top_logprobs: Sequence[list[tuple[float, int]]] = ()  # of each id, where they are asked for
 
 
 OnChunk = Callable[[Chunk], None]
@@ -141,12 +147,22 @@ class WeightsGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMember:
-    """A server as members of a group: one per tensor-parallel rank."""
+class WeightsInfo:
+    """How a server holds its weights.
+
+    Attributes:
+        num_ranks: of tensor parallelism; each is a member of a group.
+        device: "cpu", "cuda", ...
+        dtype: as it was told; may be "auto".
+        sglang: its version.
+        unusual: a setting by which its tensors are not simply those of the model; none as a rule.
+    """
 
     num_ranks: int
     device: str
     dtype: str
+    sglang: str
+    unusual: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +176,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Of the weights that a server has: of all, and of each tensor by its name there."""
+    """Of the weights that a server has: of all; and of each tensor by its name there, for each of
+    its processes, with the process's tensor-parallel rank."""
 
     whole: str
-    tensors: dict[str, str]
+    ranks: list[tuple[int, dict[str, str]]]
 
 
 class FrameDecoder:
@@ -258,6 +275,7 @@ class SGLangServer:
         rid: str,
         on_chunk: OnChunk,
         rank: int | None = None,
+        num_top_logprobs: int = 0,
     ) -> None:
         """Stream the continuation of `ids`; returns after the chunk that has `end` set.
 
@@ -266,6 +284,7 @@ class SGLangServer:
         Args:
             on_chunk: called as tokens arrive, in the event loop's callback: must not block.
             rank: the data-parallel rank that serves it; none: the server chooses.
+            num_top_logprobs: how many of the likeliest tokens are told in the place of each token.
 
         Raises:
             ServerRefused: the server answered with an error.
@@ -278,6 +297,8 @@ class SGLangServer:
             "return_logprob": True,
             "rid": rid,
         }
+        if num_top_logprobs:
+            body["top_logprobs_num"] = num_top_logprobs
         if rank is not None:
             body["routed_dp_rank"] = rank
         if self._cache_key is not None:
@@ -376,7 +397,7 @@ class SGLangServer:
 
     async def update_weights(
         self, folder: str, version: str, *, timeout_s: float, pause: Pause = "retract"
-    ) -> str:
+    ) -> Checksum:
         """Load the weights in `folder`, which the server can read too, under what runs.
 
         SGLang finds the prefix cache's entries by ids alone. Without flushing, which it refuses
@@ -393,7 +414,7 @@ class SGLangServer:
         weights that are known, and their turns go on elsewhere.
 
         Returns:
-            A checksum of what it has now; equal weights have equal ones (SGLang's own).
+            Of what it has now; equal weights have equal ones (SGLang's own).
 
         Raises:
             ServerUnavailable, ServerRefused: it did not, or not in time: what it has is unknown.
@@ -415,9 +436,28 @@ class SGLangServer:
             raise
         self._has_loaded(pause)
         await self._go_on()
-        return checksum.whole
+        return checksum
 
-    async def group_member(self, pause: Pause = "retract") -> GroupMember:
+    async def weights_info(self) -> WeightsInfo:
+        """How it holds its weights. Raises ServerUnavailable, ServerRefused."""
+        return self._weights_info(await self._control("GET", "/server_info"))
+
+    def _weights_info(self, info: Any) -> WeightsInfo:
+        try:
+            unusual = [name for name in _UNUSUAL if info.get(name)]
+            unusual += [name for name in _UNUSUAL_ABOVE_1 if int(info.get(name) or 1) > 1]
+            unusual += ["model_impl"] * (info.get("model_impl") not in (None, "auto", "sglang"))
+            return WeightsInfo(
+                num_ranks=int(info.get("tp_size") or 1),
+                device=str(info.get("device")),
+                dtype=str(info.get("dtype")),
+                sglang=str(info.get("version")),
+                unusual=", ".join(f"{name} = {info[name]}" for name in unusual),
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
+
+    async def group_member(self, pause: Pause = "retract") -> WeightsInfo:
         """What it would be in a group.
 
         Raises:
@@ -432,12 +472,11 @@ class SGLangServer:
                     "alone: set weights.by to disk",
                     status=200,
                 )
-            if pause == "in_place":
-                self._check_in_place(info)
-            device, dtype = str(info.get("device")), str(info.get("dtype"))
-            return GroupMember(int(info.get("tp_size") or 1), device, dtype)
         except (AttributeError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
+        if pause == "in_place":
+            self._check_in_place(info)
+        return self._weights_info(info)
 
     async def join_group(self, group: WeightsGroup, rank: int, *, timeout_s: float) -> None:
         """Pause it and make it members of the group, from `rank` on. It answers once all members
@@ -483,29 +522,23 @@ class SGLangServer:
         self._is_loading = True
         await self._control("POST", "/update_weights_from_distributed", body, timeout)
 
-    async def finish_group(
-        self, group: WeightsGroup, sent: Mapping[str, str], *, timeout_s: float
-    ) -> str:
-        """After the last bucket: leave the group, and serve again. `sent` are checksums of tensors
-        as they were sent, which are compared where it has tensors of these names.
+    async def finish_group(self, group: WeightsGroup, *, timeout_s: float) -> Checksum:
+        """After the last bucket: leave the group, and serve again.
 
         Returns:
-            A checksum of what it has now; equal weights have equal ones (SGLang's own).
+            Of what it has now; equal weights have equal ones (SGLang's own).
 
         Raises:
-            ServerUnavailable, ServerRefused: it did not, or has others; `leave_group` must follow.
+            ServerUnavailable, ServerRefused: it did not; `leave_group` must follow.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         await self._control("POST", "/end_weight_update", {}, timeout)
         checksum = await self._checksum(timeout)
-        both = sent.keys() & checksum.tensors.keys()
-        if wrong := sorted(name for name in both if sent[name] != checksum.tensors[name]):
-            raise ServerRefused(f"its {wrong[0]} is not what the learner sent", status=200)
         self._has_loaded(group.pause)
         body = {"group_name": group.name}
         await self._control("POST", "/destroy_weights_update_group", body, timeout)
         await self._go_on()
-        return checksum.whole
+        return checksum
 
     async def leave_group(self, group: WeightsGroup) -> None:
         """Leave a group that failed, from whatever point, and go on; without what runs, where it
@@ -546,8 +579,7 @@ class SGLangServer:
         try:
             ranks = answer["ranks"]
             whole = " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
-            (first, *_) = ranks
-            return Checksum(whole, dict(first.get("checksums") or {}))
+            return Checksum(whole, [_tensors(rank) for rank in ranks])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url}/weights_checker: {answer}", status=200) from error
 
@@ -576,6 +608,11 @@ class SGLangServer:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError as error:
             raise ServerRefused(f"{self.url}{path} did not answer in JSON", status=200) from error
+
+
+def _tensors(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+    (place, *_) = rank.get("parallelism_info") or [{}]  # a draft model's would come behind
+    return int(place.get("tp_rank") or 0), dict(rank.get("checksums") or {})
 
 
 class _Frames:
@@ -618,7 +655,8 @@ def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     ids: list[int] = []
     logprobs: list[float] = []
-    version = ""
+    top: list[list[tuple[float, int]]] = []
+    version, num_cached = "", 0
     try:
         for payload in payloads:
             if payload == b"[DONE]":
@@ -626,9 +664,9 @@ def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
             frame = _frame(payload)
             meta = frame["meta_info"]
             if ids and meta["weight_version"] != version:
-                chunks.append(Chunk(ids, logprobs, version))
-                ids, logprobs = [], []
-            version = meta["weight_version"]
+                chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
+                ids, logprobs, top = [], [], []
+            version, num_cached = meta["weight_version"], meta.get("cached_tokens") or 0
             # Increments with `--incremental-streaming-output`, the whole response so far
             # without: counting from the end reads both.
             if num_new := meta["completion_tokens"] - seen:
@@ -639,13 +677,16 @@ def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
                     raise _NoFrame(f"{num_new} new tokens, {len(new_ids)} of them in it")
                 ids += new_ids
                 logprobs += [entry[0] for entry in new_logprobs]
+                if "output_top_logprobs" in meta:
+                    new_top = meta["output_top_logprobs"][-num_new:]
+                    top += [[(entry[0], entry[1]) for entry in place] for place in new_top]
             if meta["finish_reason"] is not None:
-                chunks.append(_last_chunk(ids, logprobs, meta))
+                chunks.append(_last_chunk(ids, logprobs, top, meta))
                 return chunks
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise _NoFrame(f"{type(error).__name__}: {error}") from error
     if ids:
-        chunks.append(Chunk(ids, logprobs, version))
+        chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
     return chunks
 
 
@@ -658,7 +699,9 @@ def _frame(payload: bytes) -> Any:
     return frame
 
 
-def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
+def _last_chunk(
+    ids: list[int], logprobs: list[float], top: list[list[tuple[float, int]]], meta: Any
+) -> Chunk:
     finish = meta["finish_reason"]
     kind = finish["type"]
     status = finish.get("status_code")
@@ -676,6 +719,7 @@ def _last_chunk(ids: list[int], logprobs: list[float], meta: Any) -> Chunk:
         cached_tokens=meta.get("cached_tokens") or 0,
         num_retractions=meta.get("num_retractions") or 0,
         error=finish.get("message"),
+        top_logprobs=top,
     )
 
 

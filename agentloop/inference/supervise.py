@@ -29,8 +29,10 @@ from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
 from agentloop.errors import ModelError, ServerStartError
-from agentloop.inference.cpu import OVERLAY, has_accelerator
+from agentloop.inference.cpu import OVERLAY, PRIVATE, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
+from agentloop.models import not_a_model
+from agentloop.openmp import wait_policy
 
 __all__ = [
     "Launch",
@@ -327,7 +329,7 @@ async def guarded(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=dict(environment),
+            env={**environment, **wait_policy(environment)},
             start_new_session=True,  # Ctrl-C in a terminal is ours to handle
         )
 
@@ -408,7 +410,7 @@ def _model_folder(model_path: Path | str) -> Path | None:
             raise ModelError(f"the model folder {folder} does not exist")
         return None
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is no model folder: it has no config.json")
+        raise ModelError(not_a_model(folder))
     return folder.resolve()
 
 
@@ -464,7 +466,7 @@ def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> di
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
     if on_cpu:
-        path = [str(OVERLAY), environment.get("PYTHONPATH", "")]
+        path = [str(OVERLAY), str(PRIVATE), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         environment["OMP_NUM_THREADS"] = str(settings.threads)
         environment["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import orjson
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
 from agentloop.observe.record import Telling, trajectory_of
 from agentloop.observe.runs import curves, read_metrics, runs_beside
+from agentloop.plain_json import dumps, loads
 from agentloop.trajectory import CallStatus
 
 __all__ = ["Archive", "read_group", "read_rollout"]
@@ -30,7 +30,7 @@ _MAX_ROLLOUTS = 2_000
 _MAX_ROWS = 500  # in a frame
 _LOOK_EVERY_S = 3.0
 _MAX_DIGITS = 18  # of a group's number
-_DAMAGED = (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError)
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 _VERDICT = ("reward", "answer", "reason", "advantage", "dropped")
 
 _Summary = tuple[dict[str, Any], list[dict[str, Any]]]
@@ -55,7 +55,7 @@ class Archive:
                 seen = now
                 whole = await self.frame()
                 for frame in _sliced(whole):
-                    yield "", orjson.dumps(frame, default=str)
+                    yield "", dumps(frame)
             await anyio.sleep(_LOOK_EVERY_S)
             yield "", b""
 
@@ -115,7 +115,7 @@ class Archive:
             "t": time.time(),
             "full": True,
             "about": {**self.about, "t0": t0, "live": False},
-            "now": _moment(steps),
+            "now": _results(self.folder) or _moment(self.folder, steps),
             "rollouts": rollouts,
             "groups": groups,
             "steps": steps,
@@ -179,7 +179,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in lines:
         try:
-            row = orjson.loads(line)
+            row = loads(line)
             _group_row([row], 0.0), _member(row, is_chosen=True)
         except _DAMAGED:
             continue
@@ -210,7 +210,7 @@ def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]]
         return None
     for line in lines:
         try:
-            row = orjson.loads(line)
+            row = loads(line)
             if row["id"] == key:
                 found: list[list[float]] = row["entropies"]
                 return found
@@ -298,12 +298,29 @@ def _member(row: Mapping[str, Any], *, is_chosen: bool) -> dict[str, Any]:
     }
 
 
-def _moment(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _results(folder: Path) -> dict[str, Any]:
+    """Return the headline figures of an evaluation; nothing for other runs."""
+    try:
+        told = loads((folder / "results.json").read_bytes())
+        k, whole = told["num_samples"], told["all"]
+        values = {"tasks": str(whole["num_tasks"]), "samples missing": str(whole["num_missing"])}
+        if (found := whole["avg_at_k"]) is not None:
+            text = f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+            values = {f"avg@{k}": text, **values}
+    except (OSError, *_DAMAGED):
+        return {}
+    return {"values": values}
+
+
+def _moment(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not steps:
         return {}
     # The last row may be of an evaluation, which tells of no version.
     last = next((row for row in reversed(steps) if row.get("version") is not None), steps[-1])
     version = last.get("version")
+    # A step's version is the one that it was sampled with; the run has published one more since.
+    published = [int(path.name) for path in (folder / "weights").glob("*") if path.name.isdigit()]
+    version = max(published, default=version)
     return {
         "step": steps[-1].get("step"),
         "policy_version": None if version is None else str(version),

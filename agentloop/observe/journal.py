@@ -15,7 +15,6 @@ Not covered: the last half second before a kill, and files on a disk that hangs.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from typing import Any, cast
 
 import anyio
 import anyio.to_thread
-import orjson
 import pydantic
 
 from agentloop.errors import sole
@@ -45,6 +43,7 @@ from agentloop.events import (
     WeightsLoaded,
 )
 from agentloop.observe.dropped import Dropped
+from agentloop.plain_json import dumps, loads
 
 __all__ = ["Journal", "JournalSettings", "read_events"]
 
@@ -159,7 +158,7 @@ class _File:
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Raises OSError: part of it may be there, the last line cut short."""
-        data = b"".join(map(_bytes_of, lines))
+        data = b"".join(dumps(line) + b"\n" for line in lines)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             size = os.fstat(file).st_size
@@ -186,18 +185,10 @@ def read_events(folder: Path) -> Iterator[Line]:
             files.pop()
         for file in reversed(files):
             for data in file:
-                with suppress(orjson.JSONDecodeError):
-                    line = orjson.loads(data)
+                with suppress(ValueError):
+                    line = loads(data)
                     if isinstance(line, dict) and "event" in line:
                         yield line
-
-
-def _bytes_of(line: Mapping[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(line, default=str, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # half a surrogate pair, or more than 64 bits: a model may write either
-        text = json.dumps(line, default=str, skipkeys=True, ensure_ascii=False)
-        return text.encode("utf-8", "replace") + b"\n"
 
 
 # --- what is told of each event -------------------------------------------------------------------

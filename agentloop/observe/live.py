@@ -16,19 +16,18 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
-import orjson
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
 from agentloop.inference.router import ServerView
 from agentloop.observe.board import Board, Row
-from agentloop.observe.plain import dumps
 from agentloop.observe.record import Telling
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
+from agentloop.plain_json import dumps, loads
 
 __all__ = ["Live", "Sources"]
 
@@ -40,6 +39,7 @@ _KEEP_ALIVE_S = 15.0
 _MAX_FRAMES = 64
 _MAX_ROWS = 500  # in one frame: some milliseconds of the loop's time
 _MAX_WAITS = 50
+_GOODBYE_S = 5.0
 _MAX_DIGITS = 18  # of an id that may be one of ours
 
 
@@ -79,6 +79,9 @@ class Live:
     _lag_s: float = 0.0  # how late the last tick was
     _frames: deque[_Frame] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
     _ticked: anyio.Event = field(default_factory=anyio.Event)
+    _ended: dict[str, str] | None = None
+    _ended_rev: int = 0
+    _left: anyio.Event = field(default_factory=anyio.Event)  # the last reader, after the end
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -104,8 +107,20 @@ class Live:
         self._ticked.set()
         self._ticked = anyio.Event()
 
+    async def end(self, state: Literal["finished", "stopped", "failed"], text: str) -> None:
+        """Tell every reader that nothing more will come, and why: their streams end with that.
+
+        Waits for those who are still reading, five seconds at most, also where it is cancelled.
+        """
+        self._ended = {"state": state, "text": text}
+        self.tick()
+        self._ended_rev = self._rev
+        if self.num_readers:
+            with anyio.move_on_after(_GOODBYE_S, shield=True):
+                await self._left.wait()
+
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        """Pairs of an id and a frame, for ever; an empty one is a sign of life.
+        """Pairs of an id and a frame, until the end is told; an empty one is a sign of life.
 
         Args:
             last_id: of the last frame that the reader has, of an earlier connection.
@@ -132,6 +147,8 @@ class Live:
                 if self._frames and self._frames[0].rev > rev + 1:
                     missed, rev = self._rev - rev, None
                     continue
+                if self._ended is not None and rev >= self._ended_rev:
+                    return
                 if self._rev == rev:
                     with anyio.move_on_after(_KEEP_ALIVE_S) as late:
                         await self._ticked.wait()
@@ -139,12 +156,14 @@ class Live:
                         yield "", b""
         finally:
             self.num_readers -= 1
+            if self._ended is not None and not self.num_readers:
+                self._left.set()
 
     async def frame(self) -> dict[str, Any]:
         """Everything, at once."""
         whole: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
         async for data in self._all(0, taken=False):  # no deadline: it is there
-            for name, value in orjson.loads(data).items():
+            for name, value in loads(data).items():
                 if isinstance(value, list) and name in whole:
                     whole[name] += value
                 elif name != "full" or value:
@@ -245,6 +264,8 @@ class Live:
             "loop_lag_ms": round(1000 * self._lag_s, 1),
             **s.more(),
         }
+        if self._ended is not None:
+            now["ended"] = self._ended
         return {
             "now": now,
             "waits": waits,
@@ -262,6 +283,7 @@ class Live:
             "held": view.num_held_tokens,
             "reserved": view.num_reserved_tokens,
             "parked": view.num_parked_tokens,
+            "cached": view.num_cached_tokens,
             "others": view.num_others_tokens,
             "capacity": view.capacity_tokens,
             "version": view.weight_version,

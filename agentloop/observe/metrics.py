@@ -469,6 +469,7 @@ class _Asked(Collector):
             "kv_held_tokens": "Tokens of running requests in the server's KV cache.",
             "kv_reserved_tokens": "Tokens kept free in the server's KV cache for their growth.",
             "kv_parked_tokens": "Tokens in the server's KV cache of rollouts at a tool.",
+            "kv_cached_tokens": "Tokens in the server's KV cache of turns that are over: reusable.",
             "kv_capacity_tokens": "Size of the server's KV cache.",
             "policy_version": "Version of the server's weights.",
         }
@@ -487,6 +488,7 @@ class _Asked(Collector):
             gauges["kv_held_tokens"].add_metric([view.url], view.num_held_tokens)
             gauges["kv_reserved_tokens"].add_metric([view.url], view.num_reserved_tokens)
             gauges["kv_parked_tokens"].add_metric([view.url], view.num_parked_tokens)
+            gauges["kv_cached_tokens"].add_metric([view.url], view.num_cached_tokens)
             gauges["kv_capacity_tokens"].add_metric([view.url], view.capacity_tokens)
             if view.weight_version is not None and view.weight_version.isdecimal():
                 gauges["policy_version"].add_metric([view.url], int(view.weight_version))

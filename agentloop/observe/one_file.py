@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
+from agentloop.plain_json import dumps
 
 __all__ = ["one_file"]
 
@@ -64,23 +64,8 @@ def one_file(bodies: Mapping[str, Any]) -> str:
 
 
 def _data(bodies: Mapping[str, Any]) -> str:
-    """JSON in which no "</script>" or "<!--" is spelled out. What is no text in UTF-8, such as
-    half of a pair of surrogates, is replaced."""
-    try:
-        data = orjson.dumps(bodies, default=str)
-    except TypeError:
-        data = orjson.dumps(_plain(bodies), default=str)
-    return data.decode().replace("<", "\\u003c")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
+    """Return JSON in which no "</script>" or "<!--" is spelled out."""
+    return dumps(bodies).decode().replace("<", "\\u003c")
 
 
 def _read(name: str) -> str:

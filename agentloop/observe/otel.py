@@ -15,30 +15,32 @@ part of the general ones; they are still in development, so whatever of them may
     └─ execute_tool NAME        a call: from its dispatch, which may be before the turn's last token
 
 What was asked, written and answered is only in them with `otel.content`. Not covered: metrics, for
-which there is Prometheus, and traces that come from callers (W3C trace context).
+which there is Prometheus, and the `tracestate` of callers. A rollout that was asked for with a
+`traceparent` (W3C Trace Context) continues the caller's trace.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import threading
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import version
 from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
-import orjson
 import pydantic
 
+from agentloop.distribution import install_hint, version
 from agentloop.errors import SettingsError
 from agentloop.events import (
     Event,
@@ -48,13 +50,15 @@ from agentloop.events import (
     RolloutStarted,
 )
 from agentloop.observe.dropped import Dropped
+from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Trajectory, Turn, TurnEnd
 
-__all__ = ["Attribute", "OtelSettings", "Traces"]
+__all__ = ["Attribute", "CallerSpan", "OtelSettings", "Traces", "caller_span"]
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
 _BATCH_SPANS = 512  # in one request, or somewhat more: a trace is not divided
 _PATH = "/v1/traces"
+_TRACEPARENT_RE = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _MADE_UP = (CallStatus.UNKNOWN_TOOL, CallStatus.MALFORMED)  # names that the model made up
 
 
@@ -112,7 +116,11 @@ class OtelSettings(pydantic.BaseModel):
         16_384, ge=16, description="Of one text; of a longer one the beginning is sent."
     )
     share: float = pydantic.Field(
-        1.0, gt=0, le=1, description="Of rollouts that have a trace; which of them, their ids say."
+        1.0,
+        gt=0,
+        le=1,
+        description="Of rollouts that have a trace; which of them, their ids say. Where a caller "
+        "sends a `traceparent`, that decides.",
     )
     every_s: float = pydantic.Field(2.0, gt=0, description="Between two requests, at most.")
     timeout_s: float = pydantic.Field(
@@ -136,6 +144,28 @@ class OtelSettings(pydantic.BaseModel):
         return endpoint
 
 
+@dataclass(frozen=True, slots=True)
+class CallerSpan:
+    """The span of a caller of ours, from its `traceparent`: https://www.w3.org/TR/trace-context."""
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+    @classmethod
+    def parse(cls, traceparent: str) -> CallerSpan | None:
+        """Return None for a header that is to be ignored."""
+        match = _TRACEPARENT_RE.fullmatch(traceparent.strip())
+        if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
+            return None
+        trace_id, span_id, flags = (int(match[i], 16) for i in (2, 3, 4))
+        return cls(trace_id, span_id, bool(flags & 1)) if trace_id and span_id else None
+
+
+caller_span: ContextVar[CallerSpan | None] = ContextVar("caller_span", default=None)
+"""Of whoever asked for the rollouts that are started in this context."""
+
+
 @dataclass(slots=True)
 class _Span:
     """One of a trace. Times are seconds on the rollout's clock."""
@@ -153,6 +183,7 @@ class _Trace:
     begun_unix_s: float
     spans: list[_Span]  # the root first
     prompt_ids: Sequence[int] = ()  # with content: decoded in the thread
+    caller: CallerSpan | None = None
 
 
 class Traces:
@@ -175,7 +206,7 @@ class Traces:
         self._model = model
         self._is_scored = is_scored
         self._decode = decode
-        self._open: dict[str, RolloutStarted] = {}
+        self._open: dict[str, tuple[RolloutStarted, CallerSpan | None]] = {}
         self._unscored: dict[str, tuple[Trajectory, str]] = {}  # with their groups, oldest first
         self._waiting: deque[_Trace] = deque()
         self._wake = threading.Event()
@@ -229,22 +260,24 @@ class Traces:
     def seen(self, event: Event) -> None:
         match event:
             case RolloutStarted():
-                if self._settings.endpoint and self._is_chosen(event.rollout_id):
-                    self._open[event.rollout_id] = event
+                caller = caller_span.get()
+                is_chosen = caller.is_sampled if caller else self._is_chosen(event.rollout_id)
+                if self._settings.endpoint and is_chosen:
+                    self._open[event.rollout_id] = event, caller
             case RolloutFinished(trajectory=trajectory):
-                started = self._open.pop(event.rollout_id, None)
-                if started is None:
+                if event.rollout_id not in self._open:
                     return
+                started, caller = self._open.pop(event.rollout_id)
                 if not self._is_scored:
-                    self._add(trajectory, started.group)
+                    self._add(trajectory, started.group, caller=caller)
                     return
                 self._unscored[event.rollout_id] = trajectory, started.group
                 if len(self._unscored) > self._settings.max_waiting:
                     self._add(*self._unscored.pop(next(iter(self._unscored))))
             case RolloutAbandoned():
-                started = self._open.pop(event.rollout_id, None)
-                if started is not None:
-                    self._add(started.record, started.group, is_abandoned=True)
+                if event.rollout_id in self._open:
+                    started, caller = self._open.pop(event.rollout_id)
+                    self._add(started.record, started.group, is_abandoned=True, caller=caller)
             case RolloutScored():
                 ended = self._unscored.pop(event.rollout_id, None)
                 if ended is not None:
@@ -260,6 +293,7 @@ class Traces:
         *,
         is_abandoned: bool = False,
         scored: RolloutScored | None = None,
+        caller: CallerSpan | None = None,
     ) -> None:
         if len(self._waiting) >= self._settings.max_waiting:
             self._dropped.add(1, f"{self._settings.max_waiting} wait to be sent already")
@@ -271,7 +305,7 @@ class Traces:
             if self._settings.content:  # it may quote the answer
                 root.attributes[Attribute.REWARD_REASON] = self._cut(scored.reason)
         spans = chain([root], self._turns_of(trajectory))
-        trace = _Trace(trajectory.created_unix_s, list(spans))
+        trace = _Trace(trajectory.created_unix_s, list(spans), caller=caller)
         if self._settings.content and self._decode is not None:
             trace.prompt_ids = trajectory.prompt_ids
         self._waiting.append(trace)
@@ -379,7 +413,7 @@ class Traces:
         return _Span(name, result.dispatched_s, result.ended_s, attributes)
 
     def _cut(self, text: str) -> str:
-        return text[: self._settings.max_content_chars].encode("utf-8", "replace").decode()
+        return valid_text(text[: self._settings.max_content_chars])
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -450,14 +484,14 @@ class _Sender:
             from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         except ImportError as error:
             raise SettingsError(
-                "otel.endpoint: OpenTelemetry is not installed: pip install 'agentloop[otel]'"
+                f"otel.endpoint: OpenTelemetry is not installed: {install_hint('otel')}"
             ) from error
-        ours = {"service.name": "agentloop", "service.version": version("agentloop")}
+        ours = {"service.name": "agentloop", "service.version": version()}
         if run:
             ours["agentloop.run"] = run
         # What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) comes first.
         self._resource = Resource(ours, _SCHEMA_URL).merge(OTELResourceDetector().detect())
-        self._scope = InstrumentationScope("agentloop", version("agentloop"), _SCHEMA_URL)
+        self._scope = InstrumentationScope("agentloop", version(), _SCHEMA_URL)
         url = settings.endpoint.rstrip("/")
         self._exporter = OTLPSpanExporter(
             endpoint=url if url.endswith(_PATH) else url + _PATH,
@@ -486,13 +520,14 @@ class _Sender:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-        trace_id = secrets.randbits(128) or 1
+        sampled = TraceFlags(TraceFlags.SAMPLED)
+        trace_id = trace.caller.trace_id if trace.caller else secrets.randbits(128) or 1
         begun_ns = round(trace.begun_unix_s * 1e9)
         parent: SpanContext | None = None
-        for span in trace.spans:
-            context = SpanContext(
-                trace_id, secrets.randbits(64) or 1, False, TraceFlags(TraceFlags.SAMPLED)
-            )
+        if trace.caller:
+            parent = SpanContext(trace_id, trace.caller.span_id, True, sampled)
+        for index, span in enumerate(trace.spans):
+            context = SpanContext(trace_id, secrets.randbits(64) or 1, False, sampled)
             failed = Attribute.ERROR in span.attributes
             yield ReadableSpan(
                 name=span.name,
@@ -506,7 +541,8 @@ class _Sender:
                 start_time=begun_ns + round(span.start_s * 1e9),
                 end_time=begun_ns + round(span.end_s * 1e9),
             )
-            parent = parent or context
+            if index == 0:
+                parent = context
 
 
 class _Heard(logging.Filter):
@@ -526,7 +562,4 @@ def _finish_reason(turn: Turn) -> str:
 
 
 def _json(value: Any) -> str:
-    try:
-        return orjson.dumps(value, default=str).decode()
-    except TypeError:  # more than 64 bits, or half a surrogate pair: a model may write either
-        return str(value)
+    return dumps(value).decode()

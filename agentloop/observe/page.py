@@ -23,7 +23,7 @@ import orjson
 from aiohttp import web
 
 from agentloop.errors import AgentLoopError, NotThere, RequestError
-from agentloop.observe.plain import dumps
+from agentloop.plain_json import dumps
 
 __all__ = ["Control", "Page", "Shown"]
 

@@ -163,4 +163,5 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         row["error"],
         row["created_unix_s"],
         row["elapsed_s"],
+        row.get("answer", ""),  # older records have none
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from agentloop.errors import NotThere
+from agentloop.plain_json import loads
 
 __all__ = ["curves", "runs_beside"]
 
@@ -59,8 +58,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for line in lines[-_MAX_ROWS:]:
         try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
+            row = loads(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             rows.append(row)
@@ -73,7 +72,7 @@ def _last_step(path: Path) -> int:
         lines = file.read().split(b"\n")[:-1]
     for line in reversed(lines):
         try:
-            return int(orjson.loads(line)["step"])
+            return int(loads(line)["step"])
         except (ValueError, KeyError, TypeError):
             continue
     return 0

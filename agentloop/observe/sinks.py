@@ -10,7 +10,6 @@ settings, with what is secret in them masked.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import re
@@ -24,7 +23,7 @@ from typing import Any, Literal, Protocol
 import anyio
 import pydantic
 
-from agentloop.errors import SettingsError
+from agentloop.distribution import require
 from agentloop.events import Event, Measured
 from agentloop.observe.dropped import Dropped
 from agentloop.observe.tfevents import EventFile
@@ -265,19 +264,11 @@ def _made(name: SinkName, settings: SinksSettings, folder: Path) -> Sink:
         case "tensorboard":
             return _TensorBoard(folder / "tensorboard")
         case "trackio":
-            _need(name)
+            require(name, {name: "sinks.to"})
             return _Trackio(settings.project)
         case "wandb":
-            _need(name)
+            require(name, {name: "sinks.to"})
             return _Wandb(settings.project, folder, 0.8 * settings.close_s)
-
-
-def _need(package: str) -> None:
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:  # a folder of that name is no package
-        raise SettingsError(
-            f"sinks.to: {package} is not installed: pip install 'agentloop[{package}]'"
-        )
 
 
 class _TensorBoard:

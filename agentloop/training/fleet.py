@@ -59,8 +59,10 @@ _APPEARS_S = 5.0  # a file of another machine's, on a file system over a network
 class _Waiting:
     """A group that is waited for, and what comes of it."""
 
+    name: str
     ticket: bytes
     added: bool = False
+    num_unreadable: int = 0  # results
     done: anyio.Event = field(default_factory=anyio.Event)
     error: AgentLoopError | None = None
     brought: _Brought | None = None
@@ -182,13 +184,14 @@ class Fleet:
         oldest: int,
         at_gate: Callable[[], None] = lambda: None,
     ) -> RolledOut:
-        """See `RollsOut`. Raises ServerError, too: it was given up."""
+        """See `RollsOut`. Raises ServerError, too: it was given up, after its runtimes had died, or
+        their results could not be read, too often."""
         ticket = Ticket(
             life=self._word.life, name=name, task=task, size=size, budget=budget, oldest=oldest
         )
         if ticket.key in self._waiting:
             raise ValueError(f"a group {name!r} is in flight already")
-        waiting = self._waiting[ticket.key] = _Waiting(ticket.to_json())
+        waiting = self._waiting[ticket.key] = _Waiting(name, ticket.to_json())
         try:
             with self._asking():
                 await self._add(waiting)
@@ -221,13 +224,13 @@ class Fleet:
         there: set[str] = set()
         too_many = []
         for entry, fields in asked:
-            key = Ticket.model_validate_json(fields[b"ticket"]).key
+            key = Ticket.of_json(fields[b"ticket"]).key
             if key in there or key not in self._waiting:
                 too_many.append(entry)
             there.add(key)
         if too_many:
             await self._link.do(partial(_forget_tickets, tickets, too_many))
-        there |= {Result.model_validate_json(fields[b"result"]).key for _, fields in done}
+        there |= {Result.of_json(fields[b"result"]).key for _, fields in done}
         lost = [key for key in self._waiting if key in expected - there]
         if lost:
             log.warning("Redis has lost %d tickets: they are added again", len(lost))
@@ -243,24 +246,13 @@ class Fleet:
             )
             for _, entries in found or []:
                 for entry, fields in entries:
-                    await self._take(entry, Result.model_validate_json(fields[b"result"]))
+                    await self._take(entry, Result.of_json(fields[b"result"]))
 
     async def _take(self, entry: bytes, result: Result) -> None:
         waiting = self._waiting.get(result.key)
-        if waiting is not None and result.error:
-            kind = getattr(errors, result.error, None)
-            known = isinstance(kind, type) and issubclass(kind, AgentLoopError)
-            waiting.error = kind(result.message) if known and kind else ServerError(result.message)
-        elif waiting is not None:
-            try:
-                rows = await self._rows_of(result)
-            except (OSError, ValueError) as error:  # `_audit` finds that the ticket is gone
-                log.warning("a result of %s cannot be read: %s", result.runtime, error)
-            else:
-                waiting.brought = _Brought(result.figures, result.teaches, rows)
-        if waiting is not None and (waiting.error or waiting.brought):
-            waiting.done.set()
-        names = self._link.piece_names(result.key, result.num_pieces)
+        if waiting is not None:
+            await self._answer(waiting, result)
+        names = self._link.piece_names(result.rows, result.num_pieces)
 
         async def forget(redis: Redis) -> None:
             async with redis.pipeline(transaction=True) as pipe:
@@ -273,6 +265,33 @@ class Fleet:
         if file := self._file(result):
             with suppress(OSError):
                 await anyio.Path(file).unlink(missing_ok=True)
+        still = self._waiting.get(result.key)
+        if still is not None and not still.added and not still.done.is_set():
+            await self._add(still)
+
+    async def _answer(self, waiting: _Waiting, result: Result) -> None:
+        """Give whoever waits what came of it; where that cannot be read, it is to be added anew."""
+        if result.error:
+            kind = getattr(errors, result.error, None)
+            known = isinstance(kind, type) and issubclass(kind, AgentLoopError)
+            waiting.error = kind(result.message) if known and kind else ServerError(result.message)
+        else:
+            try:
+                rows = await self._rows_of(result)
+            except (OSError, ValueError) as error:
+                log.warning("a result of %s cannot be read: %s", result.runtime, error)
+                waiting.num_unreadable += 1
+                waiting.added = False  # its ticket is gone
+                if waiting.num_unreadable < self._settings.max_tries:
+                    return
+                waiting.error = ServerError(
+                    f"group {waiting.name}: its rollouts could not be read "
+                    f"{waiting.num_unreadable} times (fleet.max_tries), the last time those of "
+                    f"{result.runtime}: {error}"
+                )
+            else:
+                waiting.brought = _Brought(result.figures, result.teaches, rows)
+        waiting.done.set()
 
     async def _rows_of(self, result: Result) -> list[dict[str, Any]]:
         if file := self._file(result):
@@ -281,12 +300,13 @@ class Fleet:
                     await anyio.sleep(_POLL_S)
             data = await anyio.Path(file).read_bytes()
         else:
-            data = await self._link.get_pieces(result.key, result.num_pieces)
+            data = await self._link.get_pieces(result.rows, result.num_pieces)
         return await anyio.to_thread.run_sync(unpacked, data)
 
     def _file(self, result: Result) -> Path | None:
         """In our folder, whatever it says."""
-        return Path(self._word.folder) / Path(result.file).name if result.file else None
+        is_file = result.rows and not result.num_pieces
+        return Path(self._word.folder) / Path(result.rows).name if is_file else None
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -303,6 +323,7 @@ class Fleet:
             version=published.version,
             folder=str(published.folder),
             timeout_s=timeout_s,
+            pause=published.pause,
         )
         await self._announce(announced)
         with self._asking():
@@ -372,7 +393,7 @@ class Fleet:
     async def _say_word(self, *, takes_over: bool = False) -> None:
         link, life = self._link, self._word.life
         heard = await link.do(lambda redis: redis.get(link.trainer))
-        before = None if heard is None else Word.model_validate_json(heard).life
+        before = None if heard is None else Word.of_json(heard).life
         if before not in (None, life) and not takes_over:
             raise SettingsError(
                 f"fleet.run: another trainer has taken {link.trainer} at {self._settings.redis}"
@@ -392,7 +413,7 @@ class Fleet:
             if gone := [name for name, one in zip(names, said, strict=True) if one is None]:
                 await redis.srem(link.runtimes, *gone)
             return {
-                name: Said.model_validate_json(one)
+                name: Said.of_json(one)
                 for name, one in zip(names, said, strict=True)
                 if one is not None
             }

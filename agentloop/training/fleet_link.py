@@ -3,7 +3,7 @@
     agentloop:RUN:trainer       what the trainer says, while it lives: a `Word`
     agentloop:RUN:tickets       stream: groups to roll out, for one of the runtimes each
     agentloop:RUN:groups        stream: what came of them, for the trainer
-    agentloop:RUN:rows:KEY:N    a group's rollouts, in pieces, where no folder is shared
+    agentloop:RUN:rows:NAME:N   a result's rollouts, in pieces, where no folder is shared
     agentloop:RUN:runtimes      set of names; agentloop:RUN:runtime:NAME: what each says
 
 Redis is a way, never the truth: that is the trainer's journal. So all of it may be lost at any
@@ -18,17 +18,18 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from json import dumps
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import anyio
-import orjson
 import pydantic
 
 from agentloop.agent.rollout import Budget
+from agentloop.distribution import install_hint
 from agentloop.errors import ServerError, SettingsError
 from agentloop.groups.tasks import Task
+from agentloop.inference.sglang import Pause
+from agentloop.plain_json import ValidText, dumps, loads
 
 __all__ = [
     "READERS",
@@ -89,7 +90,8 @@ class FleetSettings(pydantic.BaseModel):
     max_tries: int = pydantic.Field(
         5,
         ge=1,
-        description="Of a group whose runtimes die, or whose servers do, before it ends the run.",
+        description="Tries of a group whose runtimes or servers die, or whose rollouts cannot be "
+        "read, before it ends the run.",
     )
     give_up_s: float = pydantic.Field(
         600.0,
@@ -131,7 +133,12 @@ class _Said(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True)
 
     def to_json(self) -> bytes:
-        return self.model_dump_json().encode()
+        return dumps(self.model_dump())
+
+    @classmethod
+    def of_json(cls, data: bytes) -> Self:
+        """Read what `to_json` wrote."""
+        return cls.model_validate(loads(data))
 
 
 class Announced(_Said):
@@ -139,6 +146,7 @@ class Announced(_Said):
 
     Attributes:
         number: of the hand-over, in the trainer's life: a version may come twice.
+        pause: what becomes of turns that are being generated (`weights.pause`).
         checksum: as the servers compute it; empty until it is known which one is right.
     """
 
@@ -146,6 +154,7 @@ class Announced(_Said):
     version: str
     folder: str
     timeout_s: float
+    pause: Pause = "retract"
     checksum: str = ""
 
 
@@ -176,7 +185,7 @@ class Said(_Said):
     number: int = -1
     checksum: str = ""
     num_servers: int = 0
-    error: str = ""
+    error: ValidText = ""
 
 
 class Ticket(_Said):
@@ -195,31 +204,33 @@ class Ticket(_Said):
 
 
 class Result(_Said):
-    """What came of a ticket: `error` and its `message`, or rollouts, in a file or in pieces."""
+    """What came of a ticket: `error` and its `message`, or rollouts.
+
+    Attributes:
+        rows: the name of its rollouts, which no other result has, for two runtimes may have done
+            one ticket: of a file in the trainer's folder, or of pieces in Redis.
+        num_pieces: of them; 0: it is a file.
+    """
 
     key: str
     runtime: str
     error: str = ""
-    message: str = ""
+    message: ValidText = ""
     teaches: bool = False
     figures: Mapping[str, Any] = {}
-    file: str = ""
+    rows: str = ""
     num_pieces: int = 0
 
 
 def packed(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Rows as bytes. Takes its time: for a thread."""
-    try:
-        data = orjson.dumps(list(rows), default=str)
-    except TypeError:  # an integer of more than 64 bits, which a model may give to a tool
-        data = dumps(list(rows), default=str).encode()
-    return zlib.compress(data, 1)
+    return zlib.compress(dumps(list(rows)), 1)
 
 
 def unpacked(data: bytes) -> list[dict[str, Any]]:
     """Raises ValueError: it is not what `packed` gave."""
     try:
-        rows = orjson.loads(zlib.decompress(data))
+        rows = loads(zlib.decompress(data))
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if not isinstance(rows, list):
@@ -253,7 +264,7 @@ class Link:
             from redis.backoff import NoBackoff
         except ImportError as error:
             raise SettingsError(
-                "fleet.redis: the client is not installed: pip install 'agentloop[fleet]'"
+                f"fleet.redis: the client is not installed: {install_hint('fleet')}"
             ) from error
         options: dict[str, Any] = {}
         if settings.password is not None:
@@ -335,26 +346,25 @@ class Link:
             if "BUSYGROUP" not in str(error):  # somebody was faster
                 raise
 
-    async def put_pieces(self, key: str, data: bytes) -> int:
+    async def put_pieces(self, rows: str, data: bytes) -> int:
         """Rows of a result; returns the number of pieces. They go by themselves in an hour."""
         pieces = [data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)]
-        for number, piece in enumerate(pieces):
-            name = self.name("rows", key, number)
+        for name, piece in zip(self.piece_names(rows, len(pieces)), pieces, strict=True):
             await self.do(partial(_put, name, piece))
         return len(pieces)
 
-    async def get_pieces(self, key: str, num: int) -> bytes:
+    async def get_pieces(self, rows: str, num: int) -> bytes:
         """Raises ValueError: one of them is gone."""
         pieces: list[bytes] = []
-        for name in self.piece_names(key, num):
+        for name in self.piece_names(rows, num):
             found = await self.do(partial(_get, name))
             if found is None:
                 raise ValueError(f"{name} is gone")
             pieces.append(found)
         return b"".join(pieces)
 
-    def piece_names(self, key: str, num: int) -> list[str]:
-        return [self.name("rows", key, number) for number in range(num)]
+    def piece_names(self, rows: str, num: int) -> list[str]:
+        return [self.name("rows", rows, number) for number in range(num)]
 
 
 async def _get(name: str, redis: Redis) -> bytes | None:

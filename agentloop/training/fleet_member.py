@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,7 +77,7 @@ async def heard(link: Link, *, within_s: float, say: Callable[[str], None]) -> W
 
 async def _word(link: Link) -> Word | None:
     found = await link.do(lambda redis: redis.get(link.trainer))
-    return None if found is None else Word.model_validate_json(found)
+    return None if found is None else Word.of_json(found)
 
 
 class _Broken(Exception):
@@ -117,6 +118,7 @@ class Member:
         self._say = say
         self._hands: dict[str, _Hand] = {}
         self._said = Said(num_servers=num_servers)
+        self._verified: set[str] = set()  # versions whose weights here are known to be right
         self._handover: Handover | None = None
         self._keeping_up = anyio.CancelScope()
         self._changed = anyio.Event()
@@ -165,13 +167,14 @@ class Member:
             return
         if word.life != self._word.life:
             self._say("Another trainer goes on with the run")
+            self._verified.clear()
             for hand in self._hands.values():
                 if hand.ticket.life != word.life:  # nobody waits for it
                     hand.scope.cancel()
         self._word = word
         if word.weights is not None and not self._has(word.weights):
             self._keeping_up.cancel()  # what takes long is given the new ones instead
-        self._tell_all()
+        self._compare()
 
     async def _have_weights(self) -> None:
         """See to it that our servers have what the trainer says."""
@@ -195,7 +198,8 @@ class Member:
 
     async def _load(self, weights: Announced) -> bool:
         life, folder = self._word.life, Path(weights.folder)
-        published: Published = InFolder(weights.version, folder)
+        published: Published = InFolder(weights.version, folder, weights.pause)
+        self._verified.discard(weights.version)  # it may come twice, and be another one then
         try:
             if not await anyio.Path(folder).is_dir():
                 raise ServerError(
@@ -205,7 +209,7 @@ class Member:
             self._handover = await self._serving.hand_over(published, timeout_s=weights.timeout_s)
         except ServerError as error:
             log.error("version %s: %s", weights.version, error)
-            self._said = self._said.model_copy(update={"error": str(error)})
+            self._said = Said.model_validate({**dict(self._said), "error": str(error)})
         else:
             self._said = Said(
                 life=life,
@@ -213,17 +217,26 @@ class Member:
                 checksum=self._handover.checksum,
                 num_servers=len(self._handover.loaded),
             )
-        self._tell_all()
+        self._compare()
         return not self._said.error
+
+    def _compare(self) -> None:
+        """Compare our weights with what the trainer says of them, and remember a version that is
+        right."""
+        weights = self._word.weights
+        if weights is not None and self._is_right(weights):
+            self._verified.add(weights.version)
+        self._tell_all()
+
+    def _is_right(self, weights: Announced) -> bool:
+        return self._has(weights) and self._said.checksum == weights.checksum != ""
 
     def _is_ready(self) -> bool:
         """Whether our weights are those that are asked for, and known to be right."""
         weights = self._word.weights
         return (
             weights is not None
-            and self._has(weights)
-            and bool(weights.checksum)
-            and self._said.checksum == weights.checksum
+            and self._is_right(weights)
             # Those of another life have the same names, and are about to be gone.
             and all(hand.ticket.life == self._word.life for hand in self._hands.values())
         )
@@ -267,7 +280,7 @@ class Member:
             entries = found[0][1] if found else []
         for entry, fields in entries:
             if fields:  # else it was deleted
-                return _Hand(Ticket.model_validate_json(fields[b"ticket"]), entry)
+                return _Hand(Ticket.of_json(fields[b"ticket"]), entry)
         return None
 
     async def _answer(self, hand: _Hand, *, task_status: TaskStatus[None]) -> None:
@@ -325,13 +338,30 @@ class Member:
             await anyio.sleep(_RETRY_S)
             return False
         else:
+            if not await self._are_verified(versions := _versions_of(rows)):
+                log.error(
+                    "group %s goes to another runtime: our weights that sampled it were never "
+                    "confirmed by the trainer (versions %s)",
+                    ticket.name,
+                    ", ".join(sorted(versions - self._verified)),
+                )
+                return False
             data = await anyio.to_thread.run_sync(packed, rows)
             found = answer(teaches=rolled.teaches, figures=rolled.figures)
             found = await self._put(found, data)
-        # No deadline: the trainer waits for the others' weights no longer than it says.
-        await self._until(self._is_ready)
         await self._bring(hand, found)
         return True
+
+    async def _are_verified(self, versions: set[str]) -> bool:
+        """Wait until our weights of these versions are known to be right; return whether they are.
+
+        New weights are known to be right once the trainer has compared them with those of the other
+        runtimes. It ends a hand-over within `timeout_s`."""
+        weights = self._word.weights
+        hand_over_s = 0.0 if weights is None else weights.timeout_s
+        with anyio.move_on_after(hand_over_s + self._word.lease_s):
+            await self._until(lambda: versions <= self._verified)
+        return versions <= self._verified
 
     async def _put(self, result: Result, data: bytes) -> Result:
         """Its rollouts where the trainer finds them."""
@@ -345,16 +375,16 @@ class Member:
                 key=result.key, runtime=self._name, error="SettingsError", message=message
             )
         folder = Path(self._word.folder)
+        name = f"{result.key}-{self._name}-{uuid.uuid4().hex[:8]}"
         if await anyio.Path(folder, self._word.life).exists():  # we see the same folder
-            name = f"{result.key}-{self._name}"
             try:
                 await anyio.to_thread.run_sync(_write, folder / name, data)
             except OSError as error:  # it may have gone with its trainer, in this moment
                 log.warning("%s: %s: the rollouts go through Redis", folder / name, error)
             else:
-                return result.model_copy(update={"file": name})
-        num = await self._link.put_pieces(result.key, data)
-        return result.model_copy(update={"num_pieces": num})
+                return result.model_copy(update={"rows": name})
+        num = await self._link.put_pieces(name, data)
+        return result.model_copy(update={"rows": name, "num_pieces": num})
 
     async def _bring(self, hand: _Hand, result: Result) -> None:
         """The result, and the ticket is done: both or none."""
@@ -430,6 +460,17 @@ class Member:
 
 def _is_broken(row: Mapping[str, Any]) -> bool:
     return bool(row["trajectory"]["stop_reason"] == StopReason.INFRASTRUCTURE)
+
+
+def _versions_of(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the versions of the weights that sampled the rollouts with a reward."""
+    return {
+        span["version"]
+        for row in rows
+        if row["reward"] is not None
+        for turn in row["trajectory"]["turns"]
+        for span in turn["versions"]
+    }
 
 
 def _write(path: Path, data: bytes) -> None:

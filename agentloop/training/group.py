@@ -18,7 +18,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,10 @@ import anyio
 import orjson
 
 from agentloop.errors import ServerError, SettingsError
-from agentloop.inference.sglang import Bucket, GroupMember, SGLangServer, WeightsGroup
+from agentloop.inference.sglang import Bucket, SGLangServer, WeightsGroup, WeightsInfo
+from agentloop.training.checksums import Layout, config_dtype
 from agentloop.training.learner import Learner, LearnerRefused
+from agentloop.training.verify import UNASKED, Proof, layout_of, prove
 
 if TYPE_CHECKING:
     from agentloop.training.handover import WeightsSettings
@@ -42,6 +44,7 @@ _SLACK_S = 30.0  # for what a request does beside waiting for the group
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _Part = Callable[[], Awaitable[object]]
+_Sums = dict[str, list[str]]  # of a tensor, on each rank
 
 
 class GroupPublisher:
@@ -62,8 +65,9 @@ class GroupPublisher:
         if backend == "auto":
             backend = said["backend"]
         return InLearner(
-            version, self._learner, buckets, int(said["num_updates"]), backend, self._settings
-        )
+            version, self._learner, buckets, int(said["num_updates"]), backend, self._settings,
+            said.get("model") or {},
+        )  # fmt: skip
 
     async def tidy(self) -> None:
         """There is nothing to remove."""
@@ -77,7 +81,7 @@ class _Member:
     """A server, and what it takes to send to it."""
 
     server: SGLangServer
-    info: GroupMember
+    info: WeightsInfo
     rank: int  # of its first rank, in the group
 
 
@@ -100,38 +104,39 @@ class InLearner:
     num_updates: int
     backend: str
     settings: WeightsSettings
+    model: Mapping[str, Any]  # of its configuration, what `layout_of` asks for
 
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """Checksums of those that have loaded, and why the others have not, by url.
+    ) -> tuple[dict[str, Proof], dict[str, str]]:
+        """What those that have loaded have, and why the others have not, by url.
 
         Raises:
             SettingsError: the servers cannot know where to meet.
             LearnerError: it died, or hangs.
         """
         failed: dict[str, str] = {}
-        checksums: dict[str, str] = {}
+        proofs: dict[str, Proof] = {}
         asked = list(servers)
         with anyio.move_on_after(timeout_s):
-            while asked and not checksums:
+            while asked and not proofs:
                 members = await self._members(asked, failed)
                 asked = [member.server for member in members]
                 if not members:
                     break
-                lost = await self._attempt(members, checksums, failed)
-                if not checksums and not lost:
+                lost = await self._attempt(members, proofs, failed)
+                if not proofs and not lost:
                     break
                 asked = [server for server in asked if server.url not in lost]
-        missed = [server.url for server in servers if server.url not in checksums]
+        missed = [server.url for server in servers if server.url not in proofs]
         late = f"not within {timeout_s:g} s"
-        return checksums, {url: failed.get(url, late) for url in missed}
+        return proofs, {url: failed.get(url, late) for url in missed}
 
     async def _members(
         self, servers: Sequence[SGLangServer], failed: dict[str, str]
     ) -> list[_Member]:
         """Those that say that they can take part."""
-        infos: dict[str, GroupMember] = {}
+        infos: dict[str, WeightsInfo] = {}
 
         async def ask(server: SGLangServer) -> None:
             try:
@@ -150,9 +155,9 @@ class InLearner:
         ]
 
     async def _attempt(
-        self, members: Sequence[_Member], checksums: dict[str, str], failed: dict[str, str]
+        self, members: Sequence[_Member], proofs: dict[str, Proof], failed: dict[str, str]
     ) -> set[str]:
-        """One group, from its beginning to its end. Fills in the checksums if it succeeds;
+        """One group, from its beginning to its end. Fills in the proofs if it succeeds;
         else returns who is to blame: all that do not come out of it, or who failed first."""
         address = self._address([member.server.url for member in members])
         name = f"agentloop-{self.version}-{uuid.uuid4().hex[:8]}"
@@ -171,11 +176,11 @@ class InLearner:
         lost: dict[str, str] = {}
         try:
             sums = await self._send(group, members)
-            await self._finish(group, members, sums, checksums, failed)
+            await self._finish(group, members, sums, proofs, failed)
         except _Failed as error:
             first = error
         finally:
-            left = [m.server for m in members if m.server.url not in checksums]
+            left = [m.server for m in members if m.server.url not in proofs]
             lost = await self._leave(group, left)
         if first is not None:
             log.warning("a group of %d servers failed: %s", len(members), first.why)
@@ -186,11 +191,12 @@ class InLearner:
                 return {first.url}
         return set(lost)
 
-    async def _send(self, group: WeightsGroup, members: Sequence[_Member]) -> dict[str, str]:
-        """All join, and all buckets are sent; returns the learner's checksums, if it can give
-        those that these servers would."""
-        digest = _digest(members)
-        sums: dict[str, str] = {}
+    async def _send(self, group: WeightsGroup, members: Sequence[_Member]) -> _Sums | str:
+        """All join, and all buckets are sent; returns what each rank of these servers must say of
+        each of its tensors, or why nobody knows."""
+        layout = self._layout(members)
+        asked = None if isinstance(layout, str) else asdict(layout)
+        sums: _Sums = {}
 
         async def join() -> None:
             await self._ask(
@@ -199,10 +205,8 @@ class InLearner:
             )  # fmt: skip
 
         async def send(index: int) -> None:
-            said = await self._ask(
-                "send", bucket=index, num_updates=self.num_updates, digest=digest
-            )
-            sums.update(said["sums"])
+            said = await self._ask("send", bucket=index, num_updates=self.num_updates, layout=asked)
+            sums.update(said.get("sums") or {})
 
         await _together(
             join,
@@ -223,24 +227,39 @@ class InLearner:
                     for m in members
                 },
             )
-        return sums
+        return layout if isinstance(layout, str) else sums
+
+    def _layout(self, members: Sequence[_Member]) -> Layout | str:
+        """How these servers hold the weights; or why nobody knows."""
+        if not self.settings.verify:
+            return UNASKED
+        found = list(dict.fromkeys(layout_of(one.info, self.model) for one in members))
+        if len(found) > 1:
+            return f"the servers of a group are not alike: {found}"
+        (layout,) = found
+        if isinstance(layout, Layout) and layout.dtype == "auto":
+            return replace(layout, dtype=config_dtype(self.model.get("dtype")))
+        return layout
 
     async def _finish(
         self,
         group: WeightsGroup,
         members: Sequence[_Member],
-        sums: Mapping[str, str],
-        checksums: dict[str, str],
+        sums: _Sums | str,
+        proofs: dict[str, Proof],
         failed: dict[str, str],
     ) -> None:
-        """Fills in the checksum of each server that has what the learner sent, as far as the two
-        compare."""
+        """Fills in what each server has."""
+
+        def expected(name: str, rank: int) -> str | None:
+            known = None if isinstance(sums, str) else sums.get(name)
+            return known[rank] if known else None
 
         async def finish(server: SGLangServer) -> None:
             try:
-                checksums[server.url] = await server.finish_group(
-                    group, sums, timeout_s=self._answer_s
-                )
+                found = await server.finish_group(group, timeout_s=self._answer_s)
+                unproven = sums if isinstance(sums, str) else ""
+                proofs[server.url] = prove(found, expected, unproven=unproven)
             except ServerError as error:
                 failed[server.url] = str(error)
 
@@ -289,14 +308,6 @@ class InLearner:
                 "servers reach the learner"
             )
         return "127.0.0.1"
-
-
-def _digest(members: Sequence[_Member]) -> str | None:
-    """The type in which these servers' checksums can be computed elsewhere, if there is one:
-    float32 on a CPU, whole: nothing is packed there, and the sum is a SHA-256."""
-    infos = [member.info for member in members]
-    plain = all(i.device == "cpu" and i.dtype == "float32" and i.num_ranks == 1 for i in infos)
-    return "float32" if plain else None
 
 
 async def _together(learner: _Part, servers: Mapping[str, _Part]) -> None:

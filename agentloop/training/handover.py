@@ -1,16 +1,17 @@
 """New weights into every server, before any of them serves on.
 
 published ──> require_weights ──> each server loads, side by side ──> it serves again
-              (all are STALE)        └─ fails, is late, or has others than the rest:
+              (all are STALE)        └─ fails, is late, or has other weights than the learner:
                                         it stays STALE, until `keep_up` succeeds with it
 
 Two ways: by disk, a folder that the learner writes and the servers read; by group, from the learner
 straight into the servers (group.py). What a server says about its version is not enough: it serves
-once its checksum was compared.
+once what it has was held against what the learner had (verify.py), or, where nobody knows what it
+must say, against the other servers.
 
 What runs meanwhile goes on under the new weights (`weights.pause`), with its tokens' versions told
-apart. It does so before checksums are compared, for a slow server must not hold up the others:
-where one differs, its streams are broken, and `Handover.distrusts` what it had sampled by then.
+apart. It does so before they are compared, for a slow server must not hold up the others: where one
+is wrong, its streams are broken, and `Served.distrusts` what it had sampled by then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import logging
 import re
 import shutil
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from agentloop.inference.router import Router
 from agentloop.inference.sglang import Pause, SGLangServer
 from agentloop.training.group import GroupPublisher
 from agentloop.training.learner import Learner
+from agentloop.training.verify import UNASKED, Proof, PublishedFiles, judge, prove
 from agentloop.trajectory import Trajectory
 
 __all__ = [
@@ -46,8 +48,6 @@ __all__ = [
     "Served",
     "Serving",
     "WeightsSettings",
-    "hand_over",
-    "keep_up",
     "publisher",
 ]
 
@@ -84,6 +84,12 @@ class WeightsSettings(pydantic.BaseModel):
     timeout_s: float = pydantic.Field(
         300.0, gt=0, description="For a server to have new weights; after it, it is stale."
     )
+    verify: bool = pydantic.Field(
+        True,
+        description="Hold each tensor that a server tells of against the learner's, where it is "
+        "known what it must say (docs/learner.md). false: servers are compared with each other "
+        "alone, which proves nothing of a single one.",
+    )
     address: str | None = pydantic.Field(
         None,
         description="By group: the learner's address, which all servers reach; none: 127.0.0.1, "
@@ -113,8 +119,8 @@ class Published(Protocol):
 
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """Checksums of those that have loaded, and why the others have not, by url."""
+    ) -> tuple[dict[str, Proof], dict[str, str]]:
+        """What those that have loaded have, and why the others have not, by url."""
         ...
 
 
@@ -152,11 +158,11 @@ def publisher(settings: WeightsSettings, learner: Learner, run: Path) -> Publish
     if settings.by == "group":
         return GroupPublisher(learner, run / "weights", settings)
     if settings.folder is None:
-        return _FolderPublisher(learner, run / "weights", settings.pause)
+        return _FolderPublisher(learner, run / "weights", settings)
     run = run.expanduser().absolute()
     name = f"{run.name}-{hashlib.sha256(bytes(run)).hexdigest()[:8]}"
     folder = settings.folder.expanduser().absolute() / name
-    return _FolderPublisher(learner, folder, settings.pause, is_lent=True)
+    return _FolderPublisher(learner, folder, settings, is_lent=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,36 +172,47 @@ class InFolder:
     version: str
     folder: Path
     pause: Pause = "retract"
+    verify: bool = True
 
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
-    ) -> tuple[dict[str, str], dict[str, str]]:
+    ) -> tuple[dict[str, Proof], dict[str, str]]:
         """See `Published`."""
-        checksums: dict[str, str] = {}
+        proofs: dict[str, Proof] = {}
         failed: dict[str, str] = {}
+        files, reading = PublishedFiles(self.folder), anyio.Lock()
 
         async def give(server: SGLangServer) -> None:
             try:
                 with anyio.fail_after(timeout_s):
-                    checksums[server.url] = await server.update_weights(
+                    info = await server.weights_info() if self.verify else None
+                    found = await server.update_weights(
                         str(self.folder), self.version, timeout_s=timeout_s, pause=self.pause
                     )
             except (ServerError, TimeoutError) as error:
                 failed[server.url] = str(error) or f"not within {timeout_s:g} s"
+                return
+            if info is None:
+                proofs[server.url] = prove(found, lambda *_: None, unproven=UNASKED)
+                return
+            async with reading:  # no deadline: it takes as long as it takes to hash the files
+                proofs[server.url] = await anyio.to_thread.run_sync(
+                    files.prove, found, info, abandon_on_cancel=True
+                )
 
         async with anyio.create_task_group() as tasks:
             for server in servers:
                 tasks.start_soon(give, server)
-        return checksums, failed
+        return proofs, failed
 
 
 class _FolderPublisher:
     def __init__(
-        self, learner: Learner, folder: Path, pause: Pause, *, is_lent: bool = False
+        self, learner: Learner, folder: Path, settings: WeightsSettings, *, is_lent: bool = False
     ) -> None:
         self._learner = learner
         self._folder = folder
-        self._pause = pause
+        self._settings = settings
         self._is_lent = is_lent  # outside of the run's folder
         self._last: Path | None = None
         self._old: list[Path] = []
@@ -208,7 +225,7 @@ class _FolderPublisher:
         elif self._last != folder:
             self._old.append(self._last)
         self._last = folder
-        return InFolder(version, folder, self._pause)
+        return InFolder(version, folder, self._settings.pause, self._settings.verify)
 
     async def tidy(self) -> None:
         while self._old:  # by name: with `weights.folder` there may be more in it than ours
@@ -229,99 +246,43 @@ def _others(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What came of it: urls of servers that have the new weights, and of those that do not, with
-    `wrong` of them, which have others by that name."""
+    """What came of it: urls of servers that have the new weights, and of those that do not.
+
+    Attributes:
+        checksum: SGLang's own, of all weights of the first of those that have them.
+        rest: what is right of that which was not compared with the learner's; see `judge`.
+        num_verified: how many of them have what the learner has, tensor by tensor.
+    """
 
     published: Published
     loaded: list[str]
     failed: dict[str, str]
     seconds: float
     checksum: str
-    wrong: frozenset[str] = frozenset()
+    rest: str | None = None
+    num_verified: int = 0
 
     @property
     def version(self) -> str:
         return self.published.version
 
-    def distrusts(self, trajectory: Trajectory) -> bool:
-        """Whether tokens of it may be of weights that only had this version's name: then there is
-        nothing to be learned from it."""
+
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    """Servers that had others weights by the name of a version, until then."""
+
+    version: str
+    urls: frozenset[str]
+    until_unix_s: float
+
+    def has_sampled(self, trajectory: Trajectory) -> bool:
+        """Whether tokens of it may be of these weights."""
         return any(
-            not self.wrong.isdisjoint(turn.servers)
+            not self.urls.isdisjoint(turn.servers)
             and any(span.version == self.version for span in turn.versions)
+            and trajectory.created_unix_s + turn.started_s <= self.until_unix_s
             for turn in trajectory
         )
-
-
-async def hand_over(router: Router, published: Published, *, timeout_s: float) -> Handover:
-    """Give these weights to all servers. Where all are being started again, it waits.
-
-    Raises:
-        ServerError: none of them could load them, or nobody can say which of them has the right
-            ones; what they have sampled under this version is not to be learned from.
-    """
-    begun = time.monotonic()
-    version = published.version
-    router.require_weights(version, verified=True)
-    with anyio.move_on_after(timeout_s):
-        while not router.servers:  # noqa: ASYNC110  # no event says so
-            await anyio.sleep(0.1)
-    checksums, failed = await published.give(router.servers, timeout_s=timeout_s)
-    (checksum, num_equal), *others = Counter(checksums.values()).most_common(2) or [("", 0)]
-    if others and others[0][1] == num_equal:
-        _break_off(router, checksums)
-        raise ServerError(f"the servers do not have the same weights {version}: {checksums}")
-    loaded = _take(router, checksums, failed, checksum, version)
-    if not loaded:
-        raise ServerError(f"no server could load version {version}: {failed}")
-    wrong = frozenset(url for url, found in checksums.items() if found != checksum)
-    seconds = time.monotonic() - begun
-    return Handover(published, loaded, failed, seconds, checksum, wrong)
-
-
-async def keep_up(router: Router, handover: Handover, *, timeout_s: float) -> bool:
-    """Give the weights of the last hand-over to the servers that are STALE: they failed then, or
-    were started again, with the weights of their start. Those that fail are logged.
-
-    Returns:
-        Whether there are none left that are STALE.
-    """
-    stale = {view.url for view in router.view() if view.state is ServerState.STALE}
-    servers = [server for server in router.servers if server.url in stale]
-    if not servers:
-        return True
-    version = handover.version
-    checksums, failed = await handover.published.give(servers, timeout_s=timeout_s)
-    loaded = _take(router, checksums, failed, handover.checksum, version)
-    for url in loaded:
-        log.warning("%s has version %s, and serves again", url, version)
-    return not failed
-
-
-def _take(
-    router: Router,
-    checksums: Mapping[str, str],
-    failed: dict[str, str],
-    expected: str,
-    version: str,
-) -> list[str]:
-    """Let those with the expected checksum serve; returns them. The others are added to `failed`
-    and logged, and nothing goes on there."""
-    wrong = {url: found for url, found in checksums.items() if found != expected}
-    _break_off(router, wrong)
-    for url in checksums.keys() - wrong.keys():
-        router.weights_loaded(url, version)
-    for url, found in wrong.items():
-        failed[url] = f"its weights differ from the others': {found}"
-    for url, why in failed.items():
-        log.error("%s does not have version %s: %s", url, version, why)
-    return sorted(set(checksums) - set(failed))
-
-
-def _break_off(router: Router, urls: Collection[str]) -> None:
-    for server in router.servers:
-        if server.url in urls:
-            server.break_streams("its new weights differ from the others'")
 
 
 class Served:
@@ -329,19 +290,83 @@ class Served:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._wrong: deque[Handover] = deque(maxlen=_MAX_WRONG)
+        self._wrong: deque[_Wrong] = deque(maxlen=_MAX_WRONG)
+        self._unproven: set[tuple[str, str]] = set()  # what was said of whom
 
     async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
-        """See `hand_over`."""
-        handover = await hand_over(self._router, published, timeout_s=timeout_s)
-        if handover.wrong:
-            self._wrong.append(handover)
-        return handover
+        """See `Serving`. Where all servers are being started again, it waits.
+
+        Raises:
+            ServerError: none of them could load them, or nobody can say which of them has the
+                right ones.
+        """
+        begun = time.monotonic()
+        version = published.version
+        self._router.require_weights(version, verified=True)
+        with anyio.move_on_after(timeout_s):
+            while not self._router.servers:  # noqa: ASYNC110  # no event says so
+                await anyio.sleep(0.1)
+        proofs, failed = await published.give(self._router.servers, timeout_s=timeout_s)
+        loaded, rest = self._take(version, proofs, failed, None)
+        if not loaded:
+            raise ServerError(f"no server has version {version}: {failed}")
+        return Handover(
+            published,
+            loaded,
+            failed,
+            time.monotonic() - begun,
+            proofs[loaded[0]].checksum,
+            rest,
+            sum(not proofs[url].rest for url in loaded),
+        )
 
     async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
-        """See `keep_up`."""
-        return await keep_up(self._router, handover, timeout_s=timeout_s)
+        """See `Serving`: those that are STALE failed then, or were started again, with the weights
+        of their start. Those that fail are logged."""
+        stale = {view.url for view in self._router.view() if view.state is ServerState.STALE}
+        servers = [server for server in self._router.servers if server.url in stale]
+        if not servers:
+            return True
+        proofs, failed = await handover.published.give(servers, timeout_s=timeout_s)
+        loaded, _ = self._take(handover.version, proofs, failed, handover.rest)
+        for url in loaded:
+            log.warning("%s has version %s, and serves again", url, handover.version)
+        return not failed
+
+    def _take(
+        self, version: str, proofs: Mapping[str, Proof], failed: dict[str, str], rest: str | None
+    ) -> tuple[list[str], str | None]:
+        """Let those with the right weights serve; returns them, and the `rest` that is right. The
+        others are added to `failed` and logged, and nothing goes on there."""
+        judgement = judge(proofs, rest)
+        if judgement.wrong:
+            self._break_off(judgement.wrong.keys())
+            wrong = frozenset(judgement.wrong)
+            self._wrong.append(_Wrong(version, wrong, time.time()))
+        for url in judgement.right:
+            self._router.weights_loaded(url, version)
+            self._tell_unproven(url, proofs[url].unproven)
+        failed |= judgement.wrong
+        for url, why in failed.items():
+            log.error("%s does not have version %s: %s", url, version, why)
+        return judgement.right, judgement.rest
+
+    def _tell_unproven(self, url: str, why: str) -> None:
+        if why and (url, why) not in self._unproven:
+            self._unproven.add((url, why))
+            log.warning(
+                "%s: its weights are compared with other servers' alone, not with the learner's: "
+                "%s",
+                url,
+                why,
+            )
+
+    def _break_off(self, urls: Collection[str]) -> None:
+        for server in self._router.servers:
+            if server.url in urls:
+                server.break_streams("its new weights are not the learner's")
 
     def distrusts(self, trajectory: Trajectory) -> bool:
-        """Whether it may be of weights that only had their version's name."""
-        return any(handover.distrusts(trajectory) for handover in self._wrong)
+        """Whether it may be of weights that only had their version's name: then there is nothing
+        to be learned from it."""
+        return any(wrong.has_sampled(trajectory) for wrong in self._wrong)

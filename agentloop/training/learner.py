@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _COMMAND = (sys.executable, "-P", "-m", "learner")  # not a learner.py of who calls us
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_ANSWER_BYTES = 1 << 24  # checksums of all tensors
 _MAX_TAIL_BYTES = 1 << 16
 _NUM_TAIL_LINES = 80  # of a launcher's ranks all are in one log, and its own last words
 _GOODBYE_S = 20.0

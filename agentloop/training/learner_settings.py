@@ -121,6 +121,11 @@ class LearnerSettings(pydantic.BaseModel):
         description="With init = random: what is other in this model than in the folder's "
         "config.json, such as num_hidden_layers.",
     )
+    chat_template: str | None = pydantic.Field(
+        None,
+        description="The text of a Jinja template that the model is published with, in place of "
+        "the folder's.",
+    )
     zero_stage: Literal[1, 2, 3] = pydantic.Field(
         2, description="What the ranks share out: optimizer; gradients too; weights too."
     )

@@ -298,8 +298,12 @@ class TrainingLoop:
                 tasks = await self._unsolved(stage) if stage.filter_tasks else None
             except _Drained:  # all of it is filtered anew when the run goes on
                 return
-            noted = {"begun": self.step, "tasks": None if tasks is None else [*map(asdict, tasks)]}
-            await self._queue.note(f"stage {number}", noted, cursor=self._cursor())
+            noted = await self._queue.begin_stage(
+                number,
+                step=self.step,
+                tasks=None if tasks is None else [*map(asdict, tasks)],
+                cursor=self._cursor(),
+            )
         await self._find_tasks(noted["tasks"], title)
         if noted["tasks"] == []:
             self._say("Nothing is left to learn there: every task is solved each time")
@@ -307,7 +311,7 @@ class TrainingLoop:
             return
         self._slots = Slots(s.max_staleness, s.tasks_per_step, version=self.version)
         self._num_left = (stage.steps - done) * s.tasks_per_step
-        await self._take_up()
+        await self._take_up(noted["tasks"])
         async with anyio.create_task_group() as tasks_:
             tasks_.start_soon(self._admit)
             for index in range(done, stage.steps):
@@ -337,17 +341,23 @@ class TrainingLoop:
                 self._num_drawn = cursor["num_drawn"]
                 next(itertools.islice(self._source, self._num_drawn, self._num_drawn), None)
 
-    async def _take_up(self) -> None:
+    async def _take_up(self, own: Sequence[Mapping[str, Any]] | None) -> None:
         """What was admitted before a restart: finished groups wait on, where they are not too old;
-        the others are rolled out anew."""
+        the others are rolled out anew. A stage with tasks of its own takes up those alone: what a
+        stage before it had left over is for one after it."""
+        ids = None if own is None else {task["id"] for task in own}
+
+        def is_ours(group: Group) -> bool:
+            return ids is None or group.task.id in ids
+
         again = []
-        for group in await self._queue.finished_groups():
+        for group in filter(is_ours, await self._queue.finished_groups()):
             if not self._slots.has_room_for(group.version):
                 again.append(group)
             else:
                 self._slots.admit(group.number, version=group.version, finished=True)
                 self._num_left -= 1
-        again += await self._queue.open_groups()
+        again += filter(is_ours, await self._queue.open_groups())
         self._again = deque(sorted(again, key=lambda group: group.number))
 
     async def _unsolved(self, stage: StageSettings) -> list[Task]:
@@ -656,6 +666,7 @@ class TrainingLoop:
                 "weights/load_s": handover.seconds,
                 "weights/num_servers": len(handover.loaded),
                 "weights/num_failed": len(handover.failed),
+                "weights/num_verified": handover.num_verified,
             }
             self._slots.now_live(int(published.version))
             self._emit(

@@ -44,7 +44,7 @@ from agentloop.errors import ModelError, SettingsError
 from agentloop.groups.roc import RocSettings
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.supervise import ServerSettings
-from agentloop.models import SMALL
+from agentloop.models import SMALL, not_a_model
 from agentloop.training.learner import RanksSettings
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.loop_settings import LoopSettings
@@ -288,8 +288,7 @@ def plan(
     folder = Path(settings.model or SMALL).expanduser()
     if not (folder / "config.json").is_file():
         raise SettingsError(
-            f"model: {folder} has no config.json; a plan needs it, but no weights: a folder with "
-            "the configuration alone will do"
+            f"model: {not_a_model(folder)}. (A plan needs the configuration alone, no weights.)"
         )
     if machine is None:
         machine = this_machine(settings.run.folder)

@@ -16,6 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from agentloop.distribution import install_hint
 from agentloop.errors import SettingsError
 from agentloop.training.run_list import read_rows
 
@@ -185,7 +186,7 @@ def _pyplot() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise SettingsError("plots need matplotlib: pip install 'agentloop[train]'") from error
+        raise SettingsError(f"plots need matplotlib: {install_hint('train')}") from error
     return pyplot
 
 

@@ -11,15 +11,15 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-import orjson
 import pydantic
 
 from agentloop.errors import SettingsError
+from agentloop.plain_json import dumps, loads
 
 __all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_going_on"]
 
@@ -82,11 +82,22 @@ class RunFolder:
         """From now on these are its settings, and it has something to do. Raises SettingsError:
         they cannot be written."""
         self.write("config.toml", config)
-        (self.path / "ended").unlink(missing_ok=True)
+        for name in ("ended", "failed"):
+            (self.path / name).unlink(missing_ok=True)
 
     def end(self) -> None:
         """It has done all that it was told to. Raises SettingsError: that cannot be written."""
         self.write("ended", "")
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Write the error down where the block raises one; a run that is stopped has not failed."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(SettingsError):  # the disk may be what failed
+                self.write("failed", f"{error or type(error).__name__}\n")
+            raise
 
     @property
     def has_rollouts(self) -> bool:
@@ -113,32 +124,54 @@ class RunFolder:
         found = self.checkpoints
         return found[max(found)] if found else None
 
-    def undo(self, step: int) -> None:
-        """What came after `step` is put aside, into a folder of its own below `undone/`.
+    def checkpoint_of(self, step: int) -> Path:
+        """Return the checkpoint that holds this step.
 
         Raises:
-            SettingsError: there is no checkpoint of that step.
+            SettingsError: there is none.
         """
         checkpoints = self.checkpoints
         if step not in checkpoints:
             there = ", ".join(map(str, sorted(checkpoints))) or "none"
             raise SettingsError(f"--from: no checkpoint of step {step}; there are: {there}")
-        aside = self.path / "undone" / time.strftime("%Y%m%d-%H%M%S")
+        return checkpoints[step]
+
+    def undo(self, step: int, *, name: str = "", files: Iterable[str] = ()) -> None:
+        """Put aside what came after `step`: weights, checkpoints, metrics, and these `files` of
+        groups. May be called again, with the same `name`, after a kill.
+
+        Args:
+            name: of the folder below `undone/` that it goes to.
+
+        Raises:
+            SettingsError: there is no checkpoint of that step, or something cannot be moved.
+        """
+        self.checkpoint_of(step)
+        aside = self.path / "undone" / (name or time.strftime("%Y%m%d-%H%M%S"))
+        groups = [Path(file).name for file in files]
         try:
-            aside.mkdir(parents=True)
-            rows = self.metrics()
-            if (path := self.path / "metrics.jsonl").exists():
-                path.replace(aside / "metrics.jsonl")
-            _append(path, (row for row in rows if row["step"] <= step))
-            for number, folder in checkpoints.items():
-                if number > step:
-                    folder.replace(aside / folder.name)
+            aside.mkdir(parents=True, exist_ok=True)
+            (self.path / "ended").unlink(missing_ok=True)
+            _move((self.path / "weights").iterdir(), aside / "weights")
+            later = [path for held, path in _checkpoints(self.path) if held > step]
+            _move(later, aside)
+            for kind in ("trajectories", "entropy"):
+                found = (self.path / kind / group for group in groups)
+                _move(filter(Path.exists, found), aside / kind)
+            whole = "metrics.jsonl"
+            if (self.path / whole).exists() and not (aside / whole).exists():
+                _write(aside / whole, (self.path / whole).read_text("utf-8"))
+            lines = [dumps(row).decode() for row in self.metrics() if row["step"] <= step]
+            _write(self.path / whole, "".join(f"{line}\n" for line in lines))
         except OSError as error:
             raise SettingsError(f"run.folder: {aside}: {error.strerror or error}") from error
 
     def within(self, name: str) -> RunFolder:
-        """A run that is a part of this one. Raises as the constructor."""
-        return RunFolder(self.path / name, (self.path / "config.toml").read_text("utf-8"))
+        """A run that is a part of this one: a new one, or the one that is there, which goes on.
+        Raises as the constructor."""
+        part = RunFolder.again(self.path / name)
+        part.tell((self.path / "config.toml").read_text("utf-8"))
+        return part
 
     @staticmethod
     def model_in(path: Path) -> Path:
@@ -185,11 +218,12 @@ class RunFolder:
         try:
             with partial.open("wb") as file:
                 for row in rows:
-                    file.write(_line(dict(row)))
+                    file.write(dumps(dict(row)) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
                 size = file.tell()
             partial.replace(path)
+            _sync(path.parent)  # which has its name
         except OSError as error:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
         return str(path.relative_to(self.path)), size
@@ -222,10 +256,16 @@ class RunFolder:
 
 def checkpoints_in(run: Path) -> dict[int, Path]:
     """The checkpoints of the run in that folder which are whole, by the step that they hold."""
-    found = {}
+    return dict(_checkpoints(run))
+
+
+def _checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """Return all checkpoints with the step that each holds. Two may hold the same one: a step that
+    fails leaves a checkpoint of what was before it."""
+    found = []
     for path in sorted((run / "checkpoints").glob("*/state.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found[int(json.loads(path.read_bytes())["state"]["step"])] = path.parent
+            found.append((int(json.loads(path.read_bytes())["state"]["step"]), path.parent))
     return found
 
 
@@ -273,6 +313,22 @@ def _has(file: int, lock: int) -> bool:
     return True
 
 
+def _sync(folder: Path) -> None:
+    """Have the names in a folder written to the disk."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _move(paths: Iterable[Path], folder: Path) -> None:
+    """Move files and folders into `folder`, which is made if there are any."""
+    for path in list(paths):
+        folder.mkdir(exist_ok=True)
+        path.replace(folder / path.name)
+
+
 def _write(path: Path, text: str) -> None:
     """A kill leaves what was there before, or all of it: without it no run can be gone on with."""
     partial = path.with_name(f".{path.name}.partial")
@@ -292,8 +348,8 @@ def _parsed(lines: Sequence[bytes], path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(orjson.loads(line))
-        except orjson.JSONDecodeError as error:
+            rows.append(loads(line))
+        except ValueError as error:
             raise SettingsError(f"{path}: line {number} is damaged: {error}") from error
     return rows
 
@@ -302,13 +358,6 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
         with path.open("ab") as file:
             for row in rows:
-                file.write(_line(dict(row)))
+                file.write(dumps(dict(row)) + b"\n")
     except OSError as error:
         raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(row, default=str) + b"\n"
-    except TypeError:  # an integer of more than 64 bits, which a model may give to a tool
-        return json.dumps(row, default=str).encode() + b"\n"

@@ -11,6 +11,7 @@ import os
 import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -47,6 +48,7 @@ class RunState(StrEnum):
     GOING_ON = "going on"  # a process has it
     ENDED = "ended"  # it has done all that it was told to
     COLLAPSED = "collapsed"  # it was stopped by its own rules
+    FAILED = "failed"  # an error ended it: `problems` says which
     STOPPED = "stopped"  # neither: it can be gone on with
 
 
@@ -280,7 +282,13 @@ def _state(path: Path, kind: RunKind, where: _Where, problems: list[str]) -> Run
         return RunState.ENDED
     if where.num_steps and where.step is not None and where.step >= where.num_steps:
         return RunState.ENDED
-    return RunState.COLLAPSED if 0 < last <= _changed(path / "collapse.md") else RunState.STOPPED
+    if 0 < last <= _changed(path / "collapse.md"):
+        return RunState.COLLAPSED
+    if (failed := path / "failed").is_file():
+        with suppress(OSError, IndexError):
+            problems.append(failed.read_text("utf-8", "replace").splitlines()[0])
+        return RunState.FAILED
+    return RunState.STOPPED
 
 
 def _changed(path: Path) -> float:

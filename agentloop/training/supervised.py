@@ -11,10 +11,14 @@ Not covered: images and audio, messages of which a part is trained.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,11 +31,12 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import truncated
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema
-from agentloop.errors import DataError, RequestError
+from agentloop.errors import DataError, RequestError, SettingsError
 from agentloop.groups.tasks import read_jsonl
 from agentloop.groups.teacher import lessons
 from agentloop.training.batch import Sample, write_batch
-from agentloop.training.learner import Learner
+from agentloop.training.learner import KeptLearner, Learner
+from agentloop.training.resumable import ResumableLearner, load_newest, tell_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.standing import Report, Standing
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
@@ -39,9 +44,10 @@ from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
 __all__ = [
     "Dialogue",
     "DialoguesSettings",
+    "FineTuning",
     "SupervisedSettings",
-    "fine_tune",
     "learning_rate",
+    "lineage",
     "read_dialogues",
     "read_samples",
     "step_plan",
@@ -91,6 +97,12 @@ class SupervisedSettings(pydantic.BaseModel):
         0.04, ge=0, le=1, description="Share of the steps over which the rate rises linearly."
     )
     seed: int = pydantic.Field(0, ge=0, description="Of the order in each epoch.")
+    checkpoint_every: int = pydantic.Field(
+        100,
+        ge=0,
+        description="Steps between two checkpoints: what a learner that died, or a run that was "
+        "stopped, goes on from; 0: none.",
+    )
     step_timeout_s: float = pydantic.Field(
         3600.0, gt=0, description="For the learner's answer to one request."
     )
@@ -269,56 +281,194 @@ def learning_rate(step: int, num_steps: int, *, peak: float, warmup: float) -> f
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
-async def fine_tune(
-    settings: SupervisedSettings,
-    samples: Sequence[Sample],
-    *,
-    learner: Learner,
-    folder: RunFolder,
-    report: Report,
-) -> Path:
-    """Train on all samples, `settings.epochs` times; returns the folder of the published model.
+class FineTuning:
+    """A supervised run: its steps, and where it is. It goes on from the newest checkpoint in its
+    folder, where there is one (`Trainer`).
 
-    Raises:
-        LearnerError: it failed, or an answer is late.
+    Attributes:
+        step: the last one that is done.
+        model: the folder of the published model; None: it is not done yet.
     """
-    ask, timeout_s = learner.ask, settings.step_timeout_s
-    lengths = [len(sample.ids) for sample in samples]
-    steps = step_plan(
-        lengths, epochs=settings.epochs, batch_tokens=settings.batch_tokens, seed=settings.seed
-    )
-    started = time.monotonic()
-    for step, (epoch, indices) in enumerate(steps, 1):
+
+    def __init__(
+        self, settings: SupervisedSettings, samples: Sequence[Sample], folder: RunFolder
+    ) -> None:
+        """Takes seconds where there are many samples.
+
+        Raises:
+            SettingsError: the steps that its checkpoint holds were of other dialogues.
+        """
+        self._settings = settings
+        self._samples = samples
+        self._folder = folder
+        self._steps = step_plan(
+            [len(sample.ids) for sample in samples],
+            epochs=settings.epochs,
+            batch_tokens=settings.batch_tokens,
+            seed=settings.seed,
+        )
+        self._lineage = lineage(samples, self._steps)
+        self._version = f"sft-{len(self._steps)}"
+        self._losses = {row["step"]: row.get("learner/loss") for row in folder.metrics()}
+        self.step = self._stands = 0
+        model = folder.path / "model"
+        self.model = model if _version_in(model) == self._version else None
+        if self.model is None and (checkpoint := folder.checkpoint) is not None:
+            self._check(json.loads((checkpoint / "state.json").read_bytes())["state"])
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        step = state["step"]
+        if step >= len(self._lineage) or state.get("lineage") != self._lineage[step]:
+            raise SettingsError(
+                f"--resume: {self._folder.path}: its first {step} steps were of other dialogues, "
+                "or dealt out in another way: leave data.*, loop.batch_tokens, loop.seed and "
+                "learner.micro_batch_tokens as they were, or begin another run"
+            )
+
+    async def run(
+        self,
+        learner: Learner,
+        *,
+        report: Report,
+        kept: KeptLearner | None = None,
+        max_restarts: int = 0,
+    ) -> Path:
+        """Train on all samples, `settings.epochs` times; returns the folder of the published model.
+
+        `kept` is the learner, where it may be started again, so often in ten minutes.
+
+        Raises:
+            LearnerError: it failed, or an answer is late.
+        """
+        timeout_s = self._settings.step_timeout_s
+        restored: Mapping[str, Any] = {}
+        if self._folder.checkpoint is not None:
+            report(f"Loading {self._folder.checkpoint.name}")
+            restored = await load_newest(learner, self._folder, timeout_s=timeout_s)
+        self._learner = ResumableLearner(
+            learner,
+            self._folder,
+            self,
+            restored=restored,
+            timeout_s=timeout_s,
+            say=report.say,
+            kept=kept,
+            max_restarts=max_restarts,
+        )
+        self._say = report.say
+        try:
+            return await self._run(report)
+        finally:
+            del self._learner  # each has the other, and the folder's lock is ours while we are
+
+    async def _run(self, report: Report) -> Path:
+        self.step = first = self._stands
+        if first:
+            report.say(f"Going on after step {first}, of which there is a checkpoint")
+        every, num_steps = self._settings.checkpoint_every, len(self._steps)
+        started = time.monotonic()
+        for step in range(first + 1, num_steps + 1):
+            await self._learner.hear_of_checkpoint()
+            metrics = await self._learner.until_done(partial(self._learn, step), before=step)
+            self.step = step
+            left_s = (time.monotonic() - started) / (step - first) * (num_steps - step)
+            self._tell(report, metrics, left_s)
+            if every and step % every == 0 and step < num_steps:
+                await self._learner.save()
+        await self._learner.hear_of_checkpoint(wait=True)
+        model = self._folder.path / "model"
+        await self._learner.ask("publish", folder=str(model), version=self._version)
+        self.model = model
+        return model
+
+    async def _learn(self, step: int) -> dict[str, Any]:
+        """One step; its metrics, which are written down unless they were before."""
         begun = time.monotonic()
-        path = folder.path / "batches" / f"step-{step:05}.safetensors"
-        await anyio.to_thread.run_sync(write_batch, path, [samples[i] for i in indices])
-        lr = learning_rate(step, len(steps), peak=settings.lr, warmup=settings.warmup)
-        rescue = str(folder.path / "checkpoints" / f"step-{step:05}-rescue")
-        learned = await ask("step", batch=str(path), lr=lr, rescue=rescue, timeout_s=timeout_s)
+        epoch, indices = self._steps[step - 1]
+        path = self._folder.path / "batches" / f"step-{step:05}.safetensors"
+        samples = [self._samples[i] for i in indices]
+        await anyio.to_thread.run_sync(write_batch, path, samples)
+        s = self._settings
+        learned = await self._learner.ask_once(
+            "step",
+            batch=str(path),
+            lr=learning_rate(step, len(self._steps), peak=s.lr, warmup=s.warmup),
+            rescue=self._learner.checkpoint_folder(f"step-{step:05}-rescue"),
+            state=self._state(step - 1),
+        )
         path.unlink()
+        self._stands = step
         metrics: dict[str, Any] = {"step": step, "epoch": epoch}
         metrics |= {f"learner/{name}": value for name, value in learned.items()}
         metrics["step_s"] = time.monotonic() - begun
-        folder.add_metrics(metrics)
         loss = learned.get("loss")
+        if step in self._losses:
+            tell_other_loss(self._say, step, self._losses[step], loss)
+        else:
+            self._folder.add_metrics(metrics)
+            self._losses[step] = loss
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """See `Trainer`."""
+        return self._state(self.step)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {"step": step, "lineage": self._lineage[step]}
+
+    def stand(self, state: Mapping[str, Any]) -> None:
+        """See `Trainer`."""
+        self._stands = int(state.get("step", 0))
+
+    async def redo(self, before: int) -> None:
+        """See `Trainer`."""
+        for step in range(self._stands + 1, before):
+            await self._learn(step)
+
+    async def saved(self, step: int) -> None:
+        """See `Trainer`: nothing depends on it."""
+
+    def _tell(self, report: Report, metrics: Mapping[str, Any], left_s: float) -> None:
+        step, num_steps, epoch = metrics["step"], len(self._steps), metrics["epoch"]
+        loss = metrics.get("learner/loss")
         said = "none" if loss is None else f"{loss:.4f}"
-        left_s = (time.monotonic() - started) / step * (len(steps) - step)
         report.show(
             Standing(
                 "supervised start",
                 step,
-                len(steps),
+                num_steps,
                 waits="The learner imitates the dialogues",
                 values={
-                    "epoch": f"{epoch} of {settings.epochs}",
+                    "epoch": f"{epoch} of {self._settings.epochs}",
                     "loss": said,
-                    "learned tokens/s": f"{learned.get('tokens_per_s') or 0:,.0f}",
+                    "learned tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
                 },
                 left_s=left_s,
             )
         )
-        if step % max(1, len(steps) // _NUM_TOLD) == 0 or step == len(steps):
-            report.say(f"step {step}/{len(steps)}, epoch {epoch}: loss {said}")
-    model = folder.path / "model"
-    await ask("publish", folder=str(model), version=f"sft-{len(steps)}", timeout_s=timeout_s)
-    return model
+        if step % max(1, num_steps // _NUM_TOLD) == 0 or step == num_steps:
+            report.say(f"step {step}/{num_steps}, epoch {epoch}: loss {said}")
+
+
+def lineage(samples: Sequence[Sample], steps: Sequence[tuple[int, Sequence[int]]]) -> list[str]:
+    """What was learned after 0, 1, 2, ... steps, as checksums: equal ones mean the same samples in
+    the same steps."""
+    contents = [
+        hashlib.sha256(array("q", sample.ids).tobytes() + bytes(sample.mask)).digest()
+        for sample in samples
+    ]
+    found = [hashlib.sha256()]
+    for _, indices in steps:
+        so_far = found[-1].copy()
+        so_far.update(hashlib.sha256(b"".join(contents[i] for i in indices)).digest())
+        found.append(so_far)
+    return [one.hexdigest() for one in found]
+
+
+def _version_in(model: Path) -> str | None:
+    """Of the model in that folder, which appears when it is whole; None: there is none."""
+    try:
+        version: str = json.loads((model / "published.json").read_bytes())["version"]
+    except FileNotFoundError:
+        return None
+    return version

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import learner.torchvision_stub  # noqa: F401
-
 # isort: split
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,55 +1,89 @@
-"""Build the image: from the Dockerfile where its base can be pulled, else from system packages.
+"""Build the image: a base, which is Python on Debian, and packages on top of it.
 
-The second way needs no registry: `mmdebstrap` makes a small Debian or Ubuntu from the package
-sources that this machine uses, and the engine imports it as an image. An older Debian's sources
-also serve a newer release, whose Python has immortal objects: a call costs a third less with it.
+    base:      pulled from a registry, or made from system packages by mmdebstrap ──┐
+    packages:  wheels, which this machine's pip fetches for the base's Python ──────┴── Dockerfile
+
+Either base gets the same packages: those of requirements.txt, by their hashes, and whatever else is
+asked for. As pip runs here, its own settings hold (mirrors, proxies, certificates), and the engine
+needs no network. `mmdebstrap` needs no registry: it makes a small Debian or Ubuntu from the package
+sources that this machine uses. An older release's sources also serve a newer release, whose Python
+has immortal objects: a call costs a third less with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
+import importlib.util
+import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 import tarfile
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import aiodocker
 import aiohttp
 import anyio
 import anyio.abc
 
+from sandbox.engine import what_it_said
 from sandbox.errors import SandboxUnavailable
 
 Progress = Callable[[str], None]
 Method = Literal["auto", "dockerfile", "mmdebstrap"]
 
 IMAGE_NAME = "agentloop-sandbox"
+BASE_NAME = "agentloop-sandbox-base"
 DOCKERFILE = Path(__file__).with_name("Dockerfile")
-PACKAGES = ("python3", "python3-numpy", "python3-sympy")
-NEWER = {"bullseye": "trixie", "bookworm": "trixie"}  # what to take instead of an old release
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+SYSTEM_PACKAGES = ("python3",)
+# What to take instead of an old release.
+NEWER = {"bullseye": "trixie", "bookworm": "trixie", "focal": "noble", "jammy": "noble"}
 LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")
 PULL_TIMEOUT_S = 120.0
+PIP_TIMEOUT_S = 900.0
 BUILD_TIMEOUT_S = 1800.0
 
+DESCRIBE = """
+import json, platform, sys, sysconfig
+print(json.dumps({
+    "python": "%d.%d" % sys.version_info[:2], "machine": platform.machine(),
+    "glibc": platform.libc_ver()[1], "target": sysconfig.get_path("purelib"),
+}))
+"""
 
-def image_tag() -> str:
-    """Name and tag of the image that the present recipe makes."""
-    recipe = DOCKERFILE.read_bytes() + repr((PACKAGES, NEWER, LEFT_OUT)).encode()
-    return f"{IMAGE_NAME}:{hashlib.sha256(recipe).hexdigest()[:12]}"
+
+def image_tag(packages: Sequence[str] = ()) -> str:
+    """Name and tag of the image that the present recipe makes with these packages added."""
+    recipe = DOCKERFILE.read_bytes() + REQUIREMENTS.read_bytes() + _base_recipe()
+    return f"{IMAGE_NAME}:{_short_hash(recipe + repr(sorted(packages)).encode())}"
 
 
-async def ensure_image(docker: aiodocker.Docker, image: str, progress: Progress) -> str:
+def _base_recipe() -> bytes:
+    return repr((SYSTEM_PACKAGES, NEWER, LEFT_OUT)).encode()
+
+
+def _short_hash(recipe: bytes) -> str:
+    return hashlib.sha256(recipe).hexdigest()[:12]
+
+
+async def ensure_image(
+    docker: aiodocker.Docker, image: str, progress: Progress, packages: Sequence[str] = ()
+) -> str:
     """`image`, or the project's own if that is empty: built now where the engine lacks it."""
-    name = image or image_tag()
+    name = image or image_tag(packages)
     if await has_image(docker, name):
         return name
     if image:
         raise SandboxUnavailable(f"the engine has no image {image!r}; pull or build it first")
-    await build_image(docker, progress)
+    await build_image(docker, progress, packages=packages)
     return name
 
 
@@ -64,21 +98,40 @@ async def has_image(docker: aiodocker.Docker, name: str) -> bool:
 
 
 async def build_image(
-    docker: aiodocker.Docker, progress: Progress, method: Method = "auto"
+    docker: aiodocker.Docker,
+    progress: Progress,
+    method: Method = "auto",
+    *,
+    packages: Sequence[str] = (),
+    base: str = "",
 ) -> None:
-    """Make the image. Raises SandboxUnavailable that says what to install where none of the ways
-    is open."""
-    if method != "mmdebstrap" and await _can_pull_base(docker, progress):
-        await _build_dockerfile(docker, progress)
-    elif method != "dockerfile":
-        await _build_mmdebstrap(docker, progress)
-    else:
-        raise SandboxUnavailable("the base image of the Dockerfile can't be pulled")
-    progress(f"The sandbox image is ready: {image_tag()}")
+    """Make the image. `base`: another than the Dockerfile's, to be pulled.
+
+    Raises SandboxUnavailable that says what to install where none of the ways is open.
+    """
+    base = base or _dockerfile_base()
+    if method == "mmdebstrap" or not await _can_pull(docker, base, progress):
+        if method == "dockerfile":
+            raise SandboxUnavailable(f"the base image {base} can't be pulled")
+        base = await _system_base(docker, progress)
+    python = await _python_of(docker, base)
+    with tempfile.TemporaryDirectory() as folder:
+        progress("Fetching the sandbox image's packages ...")
+        await _fetch(python, packages, Path(folder))
+        await _build(docker, progress, base, python, Path(folder), image_tag(packages))
+    progress(f"The sandbox image is ready: {image_tag(packages)}")
 
 
-async def _can_pull_base(docker: aiodocker.Docker, progress: Progress) -> bool:
-    base = DOCKERFILE.read_text().split()[1]
+# -- the base ---------------------------------------------------------------------------------
+
+
+def _dockerfile_base() -> str:
+    found = re.search(r"^ARG BASE=(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+async def _can_pull(docker: aiodocker.Docker, base: str, progress: Progress) -> bool:
     if await has_image(docker, base):
         return True
     progress(f"Pulling {base} ...")
@@ -86,26 +139,26 @@ async def _can_pull_base(docker: aiodocker.Docker, progress: Progress) -> bool:
         with anyio.fail_after(PULL_TIMEOUT_S):
             await docker.images.pull(base)
     except (aiodocker.DockerError, aiohttp.ClientError, TimeoutError) as error:
-        progress(f"It can't be pulled here ({str(error)[:200] or 'too slow'}).")
+        progress(f"It can't be pulled here ({what_it_said(error)[:200] or 'too slow'}).")
         return False
     return True
 
 
-async def _build_dockerfile(docker: aiodocker.Docker, progress: Progress) -> None:
-    progress("Building the sandbox image from its Dockerfile (minutes) ...")
-    context = io.BytesIO()
-    with tarfile.open(fileobj=context, mode="w") as tar:
-        tar.add(DOCKERFILE, "Dockerfile")
-    context.seek(0)
-    with anyio.fail_after(BUILD_TIMEOUT_S):
-        steps = docker.images.build(
-            fileobj=context, encoding="identity", tag=image_tag(), stream=True, timeout=None
-        )
-        async for step in steps:
-            if "error" in step:
-                raise SandboxUnavailable(f"the image could not be built: {step['error']}")
-            if line := step.get("stream", "").strip():
-                progress(line)
+async def _system_base(docker: aiodocker.Docker, progress: Progress) -> str:
+    """A base from system packages; the one that was made before, if it is there."""
+    name = f"{BASE_NAME}:{_short_hash(_base_recipe())}"
+    if await has_image(docker, name):
+        return name
+    commands = await anyio.to_thread.run_sync(_mmdebstrap_commands)
+    progress("Making a base for the sandbox image from system packages (a minute) ...")
+    said = ""
+    for command in commands:
+        failed = await _import_output(docker, command, name, progress)
+        if failed is None:
+            return name
+        said = failed
+        progress(f"mmdebstrap failed: {said[-500:]}")
+    raise SandboxUnavailable(f"mmdebstrap failed: {said}")
 
 
 def _mmdebstrap_commands() -> list[list[str]]:
@@ -114,7 +167,8 @@ def _mmdebstrap_commands() -> list[list[str]]:
     if shutil.which("mmdebstrap") is None:
         raise SandboxUnavailable(
             "the sandbox image needs either a registry (to pull the base of its Dockerfile) or "
-            "mmdebstrap: apt install mmdebstrap"
+            "mmdebstrap: apt install mmdebstrap. Without an image, calls can run in local "
+            "processes: backend=process"
         )
     release = dict(
         line.split("=", 1)
@@ -126,8 +180,9 @@ def _mmdebstrap_commands() -> list[list[str]]:
     sources = [str(path) for name in names if (path := Path("/etc/apt", name)).is_file()]
     if not suite or not sources:
         raise SandboxUnavailable("mmdebstrap needs a Debian or Ubuntu with its package sources")
+    include = f"--include={','.join(SYSTEM_PACKAGES)}"
     exclude = [f"--dpkgopt=path-exclude={pattern}" for pattern in LEFT_OUT]
-    start = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}"]
+    start = ["mmdebstrap", "--quiet", "--variant=minbase", include]
     commands = [[*start, *exclude, suite, "-", *sources]]
     if suite in NEWER and (uris := _package_uris(suite)):
         newer = [f"deb {uri} {NEWER[suite]} main" for uri in uris]
@@ -145,19 +200,8 @@ def _package_uris(suite: str) -> list[str]:
     return sorted(row[2] for row in rows if row[:2] == (suite, "main"))
 
 
-async def _build_mmdebstrap(docker: aiodocker.Docker, progress: Progress) -> None:
-    commands = await anyio.to_thread.run_sync(_mmdebstrap_commands)
-    progress("Building the sandbox image from system packages (a minute or two) ...")
-    for command in commands:
-        said = await _import_output(docker, command, progress)
-        if said is None:
-            return
-        progress(f"mmdebstrap failed: {said[-500:]}")
-    raise SandboxUnavailable(f"mmdebstrap failed: {said}")
-
-
 async def _import_output(
-    docker: aiodocker.Docker, command: list[str], progress: Progress
+    docker: aiodocker.Docker, command: list[str], name: str, progress: Progress
 ) -> str | None:
     """Run the command and import the root that it writes; what it said if it fails, else None."""
     process = await anyio.open_process(
@@ -174,7 +218,7 @@ async def _import_output(
         with anyio.fail_after(BUILD_TIMEOUT_S):
             async with anyio.create_task_group() as group:
                 group.start_soon(listen, process.stderr)
-                await _import(docker, _rootfs(process, progress))
+                await _import(docker, name, _rootfs(process, progress))
                 status = await process.wait()
     except TimeoutError as error:
         raise SandboxUnavailable("mmdebstrap took too long") from error
@@ -186,7 +230,7 @@ async def _import_output(
     if status == 0:
         return None
     with contextlib.suppress(aiodocker.DockerError):  # half of it, if anything
-        await docker.images.delete(image_tag(), force=True)
+        await docker.images.delete(name, force=True)
     return said.decode(errors="replace")[-1000:]
 
 
@@ -201,14 +245,151 @@ async def _rootfs(process: anyio.abc.Process, progress: Progress) -> AsyncIterat
         yield chunk
 
 
-async def _import(docker: aiodocker.Docker, rootfs: AsyncIterator[bytes]) -> None:
-    name, tag = image_tag().split(":")
+async def _import(docker: aiodocker.Docker, name: str, rootfs: AsyncIterator[bytes]) -> None:
+    repository, tag = name.split(":")
     # aiodocker has no call for this endpoint of the Engine.
     async with docker._query(
         "images/create",
         "POST",
-        params={"fromSrc": "-", "repo": name, "tag": tag},
+        params={"fromSrc": "-", "repo": repository, "tag": tag},
         data=rootfs,
         timeout=aiohttp.ClientTimeout(total=BUILD_TIMEOUT_S),
     ) as response:
         await response.read()  # no deadline: the request has one
+
+
+# -- the packages -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Python:
+    """A base's, as it says itself."""
+
+    python: str
+    """Its version: 3.13"""
+    machine: str
+    """x86_64, aarch64"""
+    glibc: str
+    """2.41; empty where it is another C library"""
+    target: str
+    """The folder of its packages."""
+
+    def platforms(self) -> list[str]:
+        """The tags of wheels that run on it, best first."""
+        newest = int(self.glibc.partition(".")[2])
+        tags = [f"manylinux_2_{minor}" for minor in range(newest, 16, -1)]
+        return [f"{tag}_{self.machine}" for tag in [*tags, "manylinux2014"]]
+
+
+async def _python_of(docker: aiodocker.Docker, base: str) -> Python:
+    config = {
+        "Image": base,
+        "Entrypoint": ["python3", "-c", DESCRIBE],
+        "Cmd": [],
+        "HostConfig": {"NetworkMode": "none"},
+    }
+    container = await docker.containers.create(config)
+    try:
+        with anyio.fail_after(60):
+            await container.start()
+            await container.wait()
+            said = "".join(await container.log(stdout=True, stderr=True))
+    finally:
+        with anyio.move_on_after(10, shield=True):
+            await container.delete(force=True, v=True)
+    try:
+        python = Python(**json.loads(said))
+    except (ValueError, TypeError) as error:
+        raise SandboxUnavailable(f"the base image {base} has no python3: {said}") from error
+    if not python.glibc:
+        raise SandboxUnavailable(f"the base image {base} is not one of Debian's kind (no glibc)")
+    return python
+
+
+async def _fetch(python: Python, packages: Sequence[str], folder: Path) -> None:
+    """Install wheels into a folder. Where both want a package, it is there already as the first
+    came: that is ours, and the others are held to its version."""
+    target = ["--target", str(folder / "site"), "--python-version", python.python]
+    for platform in python.platforms():
+        target += ["--platform", platform]
+    await _pip([*target, "--require-hashes", "--requirement", str(REQUIREMENTS)], "its packages")
+    if packages:
+        pinned = folder / "constraints.txt"
+        pinned.write_text("\n".join(re.findall(r"^\S+==\S+", REQUIREMENTS.read_text(), re.M)))
+        await _pip([*target, "--constraint", str(pinned), *packages], ", ".join(packages))
+
+
+async def _pip(arguments: list[str], what: str) -> None:
+    command = [
+        *(await anyio.to_thread.run_sync(_find_pip)),
+        *("install", "--quiet", "--no-input", "--no-compile", "--only-binary=:all:"),
+        *("--disable-pip-version-check", "--root-user-action=ignore", *arguments),
+    ]
+    plain = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}  # against what pip.conf may say
+    try:
+        with anyio.fail_after(PIP_TIMEOUT_S):
+            done = await anyio.run_process(
+                command, stdin=subprocess.DEVNULL, check=False, env=os.environ | plain
+            )
+    except TimeoutError as error:
+        raise SandboxUnavailable(f"pip did not fetch {what} in time") from error
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip()[-1000:]
+        raise SandboxUnavailable(f"pip can't fetch {what} for the sandbox image: {said}")
+
+
+def _find_pip() -> list[str]:
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    if found := shutil.which("pip") or shutil.which("pip3"):
+        return [found]
+    raise SandboxUnavailable(
+        "the sandbox image's packages are fetched by pip, which is not installed: "
+        f"{sys.executable} -m ensurepip"
+    )
+
+
+# -- together ---------------------------------------------------------------------------------
+
+
+async def _build(
+    docker: aiodocker.Docker,
+    progress: Progress,
+    base: str,
+    python: Python,
+    folder: Path,
+    name: str,
+) -> None:
+    progress("Building the sandbox image ...")
+    with tempfile.TemporaryFile() as context, anyio.fail_after(BUILD_TIMEOUT_S):
+        await anyio.to_thread.run_sync(_pack, folder, context)
+        steps = docker.images.build(
+            fileobj=context,
+            encoding="identity",
+            tag=name,
+            buildargs={"BASE": base, "TARGET": python.target},
+            stream=True,
+            timeout=None,
+        )
+        try:
+            async for step in steps:  # no deadline here: it is above
+                if "error" in step:
+                    raise SandboxUnavailable(f"the image could not be built: {step['error']}")
+        except aiodocker.DockerError as error:
+            raise SandboxUnavailable(
+                f"the image could not be built: {what_it_said(error)}"
+            ) from error
+
+
+def _pack(folder: Path, context: IO[bytes]) -> None:
+    """The Dockerfile and the packages, owned by root."""
+
+    def by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = 0
+        info.mode |= 0o755 if info.isdir() else 0o444
+        return info
+
+    with tarfile.open(fileobj=context, mode="w") as tar:
+        tar.add(DOCKERFILE, "Dockerfile", filter=by_root)
+        tar.add(folder / "site", "site", filter=by_root)
+    context.seek(0)

@@ -5,14 +5,16 @@
 The front (pid 1 of its container or namespace) holds the only connection to the supervisor,
 reads the output pipes, keeps the deadlines, kills and cleans. A zygote has its modules loaded
 and warmed; it forks when told and says how each child ended. A child becomes a uid of its own
-before it sees a job, and keeps no descriptor but 0, 1 and 2: what it wants to tell goes into a
-mapping that the front reads once the child is dead. Children are forked ahead of their calls.
+before it sees a job, says that it has started, and keeps no descriptor but 0, 1 and 2 (in a session
+the one that brings the next cell, too): what it wants to tell goes into a mapping that the front
+reads once the child is dead. Children are forked ahead of their calls.
 
 A *lane* is a uid with a scratch directory; it serves one process tree at a time and is free
 again when everything of that uid is dead and the directory is empty.
 
-What a child can lie about: its own `result` and `error`. Never its exit status, output counts,
-times, or anything of another call.
+What a child can lie about: its own `result` and `error`, and in a session, which shares its process
+with all that its cells do, that a cell has ended and with which exit code. Never how its process
+ended, whether its program began, output counts, times, or anything of another call.
 
 A small call costs what its page faults cost: every page that a child writes to is copied, and a
 Python object's reference count is a write. So the zygote does once what can be done once, makes

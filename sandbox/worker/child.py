@@ -25,6 +25,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sandbox.worker import landlock
 from sandbox.worker.kernel import (
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
@@ -35,12 +36,15 @@ from sandbox.worker.kernel import (
 )
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import (
+    CELL_DONE,
+    FILE_JOB,
     INLINE_JOB,
     JOB_FD,
-    LARGE_JOB,
     REPORT_BYTES,
     REPORT_FD,
-    REPORT_HEAD,
+    REPORT_SIZE,
+    REPORT_START,
+    STARTED,
     Job,
     clip,
     unpack_job,
@@ -48,68 +52,74 @@ from sandbox.worker.wire import (
 
 NAME = "<call>"
 HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
-HARD_MEMORY = resource.RLIM_INFINITY  # set by the zygote
+MAPPED_BYTES = 0  # of address space, by the zygote, which sets this
+TELLING_BYTES = 8 << 20  # of address space, to tell of a MemoryError
 
 # What `fork` would have run in every child (modules register it as they are loaded); see warm.py.
 fork_hooks: list[dict[str, Any]] = []
 
 
-def enter(spec: Spec, lane: int, fds: Sequence[int]) -> mmap.mmap:
-    """Take a forked child to where it waits for a job. Returns the mapping of its report."""
+def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
+    """The life of a forked child. Returns its exit status."""
     for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
         os.dup2(fd, target)
     area = mmap.mmap(REPORT_FD, REPORT_BYTES)
     become_nobody(spec, lane)
     os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
-    return area
-
-
-def be_child(area: mmap.mmap) -> int:
-    """The life of a forked child from its first job on. Returns its exit status."""
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
+    interrupt: Any = signal.default_int_handler  # what the program does at SIGINT
     num_cells = 0
     while True:
-        if num_cells:
-            signal.sigtimedwait(INTERRUPT, 0)  # one that came after its cell
-        job = read_job()
+        job, stdin = read_job()
         if job is None:
             return 0
+        if not num_cells:
+            os.write(JOB_FD, STARTED.pack(time.monotonic_ns()))
         if not job.lasting:
             os.close(JOB_FD)
-        if job.stdin or num_cells:  # else it is /dev/null already
-            give_stdin(job.stdin)
+        if stdin is not None or num_cells:  # else it is /dev/null already
+            give_stdin(stdin)
         limit_cpu(job.timeout_s, first=not num_cells)
-        if not num_cells and NEEDS_SEED.search(job.code):
+        if num_cells or job.memory_bytes != spec.memory_bytes:
+            limit_memory(job.memory_bytes, job.lasting)
+        if not num_cells and (job.lasting or NEEDS_SEED.search(job.code)):
             reseed()
         if "fork" in job.code or "process" in job.code:
             register_fork_hooks()
         num_cells += 1
-        name = f"<cell {num_cells}>" if job.lasting else NAME
-        started_ns = time.monotonic_ns()
-        area[: REPORT_HEAD.size] = REPORT_HEAD.pack(started_ns, 0)
         if job.lasting:
-            status, report = run_to_its_end(job.code, variables, name)
+            status, report, interrupt = run_lasting_cell(
+                job.code, variables, f"<cell {num_cells}>", area, interrupt
+            )
         else:
-            status, report = run_cell(job.code, variables, name)
+            status, report = run_cell(job.code, variables, NAME)
         if not job.lasting or os.getpid() != pid:  # a fork that came back ends here, unheard
             finish_threads()
             finish_variables(variables, job.code)
             if report and os.getpid() == pid:
-                write_report(area, started_ns, report)
+                write_report(area, report)
             return status
-        write_report(area, started_ns, {**report, "exit_code": status})
-        os.write(JOB_FD, b"done")
+        write_report(area, {**report, "exit_code": status})
+        os.write(JOB_FD, CELL_DONE)
 
 
 def become_nobody(spec: Spec, lane: int) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")
+        os.close(fd)
+    except PermissionError:  # an ordinary user's: its files in /proc are closed
+        pass
     if spec.kill_by == "uid":
         uid = spec.lane_uid(lane)
         most = spec.processes
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+        if not spec.traces:  # the front measures it with the rights of this uid
+            prctl(PR_SET_DUMPABLE, 1)
     else:  # one uid for all: the limit may count the others too
         most = spec.processes if spec.counts_apart else spec.processes + spec.others
         if spec.view:
@@ -124,29 +134,30 @@ def become_nobody(spec: Spec, lane: int) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     os.setsid()  # a signal to its own process group stays inside
     os.chdir(spec.home(lane))
+    if spec.ruleset is not None:
+        landlock.shut_in(spec.ruleset)
 
 
-def read_job() -> Job | None:
-    """The next job of our channel; None when the front has closed it."""
+def read_job() -> tuple[Job | None, int | None]:
+    """The next job of our channel, None when the front has closed it; and its standard input, a
+    file of memory: no pipe to fill, nobody to wait for."""
     data = os.read(JOB_FD, INLINE_JOB)
-    if data == LARGE_JOB:
-        with socket.socket(fileno=os.dup(JOB_FD)) as channel:
-            _, fds, _, _ = socket.recv_fds(channel, 1, 1)
-        with open(fds[0], "rb") as f:
-            f.seek(0)
-            data = f.read()
-    return unpack_job(data) if data else None
+    if len(data) != FILE_JOB.size:
+        return (unpack_job(data) if data else None), None
+    (num_stdin,) = FILE_JOB.unpack(data)
+    with socket.socket(fileno=os.dup(JOB_FD)) as channel:
+        _, (fd,), _, _ = socket.recv_fds(channel, 1, 1)
+    job = unpack_job(os.pread(fd, os.fstat(fd).st_size, num_stdin))
+    if not num_stdin:
+        os.close(fd)
+        return job, None
+    os.ftruncate(fd, num_stdin)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return job, fd
 
 
-def give_stdin(data: bytes) -> None:
-    """Standard input as a file of memory: no pipe to fill, nobody to wait for."""
-    if data:
-        fd = os.memfd_create("stdin")
-        with open(os.dup(fd), "wb") as f:
-            f.write(data)
-        os.lseek(fd, 0, os.SEEK_SET)
-    else:
-        fd = os.open(os.devnull, os.O_RDONLY)
+def give_stdin(file: int | None) -> None:
+    fd = os.open(os.devnull, os.O_RDONLY) if file is None else file
     os.dup2(fd, 0)
     os.close(fd)
     sys.stdin = sys.__stdin__ = open_input()  # type: ignore[misc]
@@ -189,8 +200,20 @@ def limit_cpu(timeout_s: float, first: bool) -> None:
         pass
 
 
-# Who names none of these reaches no generator that the zygote has seeded.
-NEEDS_SEED = re.compile("random|numpy|scipy|sympy|exec|eval|import_")
+def limit_memory(num_bytes: int, lasting: bool) -> None:
+    """Bound the address space, so that what one process allocates ends in a MemoryError. The
+    worker bounds what the processes of a call hold together."""
+    soft = MAPPED_BYTES + num_bytes
+    # A later cell of the session may have more.
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1] if lasting else soft + TELLING_BYTES
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (min(soft, hard), hard))
+    except (ValueError, OSError):  # an earlier cell set a limit of its own
+        pass
+
+
+# A program without any of these imports no module, and so uses no generator that the zygote seeded.
+NEEDS_SEED = re.compile("import|exec|eval")
 
 
 def reseed() -> None:
@@ -222,29 +245,41 @@ def compile_cell(code: str, name: str) -> tuple[types.CodeType, types.CodeType |
         return compile(code, name, "exec", dont_inherit=True), None
 
 
-INTERRUPT = (signal.SIGINT,)  # blocked by the zygote: out of a cell it would end the session
+def run_lasting_cell(
+    code: str, variables: dict[str, Any], name: str, area: mmap.mmap, interrupt: Any
+) -> tuple[int, dict[str, Any], Any]:
+    """Run a cell of a session with `interrupt` as the handler of SIGINT. Returns what run_cell
+    does, and the handler that the cell leaves behind.
 
-
-def run_to_its_end(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
-    """Run a cell of a session. An interrupt is for it alone, however late it comes."""
+    An interrupt is for one cell alone: one that comes late, between two cells, is ignored.
+    """
     try:
-        done = run_cell(code, variables, name)
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
+        signal.signal(signal.SIGINT, interrupt)
+        REPORT_SIZE.pack_into(area, STARTED.size, 0)
+        STARTED.pack_into(area, 0, time.monotonic_ns())  # from here on the front may interrupt
+        status, report = run_cell(code, variables, name)
+        return status, report, ignore_interrupts()
     except KeyboardInterrupt:  # as the cell ended
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
-        return 1, {}
-    return done
+        return 1, {}, ignore_interrupts()
+
+
+def ignore_interrupts() -> Any:
+    """Ignore SIGINT; return the handler that was set."""
+    handler = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # None: it was not set from Python, and can't be set again.
+    return signal.default_int_handler if handler is None else handler
 
 
 def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
     """Run the code; the exit status that a script would have, and what to report."""
     report: dict[str, Any] = {}
     code = code.removeprefix("\ufeff")
-    # For tracebacks and `inspect`, which would else look for a file of this name.
-    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+    # For tracebacks and `inspect`, which would else look for a file of this name. Under a line that
+    # does not end with a newline, a traceback's markers would be shifted.
+    linecache.cache[name] = (len(code), None, f"{code}\n".splitlines(True), name)
     variables["__file__"] = name
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)  # one may have come already
         body, last = compile_cell(code, name)
         exec(body, variables)
         if last is not None:
@@ -257,7 +292,8 @@ def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict
         return exit_code_of(stop), report
     except BaseException as error:
         if isinstance(error, MemoryError):
-            resource.setrlimit(resource.RLIMIT_AS, (HARD_MEMORY, HARD_MEMORY))
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         report = {"error": show_error(error)}
         try:
             sys.stderr.write(report["error"]["traceback"])
@@ -345,9 +381,8 @@ def finish_variables(variables: dict[str, Any], code: str) -> None:
 LINGERS = re.compile("open|__del__|weakref|yield|Wrapper|Writer|async")
 
 
-def write_report(area: mmap.mmap, started_ns: int, report: dict[str, Any]) -> None:
+def write_report(area: mmap.mmap, report: dict[str, Any]) -> None:
     data = json.dumps(report, ensure_ascii=False).encode("utf-8", "replace")
-    if len(data) > REPORT_BYTES - REPORT_HEAD.size:
-        data = b""
-    head = REPORT_HEAD.pack(started_ns, len(data))
-    area[: len(head) + len(data)] = head + data
+    if len(data) <= REPORT_BYTES - REPORT_START:
+        area[REPORT_START : REPORT_START + len(data)] = data
+        REPORT_SIZE.pack_into(area, STARTED.size, len(data))

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
 import struct
 import termios
+import time
 from typing import Any
 
 from sandbox.worker.wire import (
+    FILE_JOB,
     INLINE_JOB,
-    LARGE_JOB,
     MAX_TEXT,
     REPORT_BYTES,
-    REPORT_HEAD,
+    REPORT_SIZE,
+    REPORT_START,
+    STARTED,
     clip,
     pack_job,
 )
 
 _INT = struct.Struct("i")
 _ZERO = bytes(_INT.size)
+MAX_STALE = 1000  # messages; more than a channel holds
 
 
 class Output:
@@ -30,10 +35,13 @@ class Output:
 
     def __init__(self, fd: int, keep: int) -> None:
         self.fd = fd
-        self.half = max(1, keep // 2)
+        self.keep(keep)
         self.head = bytearray()
         self.tail = bytearray()
         self.total = 0
+
+    def keep(self, num_bytes: int) -> None:
+        self.half = max(1, num_bytes // 2)
 
     def read(self) -> bool:
         """Take what the pipe holds, without waiting; False if that was nothing."""
@@ -70,14 +78,24 @@ class Output:
 class Call:
     """A job on its way through a child."""
 
-    def __init__(self, frame: dict[str, Any]) -> None:
+    def __init__(self, frame: dict[str, Any], memory_bytes: int) -> None:
         self.id: int = frame["id"]
         self.code: str = frame["code"]
         self.timeout_s: float = frame["timeout_s"]
         self.session: int | None = frame.get("session")
+        self.opens: bool = frame.get("opens", False)  # the first cell of its session
+        self.is_first = self.session is None or self.opens  # of its process
+        # Of its output, where it names them; else the worker's settings hold.
+        self.max_output_bytes: int | None = frame.get("max_output_bytes")
+        self.keep_output_bytes: int | None = frame.get("keep_output_bytes")
         lasting = self.session is not None
-        self.job = pack_job(self.code, frame.get("stdin", ""), self.timeout_s, lasting)
-        self.started = 0.0
+        if (mib := frame.get("memory_mib")) is not None:
+            memory_bytes = min(memory_bytes, mib << 20)
+        self.job = pack_job(self.code, self.timeout_s, lasting, memory_bytes)
+        self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
+        self.memory_bytes = memory_bytes
+        self.started = 0.0  # when it was sent, by time.monotonic()
+        self.started_ns = 0  # the same
         self.oom_kills = 0  # the kernel's, before it
         self.alone = True  # no other ran beside it
         self.verdict: str | None = None  # why we killed it, if we did
@@ -90,7 +108,8 @@ class Forked:
         self.lane = lane
         self.level = level
         self.pid: int | None = None  # known once the zygote says so
-        self.doomed = False
+        self.doom: str | None = None  # why it was killed; no further call is for it
+        self.started_ns: int | None = None  # of its first program; None: not heard of yet
         self.channel, self.far_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         out, self.far_out = os.pipe2(os.O_CLOEXEC)
         err, self.far_err = os.pipe2(os.O_CLOEXEC)
@@ -100,7 +119,23 @@ class Forked:
         self.report_fd = os.memfd_create("report", os.MFD_CLOEXEC)
         os.ftruncate(self.report_fd, REPORT_BYTES)
         self.call: Call | None = None
+        self.oom_kills = 0  # the kernel's, before its last cell ended
         self.session: int | None = None
+        # What watch.py knows of it:
+        self.used = 0  # bytes of memory, when it looked last
+        self.audit_after = 0.0
+        self.nice = 0
+        self.stopped: dict[int, float] | None = None  # while it rests: pids, their CPU seconds
+        self.stolen_s = 0.0
+
+    @property
+    def rests(self) -> bool:
+        """A session between two cells."""
+        return self.session is not None and self.call is None
+
+    @property
+    def doomed(self) -> bool:
+        return self.doom is not None
 
     def far_fds(self) -> list[int]:
         return [self.far_channel.fileno(), self.far_out, self.far_err, self.report_fd]
@@ -117,28 +152,61 @@ class Forked:
 
     def send(self, call: Call) -> None:
         self.call = call
-        if len(call.job) <= INLINE_JOB:
+        if call.keep_output_bytes is not None:
+            self.out.keep(call.keep_output_bytes)
+            self.err.keep(call.keep_output_bytes)
+        if not call.stdin and len(call.job) <= INLINE_JOB:
             self.channel.send(call.job)
             return
-        fd = os.memfd_create("job", os.MFD_CLOEXEC)
-        try:
-            with open(os.dup(fd), "wb") as f:
-                f.write(call.job)
-            self.channel.send(LARGE_JOB)
-            socket.send_fds(self.channel, [LARGE_JOB], [fd])
-        finally:
-            os.close(fd)
+        with open(os.memfd_create("stdin", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+            for part in (call.stdin, call.job):
+                if file.write(part) != len(part):
+                    raise OSError(errno.ENOSPC, "the job does not fit")
+            self.channel.send(FILE_JOB.pack(len(call.stdin)))
+            socket.send_fds(self.channel, [b"+"], [file.fileno()])
 
-    def report(self) -> tuple[int | None, dict[str, Any]]:
-        """What the child says of itself. Read by copying: it can't shrink under us."""
-        started_ns, size = REPORT_HEAD.unpack(os.pread(self.report_fd, REPORT_HEAD.size, 0))
-        if not 0 < size <= REPORT_BYTES:
-            return started_ns or None, {}
+    def hear(self) -> bytes | None:
+        """The child's next message; None if there is none yet, b"" if none can follow."""
         try:
-            given = json.loads(os.pread(self.report_fd, size, REPORT_HEAD.size))
+            said = self.channel.recv(64, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+        if self.started_ns is None and len(said) == STARTED.size:
+            (self.started_ns,) = STARTED.unpack(said)
+        return said
+
+    def has_started(self) -> bool:
+        """Return True once a program runs, or has run, in this child."""
+        if self.started_ns is None:
+            self.hear()
+        return self.started_ns is not None
+
+    def started_ns_of(self, call: Call) -> int | None:
+        """When the code of a call began; None if it has not. Of a later cell of a session it is the
+        word of its process, which can't be outside of the call's own time."""
+        if call.is_first:
+            return self.started_ns if self.has_started() else None
+        (started_ns,) = STARTED.unpack(os.pread(self.report_fd, STARTED.size, 0))
+        return min(started_ns, time.monotonic_ns()) if started_ns >= call.started_ns else None
+
+    def forget_stale(self) -> None:
+        """Drop what a session's process has said since its last cell."""
+        for _ in range(MAX_STALE):
+            if not self.hear():
+                return
+
+    def report(self) -> dict[str, Any]:
+        """What the child says of itself. Read by copying: it can't shrink under us."""
+        (size,) = REPORT_SIZE.unpack(os.pread(self.report_fd, REPORT_SIZE.size, STARTED.size))
+        if not 0 < size <= REPORT_BYTES:
+            return {}
+        try:
+            given = json.loads(os.pread(self.report_fd, size, REPORT_START))
         except (ValueError, RecursionError):
-            return started_ns or None, {}
-        return started_ns or None, given if isinstance(given, dict) else {}
+            return {}
+        return given if isinstance(given, dict) else {}
 
 
 def honest_error(given: Any) -> dict[str, Any] | None:

@@ -26,11 +26,11 @@ from sandbox.worker.forked import Call, Forked, Output, honest_error, split_stat
 from sandbox.worker.kernel import (
     PR_SET_DUMPABLE,
     count_oom_kills,
-    offer_to_killer,
     prctl,
 )
 from sandbox.worker.lanes import Lanes
 from sandbox.worker.spec import Spec
+from sandbox.worker.watch import Watch
 from sandbox.worker.wire import (
     FORK,
     JOB_FD,
@@ -46,8 +46,11 @@ from sandbox.worker.zygote import Zygote
 HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/protocol.py)
 TOP_UP_DELAY_S = 0.002
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
-CROWD_CHECK_S = 0.25
 HEED_S = 2.0  # for a cell to heed an interrupt, on a machine that is busy
+START_S = 2.0  # for a program to begin, on such a machine; from then on its time counts
+LATE_CHECK_S = 0.05  # between looks whether it has begun
+# Whose doing it is that a session is lost, by why its process was killed. Otherwise its program's.
+LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
 
 class Front:
@@ -64,7 +67,6 @@ class Front:
         self.ready: list[deque[Forked]] = [deque() for _ in spec.levels]
         self.calls: dict[int, Forked] = {}
         self.sessions: dict[int, Forked] = {}
-        self.closed: set[int] = set()  # sessions
         self.queue: deque[Call] = deque()
         self.deadlines: list[tuple[float, int, Call]] = []
         self.serial = itertools.count()
@@ -89,6 +91,7 @@ class Front:
         self.watch(wake, lambda _: self.on_sigchld(wake))
         self.watch(self.read_control, self.on_control)
         self.top_up()
+        self.watcher = Watch(self.spec, self.lanes, self.zygote_pids, self.condemn)
         self.send(
             {
                 "op": "ready",
@@ -101,6 +104,7 @@ class Front:
 
     def start_zygotes(self) -> None:
         waiting = []
+        self.zygote_pids: list[int] = []
         for level in range(len(self.spec.levels)):
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             pid = os.fork()
@@ -116,6 +120,7 @@ class Front:
             far.close()
             self.zygotes.append(near)
             self.lanes.ours.add(pid)
+            self.zygote_pids.append(pid)
             waiting.append(near)
         for near in waiting:  # warming: seconds where modules are large
             if not near.recv(NEWS.size):
@@ -152,37 +157,45 @@ class Front:
 
     def next_deadline(self) -> float:
         first = self.deadlines[0][0] if self.deadlines else math.inf
-        first = min(first, self.top_up_at or math.inf)
+        first = min(first, self.top_up_at or math.inf, self.watcher.due)
         return min(60.0, max(0.0, first - time.monotonic()))
 
     def check_deadlines(self) -> None:
         now = time.monotonic()
         if 0 < self.top_up_at <= now:
             self.top_up()
+        if self.watcher.due <= now:
+            self.watcher.check(now, self.children)
         while self.deadlines and self.deadlines[0][0] <= now:
             call = heapq.heappop(self.deadlines)[2]
             child = self.calls.get(call.id)
             if child is None or child.call is not call:
                 continue
-            if now < call.started + call.timeout_s:
-                self.lanes.hold_back(child.lane)
-                self.look_again(call)
-            elif call.session is not None and call.verdict is None and child.pid:
-                self.interrupt(child, call)
-            else:
-                self.condemn(child, "timeout")
+            self.see_if_late(child, call, now)
 
-    def look_again(self, call: Call) -> None:
-        due = time.monotonic() + CROWD_CHECK_S
-        if due < call.started + call.timeout_s:
+    def see_if_late(self, child: Forked, call: Call, now: float) -> None:
+        """End a call whose time is up. It counts from when its code began, but no later than
+        START_S after the call: a machine that is busy is no fault of the program's."""
+        started_ns = child.started_ns_of(call)
+        latest = call.started + START_S
+        began = latest if started_ns is None else min(started_ns / 1e9, latest)
+        if call.verdict is None and now < began + call.timeout_s:
+            due = began + call.timeout_s if started_ns is not None else now + LATE_CHECK_S
             heapq.heappush(self.deadlines, (due, next(self.serial), call))
+        elif started_ns is None and call.is_first:
+            self.condemn(child, "sandbox_error")
+        elif call.session is None or call.verdict is not None:
+            self.condemn(child, "timeout")
+        else:
+            self.interrupt(child, call, now)
 
-    def interrupt(self, child: Forked, call: Call) -> None:
+    def interrupt(self, child: Forked, call: Call, now: float) -> None:
         """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on."""
         call.verdict = "timeout"
-        heapq.heappush(self.deadlines, (time.monotonic() + HEED_S, next(self.serial), call))
-        with contextlib.suppress(OSError):
-            os.kill(child.pid or 0, signal.SIGINT)
+        heapq.heappush(self.deadlines, (now + HEED_S, next(self.serial), call))
+        if child.pid is not None:
+            with contextlib.suppress(OSError):
+                os.kill(child.pid, signal.SIGINT)
 
     # -- the supervisor's connection --------------------------------------------------------
 
@@ -213,25 +226,40 @@ class Front:
             case "kill":
                 self.cancel(frame["id"])
             case "close":
-                self.closed.add(frame["session"])  # a cell of it may still be under way
-                session = self.sessions.pop(frame["session"], None)
-                if session is not None:
-                    self.condemn(session, "cancelled")
+                self.close(frame["session"])
+            case "ping":
+                self.send({"op": "pong"})
 
     def take(self, frame: dict[str, Any]) -> None:
         """A call for the queue. One that makes no sense is answered; we live on."""
         try:
-            call = Call(frame)
+            call = Call(frame, self.spec.memory_bytes)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
             why = f"not a call: {error!r}"
             answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": why}
             self.send(answer)
             return
-        if call.session in self.closed:
-            self.answer_unstarted(call, "cancelled", "its session is closed")
+        if call.session is None or call.opens:  # it needs a child
+            self.queue.append(call)
+            self.start_queued()
             return
-        self.queue.append(call)
-        self.start_queued()
+        child = self.sessions.get(call.session)
+        if child is None:  # its end was told before
+            self.send({"op": "session_lost", "session": call.session, "id": call.id})
+        elif child.doom is not None:
+            self.lose_session(child, child.doom, call)
+        elif child.call is not None:
+            self.answer_unstarted(call, "sandbox_error", "its session runs another cell")
+        else:
+            self.begin(child, call)
+
+    def close(self, session: int) -> None:
+        for call in [call for call in self.queue if call.session == session]:
+            self.cancel(call.id)
+        child = self.sessions.pop(session, None)
+        if child is not None:
+            child.session = None  # nobody asks any more how it ends
+            self.condemn(child, "cancelled")
 
     def send(self, frame: dict[str, Any]) -> None:
         data = _to_json(frame).encode("utf-8", "replace")
@@ -270,12 +298,9 @@ class Front:
             self.begin(child, call)
 
     def child_for(self, call: Call) -> Forked | None:
+        level = len(self.names) - 1  # later cells of a session may name anything
         if call.session is None:
             level = self.level_for(call.code)
-        elif call.session in self.sessions:
-            return self.sessions[call.session]
-        else:  # its later cells may name anything
-            level = len(self.names) - 1
         if self.ready[level]:
             return self.ready[level].popleft()
         return self.spawn(level)
@@ -284,9 +309,10 @@ class Front:
         if call.session is not None:
             child.session = call.session
             self.sessions[call.session] = child
-            if child.channel.fileno() not in self.handlers:
-                self.watch(child.channel.fileno(), lambda _: self.on_cell_done(child))
-        call.started = time.monotonic()
+            child.forget_stale()
+            self.watch(child.channel.fileno(), lambda _: self.on_cell_news(child))
+        call.started_ns = time.monotonic_ns()
+        call.started = call.started_ns / 1e9
         call.oom_kills = self.oom_kills
         call.alone = not self.calls
         for other in self.calls.values():
@@ -295,15 +321,15 @@ class Front:
         self.calls[call.id] = child
         deadline = call.started + call.timeout_s
         heapq.heappush(self.deadlines, (deadline, next(self.serial), call))
-        self.look_again(call)
+        self.watcher.expect(call.started)
+        self.watcher.wake(child)
         try:
             child.send(call)
-        except OSError as error:  # it died while it waited
-            call.verdict = "sandbox_error"
-            child.doomed = True
-            if error.errno == errno.EMSGSIZE:
-                self.lanes.kill(child.lane, child.pid)
-        call.code, call.job = "", b""  # `deadlines` holds it until its time would be up
+        except OSError as error:  # if it died while it waited, news of its end are on their way
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):  # the job doesn't fit
+                self.condemn(child, "sandbox_error")
+        # `deadlines` holds it until its time would be up.
+        call.code, call.job, call.stdin = "", b"", b""
         # The next fork waits: at once it would take the processor from the call just sent.
         self.top_up_at = self.top_up_at or call.started + TOP_UP_DELAY_S
 
@@ -332,13 +358,18 @@ class Front:
     def on_output(self, child: Forked, output: Output, events: int) -> None:
         if not output.read() and events & select.EPOLLHUP:
             self.unwatch(output.fd)
-        elif child.out.total + child.err.total > self.spec.max_output_bytes:
-            self.condemn(child, "output_limit")
+        else:
+            named = child.call.max_output_bytes if child.call is not None else None
+            most = self.spec.max_output_bytes if named is None else named
+            if child.out.total + child.err.total > most:
+                self.condemn(child, "output_limit")
 
     def cancel(self, call_id: int) -> None:
         for call in self.queue:
             if call.id == call_id:
                 self.queue.remove(call)
+                if call.session is not None:
+                    self.send({"op": "session_lost", "session": call.session, "by": "caller"})
                 self.answer_unstarted(call, "cancelled")
                 return
         child = self.calls.get(call_id)
@@ -349,7 +380,7 @@ class Front:
         """Kill a child for a reason; its answer follows when the zygote tells of its end."""
         if child.call is not None and child.call.verdict is None:
             child.call.verdict = verdict
-        child.doomed = True
+        child.doom = child.doom or verdict
         self.lanes.kill(child.lane, child.pid)
 
     # -- news of children -------------------------------------------------------------------
@@ -366,7 +397,6 @@ class Front:
             child = self.children[lane]
             if kind == NEWS_FORKED:
                 child.pid = value
-                offer_to_killer(value)
                 if child.doomed:
                     self.lanes.kill(child.lane, child.pid)
             elif kind == NEWS_EXITED:
@@ -379,6 +409,8 @@ class Front:
         self.lanes.kill_rest(child.lane)
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
+        elif child.session is not None:
+            self.lose_session(child, self.judge_idle(child, status, max_rss * 1024))
         elif child in self.ready[child.level]:
             self.ready[child.level].remove(child)
         self.discard(child)
@@ -387,51 +419,73 @@ class Front:
         call = child.call
         if call is not None:
             self.calls.pop(call.id, None)
+            self.lose_session(child, "sandbox_error")
             self.answer_unstarted(call, "sandbox_error", f"fork: {os.strerror(code)}")
         elif child in self.ready[child.level]:
             self.ready[child.level].remove(child)
         self.discard(child)
 
-    def on_cell_done(self, child: Forked) -> None:
-        try:
-            said = child.channel.recv(64)
-        except OSError:
-            said = b""
-        if not said:
-            self.unwatch(child.channel.fileno())
+    def on_cell_news(self, child: Forked) -> None:
+        """A session's process has started, or its cell has ended: by its own word."""
+        is_first = child.started_ns is None
+        said = child.hear()
+        if said is None or (said and is_first):
             return
-        if child.call is not None and not child.doomed:
+        # Not heard again before its next cell: a background thread may write without end.
+        self.unwatch(child.channel.fileno())
+        if said and child.call is not None and not child.doomed:
             self.answer(child, time.monotonic(), None, 0.0, 0)
+
+    def lose_session(self, child: Forked, reason: str, call: Call | None = None) -> None:
+        """Tell that a session is over, once; and that `call`, a cell of it, will not run."""
+        if child.session is None:  # closed, or told
+            return
+        self.sessions.pop(child.session, None)
+        by = LOST_BY.get(reason, "program")
+        frame = {"op": "session_lost", "session": child.session, "by": by}
+        self.send(frame if call is None else {**frame, "id": call.id})
+        child.session = None
 
     def discard(self, child: Forked) -> None:
         for fd in (child.out.fd, child.err.fd, child.channel.fileno()):
             self.unwatch(fd)
         child.close()
         del self.children[child.lane]
-        if child.session is not None:
-            self.sessions.pop(child.session, None)
-            self.send({"op": "session_lost", "session": child.session})
         self.lanes.clean(child.lane)
 
     def answer(
         self, child: Forked, ended: float, status: int | None, cpu_s: float, max_rss: int
     ) -> None:
-        """The one frame that a call gets. `status` is None for a cell whose process lives on."""
+        """The one answer that a call gets. `status` is None for a cell whose process lives on."""
         call = child.call
         assert call is not None
         child.call = None
         del self.calls[call.id]
         child.out.read()
         child.err.read()
-        started_ns, said = child.report()
+        said = child.report()
         stdout, stdout_bytes, stdout_cut = child.out.take()
         stderr, stderr_bytes, stderr_cut = child.err.take()
         exit_code, signum = split_status(status, said)
         error = honest_error(said.get("error"))
         result = said.get("result")
-        verdict = self.judge(call, exit_code, signum, error, max_rss * 1024)
+        if not child.has_started():
+            verdict = call.verdict or "sandbox_error"
+            why = unstarted_why(call, stderr)
+        else:
+            most_used = max(child.used, max_rss * 1024)
+            verdict = self.judge(call, exit_code, signum, error, most_used, cpu_s)
+            why = "killed for memory that calls beside it had taken"
+        started_ns = child.started_ns_of(call)
+        not_begun = started_ns is None and not call.is_first
+        if not_begun and status is not None and call.verdict is None:
+            self.lose_session(child, verdict, call)
+            return
+        child.oom_kills = self.oom_kills
+        if status is not None:
+            self.lose_session(child, verdict)
         if verdict == "sandbox_error":
-            self.answer_unstarted(call, verdict, "killed for memory that calls beside it had taken")
+            self.answer_unstarted(call, verdict, why)
             return
         self.send(
             {
@@ -456,8 +510,8 @@ class Front:
 
     def on_sigchld(self, wake: int) -> None:
         os.read(wake, 4096)
-        if self.lanes.reap():
-            self.start_queued()
+        self.lanes.reap()
+        self.start_queued()
 
     def answer_unstarted(self, call: Call, status: str, why: str = "") -> None:
         self.send({"op": "done", "id": call.id, "status": status, "why": why})
@@ -468,7 +522,8 @@ class Front:
         exit_code: int | None,
         signum: int | None,
         error: dict[str, Any] | None,
-        max_rss: int,
+        most_used: int,
+        cpu_s: float,
     ) -> str:
         if call.verdict is None and exit_code == 0:
             return "ok"
@@ -476,16 +531,33 @@ class Front:
         self.oom_kills = count_oom_kills()
         if call.verdict is not None:
             return call.verdict
-        if signum == signal.SIGXCPU:
+        if signum == signal.SIGXCPU and cpu_s > call.timeout_s:
             return "timeout"
         if signum == signal.SIGKILL and self.oom_kills > call.oom_kills:
             # The kernel takes the largest; one that was not alone, and had less than half of what
             # it may have, was in the way of others.
-            large = call.alone or 2 * max_rss >= self.spec.memory_bytes
+            large = call.alone or 2 * most_used >= call.memory_bytes
             return "oom" if large else "sandbox_error"
         if signum is not None:
             return "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
+
+    def judge_idle(self, child: Forked, status: int, max_rss: int) -> str:
+        """Why a session's process has ended between two cells."""
+        if child.doom is not None:
+            return child.doom
+        self.oom_kills = count_oom_kills()
+        by_kernel = split_status(status, {})[1] == signal.SIGKILL and (
+            self.oom_kills > child.oom_kills
+        )
+        return "sandbox_error" if by_kernel and 2 * max_rss < self.spec.memory_bytes else "ended"
+
+
+def unstarted_why(call: Call, stderr: str) -> str:
+    if call.verdict is not None:
+        return f"the program had not begun {call.timeout_s + START_S:g} s after its call"
+    fault = stderr.rstrip().rpartition("\n")[2]
+    return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
 def keep_low_fds(far: socket.socket) -> socket.socket:

@@ -2,8 +2,8 @@
 
 Where all calls see one /proc, each could read the names and arguments of the programs that others
 have started, in files that are open to all: with hidden tests in them, or whatever else a program
-was given. A zygote gives those files up, and with them all of its children do. They write below
-the scratch directory alone, open no connection, and signal only what comes of the same zygote.
+was given. A call gives those files up. It writes below the scratch directory alone, opens no TCP connection,
+and signals only its own processes.
 
 Not covered: what needs no open(2). The numbers of processes are seen by kill(2) and stat(2).
 """
@@ -35,9 +35,9 @@ def abi() -> int:
     return int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION))
 
 
-def shut_in(scratch: str, own_proc: bool) -> None:
-    """From now on this process and its children write below `scratch`, and read what is not in
-    /proc; where `own_proc`, what is there, too. Raises OSError."""
+def make_ruleset(scratch: str, own_proc: bool) -> int:
+    """What a call may open: below `scratch` all, elsewhere what can be read, but in /proc only what
+    is of no process; where `own_proc`, everything there. Returns a descriptor. Raises OSError."""
     version = abi()
     files = (TRUNCATE if version < 3 else TRUNCATE << 1) - 1
     handled = [files, TCP, ABSTRACT_SOCKETS | SIGNALS]
@@ -48,16 +48,19 @@ def shut_in(scratch: str, own_proc: bool) -> None:
         fd = os.open(path, os.O_PATH)
         _checked(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("<Qi", rights & files, fd), 0)
         os.close(fd)
+    return ruleset
+
+
+def shut_in(ruleset: int) -> None:
+    """Give up, in this process and its children, what the ruleset does not hold. Raises OSError."""
     _checked(RESTRICT_SELF, ruleset, 0)
-    os.close(ruleset)
 
 
 def _open_to_all(own_proc: bool) -> Iterator[tuple[str, int]]:
     yield "/", READ_DIR
     for entry in os.scandir("/"):
-        if entry.name in ("dev", "proc") or not entry.is_dir(follow_symlinks=False):
-            continue
-        yield entry.path, READ
+        if entry.name not in ("dev", "proc") and entry.is_dir(follow_symlinks=False):
+            yield entry.path, READ
     for name in DEVICES:
         yield f"/dev/{name}", READ_FILE | WRITE_FILE | TRUNCATE
     for path in ["/proc"] if own_proc else [f"/proc/{name}" for name in PROC]:

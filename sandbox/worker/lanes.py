@@ -1,5 +1,5 @@
-"""The lanes: for each call in flight a uid and a directory. Who ends what was begun there, and
-empties it for the next."""
+"""The lanes: for each call in flight a uid and a directory. Signals everything that was begun in
+one, and empties it for the next call."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from sandbox.worker.kernel import (
     CAP_SETGID,
     CAP_SETUID,
+    CAP_SYS_PTRACE,
     PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
     children_of,
-    count_processes,
     descendants,
     has_cap,
     prctl,
@@ -24,7 +26,6 @@ from sandbox.worker.kernel import (
 from sandbox.worker.spec import Spec
 
 MAX_FAILURES = 3
-CROWD = 4  # processes of one call, more than which share what one would get
 
 
 class Lanes:
@@ -33,7 +34,7 @@ class Lanes:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.free = deque(range(spec.num_lanes))
-        self.cleaners: dict[int, int] = {}  # pid to lane
+        self.helpers: dict[int, Callable[[int], None]] = {}  # by pid: told the wait status
         self.num_failures = [0] * spec.num_lanes  # of cleaners, in a row
         self.ours: set[int] = set()  # children of the front that are no call's: the zygotes
         self.empty_bytes: int | None = None  # of an empty directory, where that tells
@@ -46,6 +47,7 @@ class Lanes:
             spec.kill_by = "uid" if by_uid else "tree"
         if spec.kill_by == "tree":
             prctl(PR_SET_CHILD_SUBREAPER, 1)
+        spec.traces = has_cap(CAP_SYS_PTRACE)
         if os.path.isdir(spec.lane_dir(0)):  # each is a tmpfs of its own, made by who started us
             self.empty_bytes = os.stat(spec.lane_dir(0)).st_size
             return
@@ -57,82 +59,130 @@ class Lanes:
 
     @contextlib.contextmanager
     def acting_as(self, lane: int) -> Iterator[None]:
-        """Act as the lane's uid and gid, with 0 saved; as pid 1 we are deaf to its signals."""
+        """Act with the rights of the lane's uid and gid.
+
+        Whoever sends a signal is compared with the real and the saved uid of the target. Ours are
+        the spare uid, which no other process has, and 0. So the lane's processes can't strike back
+        at us, and a kill(-1) of ours reaches nobody but them. For the front alone: of two who act
+        so, one could kill the other.
+        """
         if self.spec.kill_by != "uid":
             yield
             return
         uid = self.spec.lane_uid(lane)
         os.setresgid(uid, uid, 0)
-        os.setresuid(uid, uid, 0)
+        os.setresuid(self.spec.spare_uid, uid, 0)
         try:
             yield
         finally:
             os.setresuid(0, 0, 0)
             os.setresgid(0, 0, 0)
 
-    # -- killing ----------------------------------------------------------------------------
+    def see_as(self, lane: int) -> None:
+        """In a helper: read files with the rights of the lane's uid and gid, out of the reach of
+        its signals."""
+        if self.spec.kill_by == "uid":
+            uid = self.spec.lane_uid(lane)
+            os.setresgid(0, uid, 0)
+            os.setresuid(0, uid, 0)
+
+    # -- signals ----------------------------------------------------------------------------
 
     def kill(self, lane: int, pid: int | None) -> None:
         """Kill the lane's call, the process `pid` (None: not known yet), with all below it."""
         if self.spec.kill_by == "uid":
-            self._kill_uid(lane)
+            self._signal_uid(lane, signal.SIGKILL)
         elif pid is not None:
             with contextlib.suppress(OSError):  # its whole group at one stroke, where it stayed
                 os.killpg(pid, signal.SIGKILL)
             victims = descendants(pid) if self.spec.kill_by == "tree" else []
-            for victim in [pid, *victims]:
-                with contextlib.suppress(OSError):
-                    os.kill(victim, signal.SIGKILL)
-
-    def hold_back(self, lane: int) -> None:
-        """A call that runs on with many processes must not take the processors from those beside
-        it: the kernel shares them out by process, so each of its own gets less."""
-        if self.spec.kill_by != "uid":
-            return
-        uid = self.spec.lane_uid(lane)
-        if count_processes(uid) > CROWD:
-            os.setresuid(0, uid, 0)  # the real one stays: PRIO_USER would mean us, too
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_USER, uid, 19)
-            os.setresuid(0, 0, 0)
+            self._signal_each([pid, *victims], signal.SIGKILL)
 
     def kill_rest(self, lane: int) -> None:
         """The call's process has ended: what it left behind shall, too. With a pid namespace of
         its own everything has."""
         if self.spec.kill_by == "uid":
-            self._kill_uid(lane)
+            self._signal_uid(lane, signal.SIGKILL)
         elif self.spec.kill_by == "tree":
             self.kill_strays()
 
-    def _kill_uid(self, lane: int) -> None:
-        """Kill all that runs as the lane's uid, at one stroke: no fork bomb outruns it."""
-        if os.getpid() == 1:
+    def stop(self, lane: int, pids: Iterable[int]) -> None:
+        """Stop the lane's processes, `pids` as far as they are known."""
+        if self.spec.kill_by == "uid":
+            self._signal_uid(lane, signal.SIGSTOP)
+        else:
+            self._signal_each(pids, signal.SIGSTOP)
+
+    def resume(self, lane: int, pids: Iterable[int]) -> None:
+        """Let the lane's processes go on after `stop`."""
+        if self.spec.kill_by == "uid":
+            self._signal_uid(lane, signal.SIGCONT)
+        else:
+            self._signal_each(pids, signal.SIGCONT)
+
+    def set_nice(self, lane: int, pids: Iterable[int], nice: int) -> None:
+        """Lower the priority of the lane's processes, for good."""
+        if self.spec.kill_by == "uid":
             with self.acting_as(lane), contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)
+                os.setpriority(os.PRIO_USER, self.spec.lane_uid(lane), nice)
             return
-        pid = os.fork()  # the lane could strike back at us, not being pid 1
-        if pid:
-            os.waitpid(pid, 0)
-            return
-        uid = self.spec.lane_uid(lane)
-        with contextlib.suppress(OSError):
-            os.setresuid(uid, uid, uid)
-            os.kill(-1, signal.SIGKILL)
-        os._exit(0)
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, pid, nice)
+
+    def _signal_uid(self, lane: int, number: int) -> None:
+        """Signal all that runs as the lane's uid, at one stroke: no fork bomb outruns it."""
+        with self.acting_as(lane), contextlib.suppress(OSError):
+            os.kill(-1, number)
+
+    def _signal_each(self, pids: Iterable[int], number: int) -> None:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
 
     def kill_strays(self) -> None:
         """Tree walk only: whatever was orphaned has become our child, and is none of ours."""
         for _ in range(64):
-            strays = children_of(os.getpid()) - self.ours - set(self.cleaners)
+            strays = children_of(os.getpid()) - self.ours - set(self.helpers)
             if not strays:
                 return
             for pid in strays:
-                for victim in [pid, *descendants(pid)]:
-                    with contextlib.suppress(OSError):
-                        os.kill(victim, signal.SIGKILL)
+                self._signal_each([pid, *descendants(pid)], signal.SIGKILL)
             with contextlib.suppress(OSError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+
+    # -- helpers ----------------------------------------------------------------------------
+
+    def start_helper(self, work: Callable[[], None], on_end: Callable[[int], None]) -> int:
+        """Do what may block in a process of its own. `on_end` gets its wait status, 0 if `work`
+        returned. Returns its pid."""
+        pid = os.fork()
+        if pid:
+            self.helpers[pid] = on_end
+            return pid
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+
+    def reap(self) -> None:
+        """Wait for children of the front that have ended, and tell who waits for them.
+
+        Raises OSError for a lane that can't be emptied: the worker is to be replaced.
+        """
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            on_end = self.helpers.pop(pid, None)
+            if on_end is not None:
+                on_end(status)
 
     # -- cleaning ---------------------------------------------------------------------------
 
@@ -140,25 +190,27 @@ class Lanes:
         """Free the lane: now if its directory is empty, else when a helper has emptied it."""
         if not self._is_inhabited(lane) and self._is_empty(lane):
             self.free.append(lane)
+        else:
+            self.start_helper(partial(self._empty, lane), partial(self._on_emptied, lane))
+
+    def _empty(self, lane: int) -> None:
+        self._outlive(lane)
+        if self.spec.kill_by == "uid":
+            uid = self.spec.lane_uid(lane)
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which resets it
+        remove_below(self.spec.lane_dir(lane))
+
+    def _on_emptied(self, lane: int, status: int) -> None:
+        if status == 0:
+            self.free.append(lane)
+            self.num_failures[lane] = 0
             return
-        path = self.spec.lane_dir(lane)
-        pid = os.fork()
-        if pid:
-            self.cleaners[pid] = lane
-            return
-        status = 1
-        try:
-            self._outlive(lane)
-            if self.spec.kill_by == "uid":
-                uid = self.spec.lane_uid(lane)
-                os.setresgid(uid, uid, uid)
-                os.setresuid(uid, uid, uid)
-            with contextlib.suppress(PermissionError):  # not its own: it can't have closed it
-                os.chmod(path, 0o700)
-            remove_below(path)
-            status = 0
-        finally:
-            os._exit(status)
+        self.num_failures[lane] += 1
+        if self.num_failures[lane] > MAX_FAILURES:
+            raise OSError(f"the directory of lane {lane} can't be emptied")
+        self.clean(lane)
 
     def _is_inhabited(self, lane: int) -> bool:
         """Whether a process of the lane's is there: what is killed may still be ending, and end a
@@ -172,13 +224,11 @@ class Lanes:
         return True
 
     def _outlive(self, lane: int) -> None:
-        """In a cleaner: until the lane is deserted. Raises TimeoutError if that doesn't come."""
+        """In a cleaner: wait until all that was killed is gone. Raises TimeoutError."""
         give_up = time.monotonic() + 10
         while self._is_inhabited(lane):
             if time.monotonic() > give_up:
                 raise TimeoutError
-            with self.acting_as(lane), contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)
             time.sleep(0.001)
 
     def _is_empty(self, lane: int) -> bool:
@@ -190,32 +240,6 @@ class Lanes:
                 return next(entries, None) is None
         except OSError:  # the call took its own access away
             return False
-
-    def reap(self) -> bool:
-        """Wait for children of the front that have ended; True if that freed a lane.
-
-        Raises OSError for a lane that can't be emptied: the worker is to be replaced.
-        """
-        freed = False
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return freed
-            if pid == 0:
-                return freed
-            lane = self.cleaners.pop(pid, None)
-            if lane is None:
-                continue
-            if status == 0:
-                self.free.append(lane)
-                self.num_failures[lane] = 0
-                freed = True
-                continue
-            self.num_failures[lane] += 1
-            if self.num_failures[lane] > MAX_FAILURES:
-                raise OSError(f"the directory of lane {lane} can't be emptied")
-            self.clean(lane)
 
     def abandon(self, lane: int, pid: int | None) -> None:
         """At the worker's end: kill, and empty as far as that goes."""

@@ -25,13 +25,16 @@ class Spec:
         self.uid_base: int | None = given.get("uid_base")
         self.keep_bytes: int = given.get("keep_output_bytes", 64 * 1024)
         self.max_output_bytes: int = given.get("max_output_bytes", 1 << 20)
-        self.memory_bytes: int = given.get("memory_bytes", 512 << 20)
+        self.memory_bytes: int = given.get("memory_bytes", 512 << 20)  # the most of one call
+        self.worker_bytes: int = given.get("worker_bytes", 4 << 30)  # of all together
+        #: Its memory cgroup is the worker's alone, limited to worker_bytes.
+        self.own_cgroup: bool = given.get("own_cgroup", False)
         self.file_bytes: int = given.get("file_bytes", 32 << 20)
         self.processes: int = given.get("processes", 32)
         self.layers: dict[str, str] = given.get("layers", {})
-        #: /proc is ours alone and shows a call no process but its own.
+        #: Its /proc shows a call no process but its own.
         self.own_proc: bool = given.get("own_proc", False)
-        #: Calls are shut in by landlock.py. One that makes a view of its own could not mount then.
+        #: Calls are shut in by landlock.py; not where each sees mounts of its own.
         self.fenced: bool = "view" not in given and landlock.abi() >= landlock.LEAST_ABI
         hidden = self.own_proc or self.fenced
         self.layers["other calls' processes"] = "hidden" if hidden else UNHIDDEN
@@ -41,6 +44,10 @@ class Spec:
         self.view: str | None = given.get("view")
         #: RLIMIT_NPROC counts a call's processes alone, though all have one uid.
         self.counts_apart: bool = given.get("counts_apart", False)
+        #: A descriptor of what calls may open; set by the zygote.
+        self.ruleset: int | None = None
+        #: The front may read every process's memory maps; set when it starts.
+        self.traces = False
         #: The front is pid 1: with it everything ends.
         self.own_pids = os.getpid() == 1
         # Processes of the same uid that aren't the call's: in a user namespace those of the
@@ -59,3 +66,14 @@ class Spec:
     def lane_uid(self, lane: int) -> int:
         assert self.uid_base is not None
         return self.uid_base + lane
+
+    def lane_of(self, uid: int) -> int | None:
+        """The inverse of lane_uid; None for a uid that is no lane's."""
+        assert self.uid_base is not None
+        return uid - self.uid_base if 0 <= uid - self.uid_base < self.num_lanes else None
+
+    @property
+    def spare_uid(self) -> int:
+        """A uid of our range that no process has but the front, for the time of a signal."""
+        assert self.uid_base is not None
+        return self.uid_base + self.num_lanes

@@ -1,7 +1,11 @@
 """What the front, the zygotes and the children say to each other.
 
 front to zygote   FORK, with the child's descriptors     zygote to front   NEWS of a child
-front to child    a job: JOB, code, standard input       child to front    a report, in a mapping
+front to child    a job: JOB, code; or FILE_JOB          child to front    a report, in a mapping
+child to front    STARTED, once, before its program runs; then CELL_DONE after each cell
+
+A child that ended without STARTED has not run its program, which is the fault of the sandbox. No
+program can keep that message from being sent, change it or take it back.
 """
 
 from __future__ import annotations
@@ -13,11 +17,16 @@ FORK = struct.Struct("<i")  # lane
 NEWS = struct.Struct("<iiidq")  # kind, lane, pid or wait status, cpu_s, max rss in KiB
 NEWS_FORKED, NEWS_EXITED, NEWS_FAILED = 1, 2, 3
 
-JOB = struct.Struct("<d?I")  # timeout_s, of a session, bytes of code
-INLINE_JOB = 64 * 1024  # larger jobs travel as a memory file
-LARGE_JOB = b"+"
+JOB = struct.Struct("<d?Q")  # timeout_s, of a session, bytes of memory
+INLINE_JOB = 64 * 1024  # larger jobs travel as a memory file, and those with standard input
+FILE_JOB = struct.Struct("<Q")  # bytes of standard input, which come first in the file
 
-REPORT_HEAD = struct.Struct("<qi")  # started_ns, bytes of JSON that follow
+STARTED = struct.Struct("<q")  # time.monotonic_ns()
+CELL_DONE = b"done"
+
+# The mapping: STARTED of the latest cell, if of a session; REPORT_SIZE; as many bytes of JSON.
+REPORT_SIZE = struct.Struct("<i")
+REPORT_START = STARTED.size + REPORT_SIZE.size
 REPORT_BYTES = 256 * 1024
 
 JOB_FD, REPORT_FD = 3, 4  # held free in a zygote
@@ -29,21 +38,18 @@ class Job(NamedTuple):
     """A call, as its child sees it."""
 
     code: str
-    stdin: bytes
     timeout_s: float
     lasting: bool  # one of a session's cells
+    memory_bytes: int
 
 
-def pack_job(code: str, stdin: str, timeout_s: float, lasting: bool) -> bytes:
-    text = code.encode("utf-8", "surrogatepass")
-    return JOB.pack(timeout_s, lasting, len(text)) + text + stdin.encode("utf-8", "replace")
+def pack_job(code: str, timeout_s: float, lasting: bool, memory_bytes: int) -> bytes:
+    return JOB.pack(timeout_s, lasting, memory_bytes) + code.encode("utf-8", "surrogatepass")
 
 
 def unpack_job(data: bytes) -> Job:
-    timeout_s, lasting, size = JOB.unpack_from(data)
-    end = JOB.size + size
-    code = data[JOB.size : end].decode("utf-8", "surrogatepass")
-    return Job(code, data[end:], timeout_s, lasting)
+    code = data[JOB.size :].decode("utf-8", "surrogatepass")
+    return Job(code, *JOB.unpack_from(data))
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:

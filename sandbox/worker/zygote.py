@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import os
 import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import traceback
 import types
 
 from sandbox.worker import child, landlock, warm
-from sandbox.worker.child import INTERRUPT, NAME, be_child, enter, open_input, open_output
+from sandbox.worker.child import NAME, be_child, open_input, open_output
 from sandbox.worker.kernel import (
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
     new_pid_space,
     old_pid_space,
     prctl,
+    refuse_hidden_memory,
 )
 from sandbox.worker.spec import Spec
 from sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
 
-TELLING_BYTES = 8 << 20
-FAULT = struct.Struct("<ii")  # a lane, the error that kept its child from a job
 NUM_FDS = 4  # of a child: its channel, its two outputs, its report
 
 
@@ -40,13 +37,12 @@ class Zygote:
         self.level = level
         self.front = front
         self.lanes: dict[int, int] = {}  # pid to lane
-        self.faults, self.fault = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.codes: dict[int, int] = {}  # errors that children told of, by lane
 
     def prepare(self) -> None:
         """Whatever can be done once for all children: a page touched here is not copied there."""
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
+        refuse_hidden_memory()
         warm.load(self.spec.levels[self.level])
         warm.rehearse()
         os.environ.clear()
@@ -66,15 +62,15 @@ class Zygote:
         self.prepare()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a call's
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         poll = select.poll()
         poll.register(self.front, select.POLLIN)
         poll.register(wake, select.POLLIN)
         warm.freeze()
+        limit_address_space(self.spec)
         if self.spec.fenced:
-            landlock.shut_in(self.spec.scratch, self.spec.own_proc)
+            self.spec.ruleset = landlock.make_ruleset(self.spec.scratch, self.spec.own_proc)
         self.front.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
         while True:
             for fd, _ in poll.poll():
@@ -116,13 +112,7 @@ class Zygote:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                area = enter(self.spec, lane, fds)
-            except BaseException as error:
-                code = getattr(error, "errno", None) or errno.EIO
-                os.write(self.fault, FAULT.pack(lane, code))
-                os._exit(status)
-            try:
-                status = be_child(area)
+                status = be_child(self.spec, lane, fds)
             except BaseException:  # a fault of ours, or the call's own exit path
                 with contextlib.suppress(BaseException):
                     traceback.print_exc()
@@ -141,22 +131,9 @@ class Zygote:
             if pid == 0:
                 return
             lane = self.lanes.pop(pid, None)
-            if lane is None:
-                continue
-            if status and (code := self.fault_of(lane)):
-                self.front.send(NEWS.pack(NEWS_FAILED, lane, code, 0.0, 0))
-                continue
-            cpu_s = usage.ru_utime + usage.ru_stime
-            self.front.send(NEWS.pack(NEWS_EXITED, lane, status, cpu_s, usage.ru_maxrss))
-
-    def fault_of(self, lane: int) -> int:
-        """The error that kept the lane's child from waiting for a job; 0 if it came so far. It has
-        told before it could run a program, which can't tell such a thing: the pipe is closed."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                failed, code = FAULT.unpack(os.read(self.faults, FAULT.size))
-                self.codes[failed] = code
-        return self.codes.pop(lane, 0)
+            if lane is not None:
+                cpu_s = usage.ru_utime + usage.ru_stime
+                self.front.send(NEWS.pack(NEWS_EXITED, lane, status, cpu_s, usage.ru_maxrss))
 
 
 def set_limits(spec: Spec) -> None:
@@ -173,8 +150,15 @@ def set_limits(spec: Spec) -> None:
         hard = resource.getrlimit(which)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (bound, bound))
-    # What lies between is for telling of a MemoryError.
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    child.HARD_MEMORY = min(spec.memory_bytes, hard if hard >= 0 else spec.memory_bytes)
-    soft = child.HARD_MEMORY - TELLING_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (soft, child.HARD_MEMORY))
+
+
+def limit_address_space(spec: Spec) -> None:
+    """What a call may map beyond what it shares with the zygote."""
+    with open("/proc/self/statm") as f:
+        child.MAPPED_BYTES = int(f.read().split()[0]) * resource.getpagesize()
+    soft = child.MAPPED_BYTES + spec.memory_bytes
+    hard = soft + child.TELLING_BYTES
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentloop import analyze
+from agentloop import analyze, distribution
 from agentloop.__main__ import main
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.config import to_toml
@@ -104,7 +104,7 @@ class LearnerProcessesThatLive(LearnerProcesses):
 def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
     found = Starts()
     monkeypatch.setattr(analyze, "started", found)
-    monkeypatch.setattr(analyze, "find_spec", lambda name: name)  # the learner's packages
+    monkeypatch.setattr(analyze, "require", lambda *_: None)  # the learner's packages
     return found
 
 
@@ -250,10 +250,11 @@ def test_without_the_learner_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told(capsys, str(run), "--groups", "1")
-    monkeypatch.setattr(analyze, "find_spec", lambda name: None)
+    monkeypatch.setattr(analyze, "require", distribution.require)
+    monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
     told(capsys, str(run), "--groups", "1")  # all of it was found before
     assert main(["analyze", "entropy", str(run)]) == 2
-    assert "pip install 'agentloop[train]'" in capsys.readouterr().err
+    assert "pip install 'agentloop-rl[train]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

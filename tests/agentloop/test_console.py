@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import anyio
 import pydantic
@@ -20,8 +21,10 @@ from hypothesis import strategies as st
 
 from agentloop import console
 from agentloop.console import (
+    Lines,
     Progress,
     add_settings_arguments,
+    interruptible,
     print_table,
     printable,
     settings_text,
@@ -214,3 +217,63 @@ def test_a_signal_after_the_end_does_not_change_the_status() -> None:
         return 3
 
     assert console.run(main) == 3
+
+
+def test_lines_come_as_they_were_written() -> None:
+    reader, writer = os.pipe()
+
+    async def main() -> int:
+        lines = Lines(reader)
+        os.write(writer, b"one\n\ntwo\nthr")
+        found = [await lines.next() for _ in range(3)]
+        with anyio.move_on_after(0.01) as waited:
+            await lines.next()
+        os.write(writer, "ée".encode())
+        os.close(writer)
+        found += [await lines.next(), await lines.next()]
+        assert (found, waited.cancelled_caught) == (["one", "", "two", "thrée", None], True)
+        return 0
+
+    with open(reader, "rb"):
+        assert console.run(main) == 0
+
+
+@pytest.mark.parametrize(("data", "expected"), [(b"a\nb", ["a", "b", None]), (b"", [None])])
+def test_lines_of_a_file(tmp_path: Path, data: bytes, expected: list[str | None]) -> None:
+    (tmp_path / "questions").write_bytes(data)
+
+    async def main() -> int:
+        lines = Lines(file.fileno())
+        assert [await lines.next() for _ in expected] == expected
+        assert await Lines(null.fileno()).next() is None
+        return 0
+
+    with open(tmp_path / "questions", "rb") as file, open(os.devnull, "rb") as null:
+        assert console.run(main) == 0
+
+
+def test_ctrl_c_ends_only_what_may_be_interrupted() -> None:
+    interrupted = []
+
+    async def main() -> int:
+        for _ in range(2):
+            with interruptible() as scope:
+                os.kill(os.getpid(), signal.SIGINT)
+                await anyio.sleep_forever()
+            interrupted.append(scope.cancelled_caught)
+        os.kill(os.getpid(), signal.SIGINT)
+        await anyio.sleep_forever()
+        raise AssertionError("not reached")
+
+    assert console.run(main) == 130
+    assert interrupted == [True, True]
+
+
+def test_sigterm_ends_the_command_wherever_it_is() -> None:
+    async def main() -> int:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.sleep_forever()
+        raise AssertionError("not reached")
+
+    assert console.run(main) == 143

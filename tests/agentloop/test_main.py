@@ -29,7 +29,7 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["sreve", "--help"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("agentloop: error: unknown command 'sreve'")
+    assert err.startswith("agentloop: error: unknown command 'sreve' (did you mean 'serve'?)")
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "evaluate"])
@@ -137,3 +137,11 @@ def test_help_is_quick_and_loads_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
     assert done.returncode == 0
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    assert "usage: agentloop COMMAND" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["help", "ls"])
+    assert "usage: agentloop ls" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.config import load_settings
 from agentloop.groups.reward import RewardSettings
 from agentloop.groups.roc import RocSettings
+from agentloop.models import SMALL
 from agentloop.rollouts import RolloutsSettings, _settings_of, main
 from agentloop.runtime import Settings
 from agentloop.train import TrainSettings, recipe_of
@@ -15,6 +16,9 @@ from agentloop.train import TrainSettings, recipe_of
 
 def test_a_runtime_has_the_trainers_recipe_and_its_own_machine() -> None:
     told = ["budget.max_turns=3", "sampling.temperature=0.7", "roc.down_sample_to_n=2"]
+    told.append(
+        f"chat.template={SMALL / 'chat_template.jinja'}"
+    )  # no file of the runtime's machine
     trainers = load_settings(
         TrainSettings, overrides=[*told, "tools=['python_code_with_standard_io']", "model=/theirs"]
     )
@@ -23,6 +27,8 @@ def test_a_runtime_has_the_trainers_recipe_and_its_own_machine() -> None:
     settings = _settings_of(own, recipe)
     assert settings.budget == Budget(max_turns=3) == trainers.budget
     assert settings.sampling.temperature == 0.7
+    assert settings.chat == trainers.chat
+    assert settings.chat.template == (SMALL / "chat_template.jinja").read_text("utf-8")
     assert settings.tools == ["python_code_with_standard_io"]
     assert settings.model == "/theirs"
     assert (settings.server.count, settings.sandbox.workers) == (2, 1)

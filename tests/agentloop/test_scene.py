@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
 import anyio
+import anyio.abc
 import pytest
 
 from agentloop import console
@@ -265,6 +266,46 @@ async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: P
             data = (await response.content.readuntil(b"\n\n")).split(b"data: ")[1]
             assert json.loads(data)["full"] is True
             response.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "said"),
+    [
+        ("returns", "finished", "The run has finished."),
+        ("raises", "failed", "The run has failed: no disk left."),
+        ("is cancelled", "stopped", "The run was stopped; agentloop train --resume"),
+        ("is drained", "stopped", "The run was drained; agentloop train --resume"),
+    ],
+)
+async def test_the_page_is_told_how_the_run_ended(
+    tmp_path: Path, how: str, state: str, said: str
+) -> None:
+    last: list[dict[str, Any]] = []
+
+    async def read(url: str, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/api/stream") as response:
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    if not last:
+                        task_status.started()
+                    last[:] = [json.loads(line.removeprefix(b"data: "))]
+
+    with anyio.fail_after(15):
+        async with anyio.create_task_group() as tasks:
+            with suppress(ValueError), anyio.CancelScope() as scope:
+                async with scene(tmp_path) as at:
+                    at.begin()
+                    await tasks.start(read, at.url)
+                    if how == "raises":
+                        raise ValueError("no disk left.\nand more")
+                    if how == "is cancelled":
+                        scope.cancel()
+                        await anyio.sleep_forever()
+                    if how == "is drained":
+                        at.loop.is_draining = True
+                        at.scene.leave()
+    assert last[0]["now"]["ended"]["state"] == state
+    assert last[0]["now"]["ended"]["text"].startswith(said)
 
 
 async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.health import ServerState
 from agentloop.inference.router import Router, ServerView
 from agentloop.inference.sglang import http_session
+from agentloop.observe.otel import CallerSpan, caller_span
 from agentloop.runtime import Runtime, Settings, _Parts
 from agentloop.serve import App, listening
 from sandbox import Pool
@@ -47,6 +48,9 @@ class PlayedRouter(ScriptedEngine):
 
     def forget_group(self, name: str) -> None:
         self.forgotten_groups.append(name)
+
+    def play(self, *turns: Sequence[Step]) -> None:
+        self._turns.extend(turns)
 
     def waits(self) -> list[tuple[str, float, str]]:
         return [("r", 1.5, "no server has room for it")]
@@ -157,14 +161,17 @@ async def test_a_clients_own_tools_make_the_round_trip() -> None:
     [
         (b"{nope", 400, "not valid JSON"),
         ({"messages": []}, 400, "messages: "),
-        ({"messages": HELLO, "n": 2, "stream": True}, 400, "n: a stream has one choice"),
-        ({"messages": HELLO, "stop": ["x"]}, 400, "stop: not supported"),
-        ({"messages": HELLO, "model": "other"}, 404, "'other' is not here"),
+        ({"messages": HELLO, "regex": "x"}, 400, 'regex: "x" is not supported'),
+        ({"messages": HELLO, "model": "other"}, 404, "'other' does not exist here"),
         ({"messages": [{"role": "wizard", "content": ""}]}, 400, "messages[0].role"),
         ({"messages": [{"role": "wizard"}], "stream": True}, 400, "messages[0].role"),
         ({"messages": HELLO, "tools": [{}]}, 400, "tools[0].type: "),
         ({"messages": HELLO, "tools": [THEIRS, THEIRS]}, 400, "two are named 'theirs'"),
-        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "messages: they make"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 200_000}]},
+            400,
+            "maximum context length is",
+        ),
         (b" " * (10 << 20), 413, "Maximum request body size"),
     ],
 )
@@ -180,13 +187,154 @@ async def test_bad_input_has_a_clear_answer(body: Any, status: int, said: str) -
     assert at.router.asked == []
 
 
-async def test_what_is_not_there_is_told_in_json() -> None:
+async def test_what_is_not_there_is_told_in_json_with_what_is() -> None:
     async with service() as at:
-        async with at.http.get(f"{at.url}/nowhere") as response:
+        async with at.post("/v1/responses", {"input": "hello"}) as response:
             assert (response.status, response.content_type) == (404, "application/json")
+            error = (await response.json())["error"]
+        assert error["message"].startswith("POST /v1/responses is not offered; there are POST /v1/")
+        assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_url")
         async with at.http.get(f"{at.url}/v1/chat/completions") as response:
             assert (response.status, response.content_type) == (405, "application/json")
             assert response.headers["Allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"model": "other"}, "model_not_found", "model"),
+        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "context_length_exceeded",
+         "messages"),
+        ({"logit_bias": {"1": 5}}, "unsupported_parameter", "logit_bias"),
+        ({"n": 0}, None, "n"),
+    ],
+)  # fmt: skip
+async def test_errors_have_the_codes_that_clients_look_for(
+    body: Any, code: str | None, param: str, stream: bool
+) -> None:
+    async with service() as at:
+        body = {"messages": HELLO, "stream": stream, "n": 2, **body}
+        async with at.post("/v1/chat/completions", body) as response:
+            error = (await response.json())["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, param)
+
+
+async def test_every_answer_has_a_request_id() -> None:
+    async with service(says("It"), says("It"), serve={"port": 0, "token": "t"}) as at:
+        given = {"Authorization": "Bearer t", "X-Request-Id": "my-request.1"}
+        asked = [("/v1/chat/completions", stream) for stream in (True, False)]
+        for path, stream in [*asked, ("/nowhere", False)]:
+            body = json.dumps({"messages": HELLO, "stream": stream})
+            async with at.http.post(at.url + path, data=body, headers=given) as response:
+                assert response.headers["x-request-id"] == "my-request.1"
+        given = {"X-Request-Id": "no id \u00e9"}
+        seen = set()
+        for path in ("/health", "/healthz", "/v1/models"):  # the last is refused
+            async with at.http.get(at.url + path, headers=given) as response:
+                assert response.status == (401 if path == "/v1/models" else 200)
+                seen.add(response.headers["x-request-id"])
+        assert len(seen) == 3
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/healthz", "/v1/models", "/openapi.json"])
+async def test_what_can_be_got_can_be_asked_for_its_head(path: str) -> None:
+    async with service() as at, at.http.head(at.url + path) as response:
+        assert response.status == 200
+
+
+async def test_a_stream_has_as_many_choices_as_were_asked_for() -> None:
+    async with service(*[says("It is 1776.")] * 3) as at, client(at) as asks:
+        stream = await asks.chat.completions.create(
+            model="fake",
+            messages=HELLO,
+            n=3,
+            seed=-1,
+            stream=True,
+            logprobs=True,
+            stream_options={"include_usage": True},
+        )
+        texts, ends, ids, usage = ["", "", ""], {}, set(), None
+        num_logprobs = 0
+        async for chunk in stream:
+            ids.add(chunk.id)
+            usage = chunk.usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                num_logprobs += len((choice.logprobs and choice.logprobs.content) or [])
+                if choice.finish_reason:
+                    ends[choice.index] = choice.finish_reason
+    assert texts == ["It is 1776."] * 3
+    assert ends == dict.fromkeys(range(3), "stop")
+    assert len(ids) == 1
+    assert usage is not None
+    assert usage.completion_tokens == num_logprobs == 3 * len(ids_of(CHAT, "It is 1776." + END))
+    seeds = sorted(asked.sampling.seed or 0 for asked in at.router.asked)
+    assert seeds == [0, 1, (1 << 63) - 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_choice_that_fails_fails_the_request(stream: bool) -> None:
+    async with service(says("It"), [ServerUnavailable("gone")], says("It")) as at:
+        body = {"messages": HELLO, "stream": stream, "n": 3}
+        async with at.post("/v1/chat/completions", body) as response:
+            text = await response.text()
+        assert response.status == (200 if stream else 503)
+        assert "the rollout failed: gone" in text
+        assert "[DONE]" not in text
+    assert at.router.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_sequence_ends_the_answer_and_the_generation(stream: bool) -> None:
+    rest = says("hello world, what STOP is 37")
+    async with service([*rest[:-1], anyio.sleep_forever]) as at:
+        body = {"messages": HELLO, "stream": stream, "stop": ["nope", " STOP is"]}
+        async with at.post("/v1/chat/completions", body) as response:
+            text = await response.text()
+        if stream:
+            lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+            assert lines.pop() == "[DONE]"
+            choices = [json.loads(line)["choices"][0] for line in lines]
+            content = "".join(choice["delta"].get("content", "") for choice in choices)
+        else:
+            choices = json.loads(text)["choices"]
+            content = choices[0]["message"]["content"]
+        assert content == "hello world, what"
+        assert choices[-1]["finish_reason"] == "stop"
+        assert choices[-1]["stop_reason"] == "stop_sequence"
+        assert at.router.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_rollouts_know_the_span_of_their_caller(stream: bool) -> None:
+    seen: list[CallerSpan | None] = []
+
+    async def look() -> None:
+        seen.append(caller_span.get())
+
+    async with service(*[[look, *says("It")]] * 3) as at:
+        for traceparent in [f"00-{'1' * 32}-{'2' * 16}-01", "no traceparent"]:
+            body = json.dumps({"messages": HELLO, "stream": stream, "n": 1 + (not seen)})
+            headers = {"traceparent": traceparent}
+            url = f"{at.url}/v1/chat/completions"  # in the same connection
+            async with at.http.post(url, data=body, headers=headers) as response:
+                await response.read()
+    caller = CallerSpan(int("1" * 32, 16), int("2" * 16, 16), True)
+    assert seen == [caller, caller, None]
+
+
+async def test_no_more_tokens_are_sampled_than_were_asked_for() -> None:
+    """Those of tool responses do not count."""
+    call = says(call_text("nope", {}))
+    num = len(ids_of(CHAT, call_text("nope", {}) + END))
+    async with service(call, says("done"), budget={"max_sampled_tokens": num + 9}) as at:
+        for asked, given in [(num + 2, 2), (num + 20, 9)]:
+            body = {"messages": HELLO, "max_tokens": asked}
+            async with at.post("/v1/chat/completions", body) as response:
+                assert response.status == 200
+            assert at.router.asked[-1].max_new_tokens == given
+            at.router.play(call, says("done"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -269,13 +417,14 @@ async def test_a_token_is_asked_for_where_one_is_set() -> None:
     async with service(serve={"port": 0, "token": "s3cret"}) as at:
         async with at.post("/v1/chat/completions", {"messages": HELLO}) as response:
             assert response.status == 401
+            assert (await response.json())["error"]["code"] == "invalid_api_key"
         async with at.http.get(f"{at.url}/healthz") as response:
             assert response.status == 200
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("top_k", 1 << 31), ("seed", 1 << 63), ("repetition_penalty", 1.3), ("ignore_eos", True)],
+    [("top_k", 1 << 31), ("seed", 1 << 63), ("repetition_penalty", 1.3), ("ignore_eos", 1)],
 )
 async def test_what_would_harm_a_server_or_be_ignored_is_refused(field: str, value: Any) -> None:
     async with service() as at:

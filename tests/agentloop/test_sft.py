@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
+import agentloop.sft
 from agentloop.__main__ import main
 from agentloop.config import load_settings, to_toml
 from agentloop.groups.teacher import lessons
 from agentloop.models import SMALL
-from agentloop.sft import SftSettings, sft
+from agentloop.sft import SftSettings, sft, told
 from agentloop.train import TrainSettings
+from agentloop.training.run_folder import checkpoints_in
 from agentloop.training.standing import Standing
+from tests.support import eventually
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 
@@ -35,6 +45,8 @@ def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("learner.optimizer.lr=0.1", "learner.optimizer.lr: set loop.lr"),
         ("learner.config.num_hidden_layers=2", "learner.config: .*init = random"),
         ("learner.model=x", "learner.model: set model"),
+        ("learner.chat_template=x", "learner.chat_template: set chat.template"),
+        ("chat.template=gone.jinja", "chat.template: 'gone.jinja' cannot be read: No such file"),
         ("learner.loss.clip_low=0.1", "learner.loss: it is that of the kind sft"),
         ("model=/gone", "model: /gone is no model folder"),
         ('data.paths=["gone.jsonl"]', "gone.jsonl: No such file"),
@@ -83,35 +95,132 @@ class Said:
         pass
 
 
-@pytest.mark.anyio
-@pytest.mark.real
-@pytest.mark.timeout(600)
-async def test_random_weights_learn_to_imitate(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
-    model = tmp_path / "tiny"
-    shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    overrides = [
+OWN = "{#- ours -#}" + (SMALL / "chat_template.jinja").read_text("utf-8")
+
+
+def tiny_settings(folder: Path, name: str) -> list[str]:
+    """Of runs that are quick: two layers of random weights, and two ranks."""
+    model = folder / "tiny"
+    if not model.exists():
+        shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+        (folder / "own.jinja").write_text(OWN, "utf-8")
+    return [
         f"model={model}",
+        f"chat.template={folder / 'own.jinja'}",
         "data.teacher=120",
-        f"run.folder={tmp_path}",
-        "run.name=first",
+        f"run.folder={folder}",
+        f"run.name={name}",
         "loop.epochs=2",
         "loop.lr=3e-3",
         "loop.batch_tokens=2500",
+        "loop.checkpoint_every=3",
         "learner.init=random",
         "learner.config.num_hidden_layers=2",
         "learner.micro_batch_tokens=5000",
         "ranks.count=2",
     ]
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+@pytest.mark.anyio
+@pytest.mark.real
+@pytest.mark.timeout(900)
+async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """A run that nothing happens to, and one whose process is killed, whose next learner loses a
+    rank: the same losses, and the same weights."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
     said = Said()
-    settings = load_settings(SftSettings, overrides=overrides)
+    settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "unbroken"))
     published = await sft(settings, said)  # type: ignore[arg-type]
-    lines = (tmp_path / "first" / "metrics.jsonl").read_text("utf-8").splitlines()
-    losses = [json.loads(line)["learner/loss"] for line in lines]
-    assert losses[0] == pytest.approx(6.24, abs=0.2)  # ln 512: it knows nothing
-    assert losses[-1] < 5
+    expected = rows(tmp_path / "unbroken")
+    assert expected[0]["learner/loss"] == pytest.approx(6.24, abs=0.2)  # ln 512: it knows nothing
+    assert expected[-1]["learner/loss"] < 5
     assert (published / "model.safetensors").stat().st_size > 500_000
     assert (published / "tokenizer.json").read_bytes() == (SMALL / "tokenizer.json").read_bytes()
+    assert (published / "chat_template.jinja").read_text("utf-8") == OWN
     config = json.loads((published / "config.json").read_text("utf-8"))
     assert (config["num_hidden_layers"], len(config["layer_types"])) == (2, 2)
     assert said.lines[0].startswith("120 samples, ")
+
+    run = tmp_path / "killed"
+    command = [sys.executable, "-m", "agentloop", "sft", *tiny_settings(tmp_path, "killed")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    async with await anyio.open_process(command, stderr=None, stdout=None, env=environment) as one:
+        metrics = run / "metrics.jsonl"
+        await eventually(
+            lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 8, within_s=300
+        )
+        one.kill()
+    num_done = len(rows(run))
+    assert 8 <= num_done < len(expected)
+    step = max(checkpoints_in(run))
+    assert 3 <= step <= num_done
+
+    class Kills(Said):
+        def show(self, standing: Standing) -> None:
+            if standing.step == num_done + 2:
+                os.kill(pid_of_rank_1(run / "logs"), signal.SIGKILL)
+
+    said = Kills()
+    settings = told(SftSettings, [], run)
+    again = await sft(settings, said, resume=run)  # type: ignore[arg-type]
+    assert f"Going on after step {step}, of which there is a checkpoint" in said.lines
+    assert sum("lost, and started again" in line for line in said.lines) == 1
+    assert not [line for line in said.lines if "had the loss" in line]
+    for name in ("step", "learner/loss", "learner/grad_norm", "learner/lr"):
+        assert [row[name] for row in rows(run)] == [row[name] for row in expected], name
+    first, second = (json.loads((one / "published.json").read_text()) for one in (published, again))
+    assert first == second
+    lines = len(said.lines)
+    assert await sft(settings, said, resume=run) == again  # type: ignore[arg-type]
+    assert len(said.lines) == lines + 1, "nothing is started for what is done"
+
+
+def pid_of_rank_1(logs: Path) -> int:
+    """Of all processes, the one that writes there and is no guardian."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            writes_to = (process / "fd" / "2").readlink()
+            if command[1:4] == [b"-P", b"-m", b"learner"] and writes_to == logs / "learner-1.log":
+                return int(process.name)
+    raise AssertionError("there is no rank 1")
+
+
+@pytest.mark.anyio
+async def test_who_stops_a_run_is_told_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the settings of the run, of which some may change."""
+    said, begun = Said(), anyio.Event()
+
+    async def imitate(*_: object) -> Path:
+        begun.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    monkeypatch.setattr(agentloop.sft, "imitate", imitate)
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "one"))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sft, settings, said))  # type: ignore[arg-type]
+        await begun.wait()
+        tasks.cancel_scope.cancel()
+    assert said.lines[-1] == (
+        "Stopped; there is no checkpoint yet. It goes on by: agentloop sft --resume one"
+    )
+    again = told(SftSettings, ["loop.epochs=9"], Path("one"))
+    assert again == settings.model_copy(
+        update={"loop": settings.loop.model_copy(update={"epochs": 9})}
+    )
+
+
+def test_what_is_no_run_is_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", "--resume", str(tmp_path)]) == 2
+    assert "--resume: " in capsys.readouterr().err

@@ -16,6 +16,7 @@ import pytest
 
 from agentloop import console
 from agentloop.config import load_settings, to_toml
+from agentloop.distribution import install_hint
 from agentloop.errors import AgentLoopError, SettingsError
 from agentloop.groups.queue import GroupQueue
 from agentloop.groups.tasks import TaskSource
@@ -38,6 +39,7 @@ from tests.support import FakeSGLang, eventually
         ("sampling.min_p=0.1", "sampling.min_p"),
         ("learner.temperature=0.7", "learner.temperature: .* set sampling.temperature"),
         ("learner.model=/elsewhere", "learner.model: .* set model alone"),
+        ("learner.chat_template=x", "learner.chat_template: .* set chat.template alone"),
         ("learner.loss.kl_coef=0.1", "learner.loss.kl_coef"),
         ("learner.init=random", "learner.init.* set start.learner.init "),
         ("learner.loss.kind=sft", "learner.loss.kind"),
@@ -103,6 +105,20 @@ def test_a_plan_of_a_run_that_goes_on_has_its_settings(
     assert "steps      123;" in capsys.readouterr().out
 
 
+def test_missing_packages_are_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
+    run = [f"run.folder={tmp_path}", "--restarts", "0"]
+    assert main([*run]) == 2
+    said = capsys.readouterr().err
+    assert "torch (the learner), deepspeed (the learner), matplotlib (plots)" in said
+    assert install_hint("train") in said
+    assert not list(tmp_path.iterdir())
+    assert main(["--dry-run", *run]) == 0
+    assert "missing    torch (the learner)" in capsys.readouterr().out
+
+
 def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--restarts", "-1"])
@@ -137,6 +153,25 @@ async def test_what_is_refused_leaves_the_run_as_it_was(
     with pytest.raises(AgentLoopError, match=named):
         await train(again, cast(Any, Said()), resume=path, from_step=from_step)
     assert (path / "config.toml").read_bytes() == before
+
+
+@pytest.mark.anyio
+async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> None:
+    settings = run_at(tmp_path)
+    folder = RunFolder.of(settings.run, to_toml(settings))
+    path = folder.path
+    for step in (1, 2):
+        checkpoint = path / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "state.json").write_text(json.dumps({"state": {"step": step}}))
+    tasks = TaskSource.open(settings.tasks)
+    async with GroupQueue.open(path / "queue.sqlite") as queue:
+        await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
+        await queue.undo(1)  # killed here
+    del folder  # its lock
+    with pytest.raises(AgentLoopError, match="not those of the cursor"):
+        await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, Said()), resume=path)
+    assert [one.name for one in (path / "checkpoints").iterdir()] == ["step-1"]
 
 
 @pytest.mark.anyio
@@ -198,11 +233,18 @@ def test_a_group_of_one_teaches_nothing() -> None:
 
 
 def test_the_learner_has_the_servers_model_and_temperature() -> None:
-    settings = load_settings(TrainSettings, overrides=["sampling.temperature=0.7"])
+    template = SMALL / "chat_template.jinja"
+    overrides = ["sampling.temperature=0.7", f"chat.template={template}"]
+    settings = load_settings(TrainSettings, overrides=overrides)
     whole = _whole(settings)
+    assert whole.learner.chat_template == template.read_text("utf-8")
     assert whole.learner.temperature == 0.7
     assert str(whole.learner.model) == whole.model
-    assert whole.learner == LearnerSettings(model=whole.learner.model, temperature=0.7)
+    assert whole.learner == LearnerSettings(
+        model=whole.learner.model,
+        temperature=0.7,
+        chat_template=whole.learner.chat_template,
+    )
     assert _whole(whole) == whole
 
 

@@ -83,7 +83,7 @@ def test_help_names_the_benchmarks() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """On a busy machine threads that wait for each other take a hundred times as long."""
-    torch = pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

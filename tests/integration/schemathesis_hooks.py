@@ -20,13 +20,16 @@ def before_call(
 ) -> None:
     is_valid = case.meta is not None and case.meta.generation.mode.is_positive
     if is_valid and isinstance(case.body, dict):
-        cut = _rollouts if case.operation.path == "/v1/rollouts" else _chat
-        cut(case.body)
+        match case.operation.path:
+            case "/v1/rollouts":
+                _rollouts(case.body)
+            case "/v1/chat/completions":
+                _chat(case.body)
 
 
 def _chat(body: dict[str, Any]) -> None:
     body.pop("model", None)
-    if "n" in body:
+    if body.get("n"):
         body["n"] = min(body["n"], 2)
     if messages := body.get("messages"):
         body["messages"] = _few(messages) or [{"role": "user", "content": "x"}]

@@ -125,5 +125,5 @@ def test_a_prompt_that_the_service_refuses_is_told(service: str, tmp_path: Path)
     found = json.loads(done.stdout)
     assert (found["all"]["num_refused"], found["all"]["num_missing"]) == (1, 4)
     (reason,) = found["missing"]
-    assert "400 messages: they make" in reason
+    assert "maximum context length" in reason
     assert found["all"]["avg_at_k"]["num_tasks"] == 1

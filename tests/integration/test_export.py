@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 # In a process of its own: what transformers imports is not for this one's warnings filter.
 LOAD = """
 import json, sys
-from learner import torchvision_stub
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

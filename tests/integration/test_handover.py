@@ -3,10 +3,13 @@ generate."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,18 +24,18 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from agentloop.errors import ServerRefused
+from agentloop.errors import ServerError, ServerRefused
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang import Chunk, Pause, Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
 from agentloop.models import SMALL
 from agentloop.training.batch import Sample, write_batch
+from agentloop.training.checksums import Layout, Tensor, checksum
 from agentloop.training.handover import (
     Handover,
     InFolder,
+    Served,
     WeightsSettings,
-    hand_over,
-    keep_up,
     publisher,
 )
 from agentloop.training.learner import Learner, RanksSettings, started
@@ -46,7 +49,7 @@ pytestmark = [
     pytest.mark.usefixtures("sglang_installed"),
 ]
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 SETTINGS = LearnerSettings(
     model=SMALL,
@@ -179,7 +182,7 @@ class Parts:
         way = publisher(settings, self.learner, self.folder)
         begun = time.monotonic()
         published = await way.publish(self.version, timeout_s=TIMEOUT_S)
-        came = await hand_over(self.router, published, timeout_s=TIMEOUT_S)
+        came = await Served(self.router).hand_over(published, timeout_s=TIMEOUT_S)
         print(f"by {settings.by}: {time.monotonic() - begun:.2f} s, of them {came.seconds:.2f}")
         return came
 
@@ -251,9 +254,11 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
             assert await here.mismatch(server) > 1e-3, "a step changes the learner alone"
             first = await here.hand_over(settings)
             assert (first.failed, here.states()) == ({}, ["healthy"])
+            assert first.num_verified == 1, "every tensor is the learner's"
             assert await here.mismatch(server) < 1e-4
             again = await here.hand_over(other)
             assert again.checksum == first.checksum
+            assert again.num_verified == 1
             assert await here.mismatch(server) < 1e-4
             assert await server.weight_version() == here.version
             checksums.append(first.checksum)
@@ -272,6 +277,83 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
             assert (later < 1e-3) == (pause == "retract")
             assert here.states() == ["healthy"]
             assert await here.mismatch(server) < 1e-4
+
+
+async def test_a_single_server_with_other_weights_serves_nothing(
+    all_started: Started, tmp_path: Path
+) -> None:
+    """It reads files in which a number differs from the learner's; then a folder that is whole, but
+    whose checksums are of other weights."""
+    async with parts(all_started, tmp_path, num_servers=1) as here:
+        await here.step()
+        served, way = Served(here.router), publisher(WeightsSettings(), here.learner, tmp_path)
+        published = await way.publish("31", timeout_s=TIMEOUT_S)
+        assert isinstance(published, InFolder)
+        assert (await served.hand_over(published, timeout_s=TIMEOUT_S)).num_verified == 1
+        (file,) = published.folder.glob("*.safetensors")
+        whole = await anyio.Path(file).read_bytes()
+        await anyio.Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 64]))
+        with pytest.raises(ServerError, match="is not what the learner has published"):
+            await served.hand_over(published, timeout_s=TIMEOUT_S)
+        assert here.states() == ["stale"]
+        await anyio.Path(file).write_bytes(whole)
+        await served.hand_over(published, timeout_s=TIMEOUT_S)
+
+        await here.step()
+        others = await way.publish("32", timeout_s=TIMEOUT_S)
+        give = SGLangServer.update_weights
+
+        async def stale(self: SGLangServer, folder: str, *told: Any, **more: Any) -> Any:
+            return await give(self, str(published.folder), *told, **more)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(SGLangServer, "update_weights", stale)
+            with pytest.raises(ServerError, match="is not what the learner has"):
+                await served.hand_over(others, timeout_s=TIMEOUT_S)
+        assert here.states() == ["stale"]
+        assert (await served.hand_over(others, timeout_s=TIMEOUT_S)).num_verified == 1
+        await here.hand_over(WeightsSettings())
+
+
+def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
+    """Run by Triton's interpreter, which needs no GPU."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    file = Path(found.origin).parent / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
+    if not file.exists():
+        pytest.fail(f"{file} is gone: checksums.VERSIONS knows another SGLang")
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL, str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        size, expected = map(int, line.split())
+        data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+        layout = Layout("cuda", "bfloat16", 1, 1)
+        assert int(checksum("x", [Tensor("uint8", data)], layout, 0), 16) == expected
+    assert len(done.stdout.splitlines()) == 4
+
+
+# As gpu_tensor_hash calls the kernels: it asserts a GPU before.
+KERNEL = """
+import importlib.util, sys
+import numpy as np, torch
+spec = importlib.util.spec_from_file_location("kernel", sys.argv[1])
+m = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(m)
+torch.Tensor.is_cuda = True
+launch = m.hash_tiles32_kernel_blocked
+class Plain:  # the interpreter has no cache to choose
+    def __getitem__(self, grid):
+        return lambda *a, **k: launch[grid](*a, **{**k, "USE_CG": False})
+m.hash_tiles32_kernel_blocked = Plain()
+for size in (5, 1000, 32769, 100003):
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    print(size, m.gpu_tensor_hash(torch.from_numpy(data)))
+"""
 
 
 def most(differences: Iterable[NDArray[np.float64]]) -> float:
@@ -332,7 +414,7 @@ async def test_what_runs_goes_on_under_the_new_weights(
         assert router.view()[0].num_parked_tokens == NUM_PROMPT + 60
 
         async def changed() -> Handover:
-            came = await hand_over(router, published, timeout_s=TIMEOUT_S)
+            came = await Served(router).hand_over(published, timeout_s=TIMEOUT_S)
             (view,) = router.view()
             assert (view.state.value, view.num_parked_tokens) == ("healthy", 0)
             return came
@@ -399,7 +481,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
         here.router.restarting(victim.url)
         await victim.restart(print)
         await eventually(lambda: here.states()[0] == "stale", within_s=60)
-        assert await keep_up(here.router, came, timeout_s=TIMEOUT_S)
+        assert await Served(here.router).keep_up(came, timeout_s=TIMEOUT_S)
         assert here.states() == ["healthy", "healthy"]
         assert await here.mismatch(here.servers[0]) < 1e-4
 
@@ -417,7 +499,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
         send(victim, signal.SIGCONT)
         await eventually(lambda: here.states()[0] == "stale", within_s=60)
         with anyio.fail_after(TIMEOUT_S):  # it has to come to itself first
-            while not await keep_up(here.router, came, timeout_s=TIMEOUT_S):
+            while not await Served(here.router).keep_up(came, timeout_s=TIMEOUT_S):
                 print("once more")
         assert here.states() == ["healthy", "healthy"]
         assert await here.mismatch(here.servers[0]) < 1e-4

@@ -6,10 +6,11 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import anyio.abc
@@ -18,19 +19,22 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import Browser, expect
 
+from agentloop import console
 from agentloop.agent.rollout import Budget
 from agentloop.api.guard import ServeSettings
 from agentloop.api.http import bind
-from agentloop.events import CallStarted, Event
+from agentloop.events import CallStarted, Event, RolloutStarted
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
+from agentloop.scene import Scene
 from agentloop.serve import App, listening
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.standing import Standing
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from sandbox import PoolSettings
 from tests.agentloop.observe.test_archive import rollout
@@ -238,7 +242,7 @@ def test_control_wants_the_token_and_does_what_it_says(service: Service, chromiu
         expect(dialog.get_by_role("alert")).to_be_visible()  # it was refused
         dialog.get_by_role("textbox").fill(TOKEN)
         page.keyboard.press("Enter")
-        expect(page.get_by_role("button", name="Go on")).to_be_visible()
+        expect(page.get_by_role("button", name="Resume")).to_be_visible()
         mark = page.locator("header").get_by_text("paused", exact=True)
         for view in VIEWS:
             page.goto(f"{service.url}/#/{view}")
@@ -248,11 +252,47 @@ def test_control_wants_the_token_and_does_what_it_says(service: Service, chromiu
         refused = httpx.post(f"{service.url}/v1/chat/completions", json=ask, timeout=WAIT_S)
         assert refused.status_code == 503
         assert "paused" in refused.json()["error"]["message"]
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Resume").click()
         expect(page.get_by_role("button", name=re.compile("pause", re.I))).to_be_visible()
         expect(mark).not_to_be_visible()
         taken = httpx.post(f"{service.url}/v1/chat/completions", json=ask, timeout=WAIT_S)
         assert taken.is_success
+
+
+@asynccontextmanager
+async def watched_run(folder: Path) -> AsyncIterator[tuple[str, Scene]]:
+    """A training run's page, with one rollout that goes on."""
+    said: list[str] = []
+    progress = SimpleNamespace(line="", say=said.append, standing=Standing("stage", 3, 10, "Waits"))
+    scene = Scene(RunFolder(folder, ""), cast(console.Progress, progress))
+    async with scene.shown(ServeSettings(port=0)):
+        scene.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
+        yield said[0].split()[2], scene
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_has_ended_looks_like_one(
+    chromium: Browser, tmp_path: Path, fails: bool
+) -> None:
+    with start_blocking_portal("asyncio") as portal, ExitStack() as stack:
+        run = portal.wrap_async_context_manager(watched_run(tmp_path / "run"))
+        url, _ = run.__enter__()
+        page, _ = stack.enter_context(looking(chromium, url))
+        expect(page.locator("#connection-text")).to_have_text("live")
+        expect(page.get_by_role("button", name="Drain")).to_be_visible()
+        error = RuntimeError("no disk left") if fails else None
+        assert not run.__exit__(type(error) if error else None, error, None)
+        said = "The run has failed: no disk left" if fails else "The run has finished"
+        expect(page.locator("#notice")).to_contain_text(said)
+        expect(page.locator("#notice")).to_contain_text("agentloop view")
+        expect(page.locator("#connection-text")).to_have_text("failed" if fails else "finished")
+        expect(page.get_by_role("button", name="Drain")).not_to_be_visible()
+        page.evaluate("location.hash = '#/rollouts'")
+        expect(page.get_by_text("1 live")).to_be_visible()
+        elapsed = page.evaluate("window.agentloop.app.time()")
+        page.wait_for_function("performance.now() > 1000")
+        assert page.evaluate("window.agentloop.app.time()") == elapsed  # nothing grows any more
+        assert "lost" not in page.locator("body").inner_text()
 
 
 def test_a_runs_folder_is_shown_and_made_one_file(

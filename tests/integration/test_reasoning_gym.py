@@ -52,6 +52,9 @@ async def test_another_right_answer_is_right_and_junk_is_not() -> None:
                 (f"({task.answer})", 1.0),
                 ("junk", 0.0),
                 ("__import__('os')._exit(0)", 0.0),
+                ("__import__('os')._exit(1)", 0.0),
+                ("__import__('os').abort()", 0.0),
+                ("[0] * 10**10", 0.0),
             ]:
                 found = await scorer.score(answered(text), task)
                 assert found.value == value, (text, found)

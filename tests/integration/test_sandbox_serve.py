@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import anyio
 import httpx
@@ -15,6 +17,8 @@ import pytest
 
 from sandbox import Pool, PoolSettings
 from sandbox.container import LABEL
+from tests.integration.conftest import need
+from tests.integration.test_openapi import TOKEN, schemathesis
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -79,6 +83,17 @@ async def test_a_pool_survives_the_kill_of_a_host(docker_engine: None) -> None:
             assert {r.attempt for r in results} == {1, 2}
     async with Pool(PoolSettings(backend="docker", workers=1)):  # a start reaps what it finds
         assert containers(process.pid) == []
+
+
+def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
+    if importlib.util.find_spec("schemathesis") is None:
+        need("schemathesis: pip install --group real")
+    many = ("pool.sessions_per_worker=256", "code_judge_timeout_s=1", "pool.timeout_s=1")
+    with command("pool.backend=process", *many, token=TOKEN) as (_, url):
+        report = schemathesis(url, tmp_path)
+    assert report["complete"]
+    assert report["operations"]["tested"] == report["operations"]["total"] == 16
+    assert not report["warnings"]["missing_deserializer"]
 
 
 def test_it_says_what_is_wrong(docker_engine: None) -> None:

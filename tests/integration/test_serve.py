@@ -108,11 +108,62 @@ def test_openais_client_streams_it(client: openai.OpenAI) -> None:
             reasoning += extra.get("reasoning_content", "")
             executed += extra.get("executed_tools", [])
             finish = choice.finish_reason or finish
-    assert content.strip() == "\\boxed{1776}"
-    assert reasoning
+    whole = client.chat.completions.create(model="small", messages=QUESTION)  # type: ignore[arg-type]
+    message = whole.choices[0].message
+    assert content == message.content == "\\boxed{1776}"
+    assert reasoning == (message.model_extra or {})["reasoning_content"]
     assert [tool["output"] for tool in executed] == ["1776"]
     assert finish == "stop"
     assert usage is not None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ends_an_answer_sooner_or_later(http: httpx.Client, stream: bool) -> None:
+    """By tokens that SGLang samples: across their borders, and beyond the end of a turn."""
+
+    def ask(**fields: object) -> tuple[str, str, int]:
+        body = {"messages": QUESTION, "stream": stream, **fields}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        answer = http.post("/v1/chat/completions", json=body)
+        if not stream:
+            whole = answer.json()
+            (choice,) = whole["choices"]
+            said, told = choice["message"]["content"], choice["finish_reason"]
+            return said, told, whole["usage"]["completion_tokens"]
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert lines.pop() == "[DONE]"
+        *chunks, usage = map(json.loads, lines)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        said = "".join(delta.get("content", "") for delta in deltas)
+        told = chunks[-1]["choices"][0]["finish_reason"]
+        return said, told, usage["usage"]["completion_tokens"]
+
+    whole, _, num_tokens = ask()
+    assert whole == "\\boxed{1776}"
+    said, told, num_sampled = ask(stop=["xed{17", "nothing"])
+    assert (said, told) == ("\\bo", "stop")
+    assert num_sampled < num_tokens
+    assert ask(max_tokens=num_tokens - 1)[1:] == ("length", num_tokens - 1)
+    assert ask(max_tokens=num_tokens + 20, ignore_eos=True)[1:] == ("length", num_tokens + 20)
+
+
+def test_log_probabilities_are_those_of_the_sampled_tokens(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="small",
+        messages=QUESTION,  # type: ignore[arg-type]
+        logprobs=True,
+        top_logprobs=3,
+    )
+    assert answer.usage is not None
+    assert answer.choices[0].logprobs is not None
+    tokens = answer.choices[0].logprobs.content or []
+    assert len(tokens) == answer.usage.completion_tokens
+    assert tokens[-1].token == "<|im_end|>"
+    for token in tokens:  # greedy: the likeliest
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].token == token.token
+        assert bytes(token.bytes or ()).decode() == token.token
 
 
 def test_callers_tools_make_the_round_trip(client: openai.OpenAI) -> None:
@@ -164,7 +215,7 @@ def test_rollouts_come_as_lines_as_each_finishes(http: httpx.Client) -> None:
         (b'{"messages": []}', 400, "messages"),
         (b'{"messages": [{"role": "king", "content": ""}]}', 400, "messages[0].role"),
         (b'{"messages": [{"role": "user", "content": "x"}], "model": "gpt"}', 404, "'gpt'"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "stop": "y"}', 400, "stop"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "regex": "y"}', 400, "regex"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', 400, "temper"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', 400, "tools"),
         (b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"1 " * 50_000), 400, "tokens"),

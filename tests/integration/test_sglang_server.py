@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 from agentloop.errors import ServerStartError
-from agentloop.inference.cpu import OVERLAY
 from agentloop.inference.install import install
 from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
+from agentloop.models import SMALL
 
 pytestmark = [
     pytest.mark.anyio,
@@ -29,29 +29,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="SGLang's wheels are for Linux"),
 ]
 
-SMALL_MODEL = Path(__file__).parents[2] / "agentloop" / "models" / "small"
 SHARED_MEMORY = Path("/dev/shm")
-
-MAKE_MODEL = """
-import sys
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-torch.manual_seed(0)
-config = Qwen3Config(
-    vocab_size=384, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-)
-Qwen3ForCausalLM(config).save_pretrained(sys.argv[1])
-letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-tokenizer.decoder = decoders.ByteLevel()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(
-    sys.argv[1]
-)
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,15 +38,8 @@ def _sglang() -> None:
 
 
 @pytest.fixture
-async def model(tmp_path: Path) -> Path:
-    """The model that ships with the package; else a random one."""
-    if (SMALL_MODEL / "config.json").is_file():
-        return SMALL_MODEL
-    folder = tmp_path / "model"
-    # Transformers imports torchvision, too.
-    environment = {**os.environ, "PYTHONPATH": str(OVERLAY), "OMP_NUM_THREADS": "1"}
-    await anyio.run_process([sys.executable, "-c", MAKE_MODEL, str(folder)], env=environment)
-    return folder
+def model() -> Path:
+    return SMALL
 
 
 @pytest.fixture

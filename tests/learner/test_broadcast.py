@@ -14,18 +14,20 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 import torch
 from safetensors.torch import load_file
 
 from agentloop.models import SMALL
+from agentloop.training.checksums import parts_of
 from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
 from learner.weights import split
 from tests.learner.ranks import Ranks, make_batch, started
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
+LAYOUT = {"device": "cpu", "dtype": "float32", "num_ranks": 1, "num_kv_heads": 2}
 PEER = Path(__file__).with_name("peer.py")
 SETTINGS = LearnerSettings(
     model=SMALL,
@@ -92,11 +94,11 @@ def group(
             process.communicate()
 
 
-def send_all(ranks: Ranks, layout: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    number = layout["num_updates"]
+def send_all(ranks: Ranks, told: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    number = told["num_updates"]
     return [
         ranks.ask("send", bucket=index, num_updates=number, **more)
-        for index in range(layout["num_buckets"])
+        for index in range(told["num_buckets"])
     ]
 
 
@@ -109,7 +111,7 @@ def test_what_arrives_is_what_is_published(learner: tuple[Ranks, Path]) -> None:
     ranks, folder = learner
     expected = published(ranks, folder)
     with group(learner, "whole", 2) as (peers, layout):
-        answers = send_all(ranks, layout, digest="float32")
+        answers = send_all(ranks, layout, layout=LAYOUT)
         assert all(process.wait(100) == 0 for process in peers.processes)
         assert ranks.ask("leave")["ok"]
     assert layout["num_buckets"] > 2
@@ -119,10 +121,11 @@ def test_what_arrives_is_what_is_published(learner: tuple[Ranks, Path]) -> None:
         assert received.keys() == expected.keys()
         assert all(torch.equal(received[name], expected[name]) for name in expected)
     sums = {name: one for answer in answers for name, one in answer["sums"].items()}
-    assert sums
+    parts = parts_of(expected)
+    assert sums.keys() == parts.keys()
     for name, one in sums.items():
-        data = expected[name].numpy().tobytes()
-        assert one == hashlib.sha256(data).hexdigest()[:16]
+        data = b"".join(expected[part].numpy().tobytes() for part in parts[name])
+        assert one == [hashlib.sha256(data).hexdigest()[:16]]
 
 
 def test_a_peer_that_dies_breaks_the_group_and_not_the_learner(
@@ -180,7 +183,7 @@ def test_weights_that_are_gone_and_other_nonsense_are_refused(
         ({"op": "send", "bucket": 0, "num_updates": 0}, "0 updates are gone"),
         ({"op": "send", "bucket": 99, "num_updates": 1}, "99 is none"),
         ({"op": "send", "bucket": 0, "num_updates": 1}, "no group"),
-        ({"op": "send", "bucket": 0, "num_updates": 1, "digest": "x"}, "digest"),
+        ({"op": "send", "bucket": 0, "num_updates": 1, "layout": {"x": 1}}, "layout: "),
         ({"op": "join", "name": "x", "world_size": 2, "backend": "gloo", "within_s": 60},
          "weights.group_timeout_s"),
         ({"op": "layout", "out": "/nowhere/at/all"}, "no folder"),
@@ -218,10 +221,12 @@ def test_a_layouts_places_are_aligned(tmp_path: Path) -> None:
     played = SimpleNamespace(
         model=model,
         num_updates=0,
-        settings=SimpleNamespace(publish_dtype="bfloat16", bucket_mib=1),
+        settings=SimpleNamespace(publish_dtype="bfloat16", bucket_mib=1, model=SMALL, config={}),
         world=SimpleNamespace(first=True, device=torch.device("cpu")),
     )
     made = Broadcaster(cast(Policy, played)).layout(tmp_path / "layout")
+    asked = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert made.pop("model") == {**asked, "dtype": "bfloat16"}
     assert made == {"num_buckets": 1, "num_bytes": 32, "num_updates": 0, "backend": "gloo"}
     (bucket,) = json.loads((tmp_path / "layout").read_text())
     assert bucket == {

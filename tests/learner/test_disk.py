@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
 
 import torch
 from safetensors.torch import save_file

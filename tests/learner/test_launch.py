@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,10 +19,10 @@ from typing import Any
 import anyio
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from agentloop.training.launch import free_port
-from agentloop.training.learner import LearnerError, RanksSettings, started
+from agentloop.training.learner import KeptLearner, LearnerError, RanksSettings, started
 from learner.weights import verify
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
@@ -113,6 +114,40 @@ async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
 
     with ended(others):
         await trained(tmp_path, RanksSettings(launcher="torchrun", **NODES), start_other)
+
+
+async def test_with_a_port_of_its_own_another_nodes_line_in_a_loop_is_there_again(
+    tmp_path: Path,
+) -> None:
+    """As docs/recipes/paper.toml has it: nobody has to read the line anew after a restart."""
+    loops: list[subprocess.Popen[bytes]] = []
+
+    def start_other(line: str) -> None:
+        _, found, path = line.partition("Start on each of the other nodes its line of ")
+        if found and not loops:
+            (command,) = Path(path).read_text().splitlines()
+            loop = ["sh", "-c", f"while :; do {command}; sleep 1; done"]
+            with (tmp_path / "other.log").open("wb") as log:
+                loops.append(subprocess.Popen(loop, stdout=log, stderr=log, start_new_session=True))
+
+    make_batch().save(tmp_path / "batch")
+    settings = SETTINGS.model_copy(update={"zero_stage": 3}).model_dump(mode="json")
+    ranks = RanksSettings(launcher="torchrun", port=free_port(), **NODES)
+    batch = str(tmp_path / "batch")
+    try:
+        async with KeptLearner(
+            settings, ranks, log_dir=tmp_path / "logs", on_progress=start_other
+        ) as learner:
+            before = await learner.ask("step", batch=batch, timeout_s=60)
+            learner._processes._processes[0].kill()  # its guardian: nothing of it is left
+            await learner.lost()
+            await learner.restart()
+            after = await learner.ask("step", batch=batch, timeout_s=60)
+            assert after["loss"] == before["loss"]
+    finally:
+        for one in loops:
+            os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
 
 
 async def test_two_nodes_by_deepspeed(tmp_path: Path, hostfile: Path) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
-import learner.torchvision_stub  # noqa: F401
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
-pytest.importorskip("peft", reason="needs peft: pip install 'agentloop[train]'")
+pytest.importorskip("peft", reason="needs peft: pip install 'agentloop-rl[train]'")
 
 import torch
 from safetensors.numpy import load as load_arrays

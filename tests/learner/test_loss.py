@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
 
 import torch
 

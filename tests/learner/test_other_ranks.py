@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from safetensors.torch import load_file
 
@@ -116,3 +116,18 @@ def test_adapters_in_bfloat16_too(tmp_path: Path) -> None:
         assert "saved with num_ranks 2, zero_stage 3" in refused["error"]
         assert "cannot be read with num_ranks 1, zero_stage 2" in refused["error"]
         assert ranks.ask("step", batch=tmp_path / "batch")["num_updates"] == 4
+
+
+@pytest.mark.parametrize(("writer", "reader_"), [((1, 2), (3, 1)), ((2, 1), (1, 2))])
+def test_bfloat16_under_zero_1_has_another_optimizer_of_deepspeeds(
+    writer: tuple[int, int], reader_: tuple[int, int], tmp_path: Path
+) -> None:
+    expected = write(tmp_path, *writer, dtype="bfloat16")
+    settings = changed(zero_stage=reader_[0], dtype="bfloat16")
+    with started(tmp_path / "others", settings, reader_[1]) as ranks:
+        loaded = ranks.ask("load", folder=tmp_path / "2")
+        assert loaded["ok"], loaded
+        found = step(ranks, tmp_path, tmp_path / "found")
+        assert found["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-3)
+        assert differ(found["weights"], expected["weights"]) < 4e-3

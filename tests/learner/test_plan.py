@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
 
 import torch
 
 from agentloop.training.learner import RanksSettings
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.plan import ModelShape, _learner_memory
-from learner import torchvision_stub  # noqa: F401
 from learner.attention import PACKED, register
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]  # torch's import takes its time

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 import torch
 from safetensors.numpy import load as load_arrays
@@ -401,6 +401,29 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
         assert loaded["state"] == {"cursor": 7}
         assert ranks.ask("publish", folder=tmp_path / "again", version="1")["sha256"] == weights
         assert ranks.ask("step", batch=tmp_path / "good")["num_updates"] == 2
+
+
+def test_half_a_step_is_never_saved(tmp_path: Path) -> None:
+    """The first of a batch's four updates is applied, the others break. Who goes on from the
+    checkpoint before does the step as if nothing had been."""
+    settings = SETTINGS.model_copy(update={"updates_per_batch": 4})
+    sizes = (20,) * 8
+    make_batch(1, sizes).save(tmp_path / "good")
+    advantages = np.asarray([1, -1] + [3e38] * 6, np.float32)
+    make_batch(2, sizes, advantages=advantages).save(tmp_path / "half")
+    rescue = {"rescue": tmp_path / "saved" / "rescue", "state": {"step": 1}}
+    with started(tmp_path / "first", settings, 1) as ranks:
+        assert ranks.ask("save", folder=tmp_path / "saved" / "0", state={"step": 0})["ok"]
+        assert ranks.ask("step", batch=tmp_path / "good")["num_updates"] == 4
+        weights = ranks.ask("publish", folder=tmp_path / "one", version="1")["sha256"]
+        answer = ranks.ask("step", batch=tmp_path / "half", **rescue)
+        assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, True)
+        assert "nothing is saved, for 1 of the batch's updates were applied" in answer["error"]
+        assert [one.name for one in (tmp_path / "saved").iterdir()] == ["0"]
+    with started(tmp_path / "second", settings, 1) as ranks:
+        assert ranks.ask("load", folder=tmp_path / "saved" / "0")["state"] == {"step": 0}
+        assert ranks.ask("step", batch=tmp_path / "good")["num_updates"] == 4
+        assert ranks.ask("publish", folder=tmp_path / "again", version="1")["sha256"] == weights
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

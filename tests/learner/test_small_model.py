@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
 
 from agentloop.models import SMALL
 from learner.small_model import ship

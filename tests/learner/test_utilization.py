@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="needs torch: pip install 'agentloop[train]'")
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode

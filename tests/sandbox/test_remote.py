@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from sandbox import (
     CallResult,
     CallStatus,
+    LostBy,
     Pool,
     PoolSettings,
     SandboxUnavailable,
@@ -30,6 +31,7 @@ from sandbox.remote import HostLink
 from sandbox.serve import ServeSettings, serving
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
+from tests.sandbox.test_sessions import wait_until_lost
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
@@ -82,6 +84,8 @@ async def test_a_call_on_a_host() -> None:
         failed = await pool.run("1 / 0")
         assert failed.error is not None
         assert failed.error.type == "ZeroDivisionError"
+        greedy = await pool.run("x = b'1' * 10**8", memory_mib=50)
+        assert greedy.status is CallStatus.OOM
         stats = pool.stats()
         assert (stats["backend"], stats["workers"], stats["slots"]) == ("host", 1, 8)
         assert stats["layers"] == there.pool.stats()["layers"]
@@ -197,21 +201,54 @@ async def test_a_session_on_a_host() -> None:
         await wait_until(lambda: there.pool.stats()["sessions"] == 0)
 
 
-async def until_lost(session: Session) -> None:
-    with anyio.fail_after(15):
-        while True:
-            await session.run("1")
+async def lost_by(session: Session) -> LostBy:
+    with anyio.fail_after(15), pytest.raises(SessionLost) as lost:
+        await session.run("1")
+    return lost.value.by
 
 
-async def test_a_lost_session_on_a_host_is_an_explicit_error() -> None:
+async def test_a_session_that_ends_itself_on_a_host_is_known_for_it() -> None:
     async with host() as there, over(there) as pool:
         async with pool.session() as session:
-            await session.run("import os; os._exit(1)")
-            with pytest.raises(SessionLost):
-                await until_lost(session)
-            with pytest.raises(SessionLost, match="variables are gone"):
-                await session.run("1")
+            assert (await session.run("import os; os._exit(1)")).exit_code == 1
+            assert session.lost_by is LostBy.PROGRAM
+            assert await lost_by(session) is LostBy.PROGRAM
+        async with pool.session() as session:
+            await session.run("import os, threading; threading.Timer(0.1, os._exit, (1,)).start()")
+            await wait_until_lost(session)
+            assert await lost_by(session) is LostBy.PROGRAM
         assert (await pool.run("1")).ok
+
+
+async def test_a_session_lost_with_its_worker_on_a_host_is_nobodys_doing() -> None:
+    async with host() as there, over(there) as pool, pool.session() as session:
+        await session.run("x = 1")
+        there.pool._room.workers[0].link.lose("it died")
+        assert await lost_by(session) is LostBy.INFRASTRUCTURE
+        assert session.lost_by is LostBy.INFRASTRUCTURE
+
+
+async def test_after_a_cell_that_was_given_up_on_a_host_the_next_is_told_so() -> None:
+    async with host() as there, over(there) as pool, pool.session() as session:
+        await session.run("1")
+        async with anyio.create_task_group() as group:
+            group.start_soon(session.run, FOREVER, "", 600)
+            await wait_until(lambda: there.pool.stats()["busy"] == 1)
+            group.cancel_scope.cancel()
+        assert await lost_by(session) is LostBy.CALLER
+        await wait_until(lambda: pool.stats()["busy"] == there.pool.stats()["busy"] == 0)
+        assert there.pool.stats()["replaced"] == 0
+
+
+async def test_a_session_that_is_closed_while_a_host_has_no_seat_for_it_is_not_opened() -> None:
+    async with host(sessions_per_worker=1) as there, over(there) as pool, over(there) as other:
+        async with pool.session() as first, anyio.create_task_group() as group:
+            await first.run("1")
+            async with other.session() as second:
+                group.start_soon(second.run, "1")
+                await wait_until(lambda: other.stats()["busy"] == 1)
+            await wait_until(lambda: other.stats()["busy"] == 0)
+        await wait_until(lambda: there.pool.stats()["sessions"] == 0)
 
 
 async def test_the_token_is_needed() -> None:
@@ -219,6 +256,41 @@ async def test_the_token_is_needed() -> None:
         async with over(there, hosts_token=SecretStr("hush")) as pool:
             assert (await pool.run("1")).ok
         with pytest.raises(SandboxUnavailable, match="another token"):
+            async with over(there):
+                pass
+
+
+class Names(aiohttp.abc.AbstractResolver):
+    """A network in which every name leads to this machine."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        return [
+            {
+                "hostname": host,
+                "host": "127.0.0.1",
+                "port": port,
+                "family": socket.AF_INET,
+                "proto": 0,
+                "flags": 0,
+            }
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/recipes/paper.toml names them."""
+    monkeypatch.setattr(aiohttp.connector, "DefaultResolver", lambda loop: Names())
+    async with host(token="hush") as there:
+        there.url = there.url.replace("127.0.0.1", "node-4")
+        async with over(there, hosts_token=SecretStr("hush")) as pool:
+            assert (await pool.run("1")).ok
+    async with host() as there:
+        there.url = there.url.replace("127.0.0.1", "node-4")
+        with pytest.raises(SandboxUnavailable, match="403"):
             async with over(there):
                 pass
 

@@ -18,7 +18,9 @@ from pydantic import SecretStr
 
 from sandbox import Pool
 from sandbox.guard import Guard
+from sandbox.protocol import encode
 from sandbox.serve import ServeSettings, load, main, serving
+from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
@@ -186,6 +188,8 @@ async def test_sessions_end_with_the_service(pool: Pool) -> None:
         ("/v1/run", {"code": 1}, 400, "code:"),
         ("/v1/run", {"code": "1", "timeout_s": -1}, 400, "timeout_s:"),
         ("/v1/run", {"code": "1", "timeout": 1}, 400, "timeout:"),
+        ("/v1/run", {"code": "1", "memory_mib": 0}, 400, "memory_mib:"),
+        ("/v1/run/batch", {"calls": [{"code": "1", "memory_mib": 0}]}, 400, "calls.0.memory_mib"),
         ("/v1/run/batch", {"calls": []}, 400, "calls:"),
         ("/v1/run/batch", {"calls": [{"code": "1"}, {}]}, 400, "calls.1.code: Field required"),
         ("/v1/run", b"#" * (2 << 20), 413, "the most"),
@@ -194,6 +198,11 @@ async def test_sessions_end_with_the_service(pool: Pool) -> None:
         ("/v1/sessions", {"idle_s": 1}, 400, "idle_s:"),
         ("/run", {"type": "java", "solution": ""}, 400, "type:"),
         ("/run_code", {}, 400, "code:"),
+        ("/run_code", {"code": "1", "memory_limit_MB": False}, 400, "memory_limit_MB:"),
+        ("/run_code", {"code": "1", "memory_limit_MB": 10**30}, 400, "memory_limit_MB:"),
+        ("/run_code", {"code": "1", "run_timeout": "5"}, 400, "run_timeout:"),
+        ("/v1/run", {"code": "1", "timeout_s": True}, 400, "timeout_s:"),
+        ("/v1/run", {"code": "1", "timeout_s": "5"}, 400, "timeout_s:"),
         ("/nowhere", {}, 404, "/nowhere"),
     ],
 )
@@ -202,6 +211,18 @@ async def test_bad_input_is_named(pool: Pool, path: str, body: Any, status: int,
         got, answer = await client.post(path, body)
     assert got == status
     assert says in answer["error"]["message"]
+
+
+async def test_memory_of_a_call_and_of_a_cell(client: Client) -> None:
+    greedy = {"code": "x = b'1' * 10**8", "memory_mib": 50}
+    assert (await client.post("/v1/run", greedy))[1]["status"] == "oom"
+    assert (await client.post("/v1/run", greedy | {"memory_mib": 200}))[1]["status"] == "ok"
+    _, session = await client.post("/v1/sessions", {})
+    path = f"/v1/sessions/{session['id']}/run"
+    assert (await client.post(path, greedy))[1]["status"] == "oom"
+    # The pool's own bound is the most, however much is asked for.
+    beyond = {"code": "x = b'1' * 10**9", "memory_mib": 10**6}
+    assert (await client.post("/v1/run", beyond))[1]["status"] == "oom"
 
 
 async def test_a_body_of_unknown_length_is_bounded(pool: Pool) -> None:
@@ -234,10 +255,10 @@ async def test_bodies_that_have_come_are_bounded(pool: Pool) -> None:
     async with service(pool, max_body_mib=1, max_held_mib=1) as client:
         async with begun(client, "Content-Length: 1048576") as stream:
             await stream.send(b"#" * size)
-            await until_stat(client, "body_bytes", size)
+            await until_stat(client, "held_bytes", size)
             status, answer = await client.post("/v1/run", {"code": "1"})
             assert (status, answer["error"]["type"]) == (503, "overloaded")
-        await until_stat(client, "body_bytes", 0)
+        await until_stat(client, "held_bytes", 0)
         assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
 
 
@@ -298,6 +319,158 @@ async def test_too_many_requests_are_refused(pool: Pool) -> None:
     await wait_until(lambda: pool.stats()["busy"] == 0)
 
 
+FEW_SEATS = BARE.model_copy(update={"sessions_per_worker": 1})
+
+
+async def test_where_no_session_is_free_it_is_said_at_once() -> None:
+    async with Pool(FEW_SEATS) as pool, service(pool) as client:
+        assert (await client.post("/v1/sessions"))[0] == 201
+        async with client.http.post(client.url + "/v1/sessions") as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+            error = (await response.json())["error"]
+        assert error["type"] == "overloaded"
+        assert error["message"].startswith("no session is free, of 1: close one, or allow more")
+
+
+async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
+    few = {"session_wait_s": 600, "max_waiting_sessions": 1, "max_requests": 1}
+    async with Pool(FEW_SEATS) as pool, service(pool, **few) as client:
+        _, opened = await client.post("/v1/sessions")
+        async with anyio.create_task_group() as group:
+            got: list[int] = []
+
+            async def wait_for_one() -> None:
+                got.append((await client.post("/v1/sessions"))[0])
+
+            group.start_soon(wait_for_one)
+            await until_stat(client, "sessions_waiting", 1)
+            assert (await client("GET", "/v1/stats"))[1]["requests"] == 0
+            assert (await client.post("/v1/sessions"))[0] == 503  # the second one
+            assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
+            assert not got
+            await client("DELETE", f"/v1/sessions/{opened['id']}")
+        assert got == [201]
+        await until_stat(client, "sessions_waiting", 0)
+
+
+async def test_a_client_that_leaves_waits_for_no_session() -> None:
+    async with Pool(FEW_SEATS) as pool, service(pool, session_wait_s=600) as client:
+        await client.post("/v1/sessions")
+        async with anyio.create_task_group() as group:
+            group.start_soon(client.post, "/v1/sessions")
+            await until_stat(client, "sessions_waiting", 1)
+            group.cancel_scope.cancel()
+        await until_stat(client, "sessions_waiting", 0)
+        assert pool.stats()["sessions"] == 1
+
+
+def frame(size: int, sent: int = 0) -> bytes:
+    return size.to_bytes(4, "big") + b" " * sent
+
+
+async def test_links_are_counted_and_bounded(pool: Pool) -> None:
+    async with service(pool, max_links=2) as client:
+        link = client.url + "/v1/link"
+        async with client.http.ws_connect(link) as one, client.http.ws_connect(link):
+            await until_stat(client, "links", 2)
+            status, answer = await client("GET", "/v1/link")
+            assert (status, answer["error"]["type"]) == (503, "overloaded")
+            assert "max_links" in answer["error"]["message"]
+            await one.close()
+            await until_stat(client, "links", 1)
+            async with client.http.ws_connect(link):
+                await until_stat(client, "links", 2)
+        await until_stat(client, "links", 0)
+
+
+async def test_what_links_hold_is_counted_and_bounded(pool: Pool) -> None:
+    async with service(pool, max_body_mib=1, max_held_mib=1) as client:
+        link = client.url + "/v1/link"
+        async with client.http.ws_connect(link) as one, client.http.ws_connect(link) as two:
+            for socket_ in (one, two):
+                await socket_.receive()  # ready
+            for _ in range(4):
+                await one.send_bytes(frame(8 << 20, 0) if not _ else b" " * 200_000)
+            await until_stat(client, "held_bytes", 600_004)
+            for _ in range(3):
+                await two.send_bytes(frame(8 << 20, 0) if not _ else b" " * 250_000)
+            closed = await two.receive()
+            assert "max_held_mib" in str(closed.extra)
+            call = {"op": "run", "id": 7, "code": "6 * 7"}
+            async with client.http.ws_connect(link) as three:
+                await three.receive()
+                await three.send_bytes(encode(call))
+                assert b'"result":"42"' in (await three.receive()).data
+        await until_stat(client, "held_bytes", 0)
+
+
+async def test_a_link_takes_no_frame_that_is_long_to_parse(pool: Pool) -> None:
+    async with service(pool) as client, client.http.ws_connect(client.url + "/v1/link") as link:
+        await link.receive()
+        await link.send_bytes(encode({"op": "run", "id": 1, "code": [[]] * 5000}))
+        assert "at most 1000 values" in str((await link.receive()).extra)
+
+
+async def test_a_long_frame_goes_in_several_messages(pool: Pool) -> None:
+    async with service(pool) as client:
+        async with Pool(BARE.model_copy(update={"hosts": [client.url], "backend": "auto"})) as far:
+            text = "größe" * 300_000
+            result = await far.run("print(len(input()))", stdin=text)
+            assert result.stdout == "1500000\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v1/run", b'{"code":"1","x":[' + b"{}," * 2000 + b"{}]}", 413, "at most 1000 values"),
+        ("/v1/run/batch", b'{"calls":[' + b"[]," * 1_100_000 + b"[]]}", 413, "values and names"),
+        ("/v1/run/batch", b'{"calls":[' + b'{"x":1},' * 65_000 + b"{}]}", 400, "calls.0.code"),
+        ("/v1/run", json.dumps({f"a{n}": 1 for n in range(400)}).encode(), 400, "401 fields"),
+    ],
+)
+async def test_a_body_that_is_long_to_parse_or_to_refuse(
+    client: Client, path: str, body: bytes, status: int, says: str
+) -> None:
+    got, answer = await client.post(path, body)
+    assert (got, answer["error"]["type"]) == (
+        status,
+        "too_large" if status == 413 else "bad_request",
+    )
+    assert says in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 200
+
+
+async def test_code_that_is_full_of_brackets_is_a_single_value(client: Client) -> None:
+    code = 'len("' + r"[{,:\"" * 50_000 + '")'
+    _, answer = await client.post("/v1/run", {"code": code})
+    assert answer["result"] == "250000"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/run", "POST"),
+        ("POST", "/healthz", "GET,HEAD"),
+        ("PATCH", "/v1/sessions/x", "DELETE"),
+    ],
+)
+async def test_another_method_is_told_which_are_allowed(
+    client: Client, method: str, path: str, allowed: str
+) -> None:
+    async with client.http.request(method, client.url + path) as response:
+        assert (response.status, response.headers["Allow"]) == (405, allowed)
+        assert (await response.json())["error"]["type"] == "http"
+
+
+async def test_a_mistake_of_ours_has_an_answer_of_the_same_form(
+    pool: Pool, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "stats", lambda: 1 / 0)
+    status, answer = await client("GET", "/v1/stats")
+    assert (status, answer["error"]["type"]) == (500, "internal")
+    assert [record.message for record in caplog.records] == ["GET /v1/stats failed"]
+
+
 async def test_only_with_the_token(pool: Pool) -> None:
     async with service(pool, token=SecretStr("hush")) as client:
         assert (await client.post("/v1/run", {"code": "1"}))[0] == 401
@@ -320,13 +493,20 @@ async def test_foreign_pages_are_refused(pool: Pool, client: Client, header: str
     assert pool.stats()["calls"] == before
 
 
-def test_a_guard_of_every_address_takes_addresses_but_no_names() -> None:
-    guard = Guard("0.0.0.0", "t")
-    ask = {"Authorization": "Bearer t"}
-    assert guard.refusal("/run", {"Host": "10.0.0.7:8010", **ask}) is None
-    assert guard.refusal("/run", {"Host": "[::1]:8010", **ask}) is None
-    assert guard.refusal("/run", {"Host": "evil.example", **ask}) is not None
-    assert Guard("0.0.0.0", "t", ["box.lan"]).refusal("/run", {"Host": "box.lan", **ask}) is None
+def test_a_guard_with_a_token_takes_any_name_and_one_without_only_its_own() -> None:
+    right, wrong = {"Authorization": "Bearer t"}, {"Authorization": "Bearer u"}
+    for name in ("10.0.0.7:8010", "[::1]:8010", "node-4:8010", "box.lan"):
+        for guard in (Guard("0.0.0.0", "t"), Guard("127.0.0.1", "t")):
+            assert guard.refusal("/run", {"Host": name, **right}) is None
+            refusal = guard.refusal("/run", {"Host": name, **wrong})
+            assert refusal is not None
+            assert refusal[0] == 401
+    local = Guard("127.0.0.1", None, ["box.lan"])
+    assert local.refusal("/run", {"Host": "box.lan:8010"}) is None
+    refusal = local.refusal("/run", {"Host": "node-4:8010"})
+    assert refusal is not None
+    assert refusal[0] == 403
+    assert "allowed_hosts" in refusal[1]
 
 
 async def test_code_judge(client: Client) -> None:
@@ -364,16 +544,60 @@ async def test_code_judges_batches_keep_their_order(client: Client, form: str) -
             n < 40 and n not in (7, 8) for n in range(50)
         ]
         assert [answers[n]["reason"] for n in (6, 7, 8)] == ["", "invalid_input", "invalid_input"]
-        assert "'cpp'" in answers[7]["message"]
     assert [one["stdout"] for one in ran["results"]][9] == "9\n"
     assert "'math'" in ran["results"][8]["stderr"]
+
+
+@pytest.mark.parametrize("path", ["/run", "/judge"])
+async def test_code_judges_own_client_takes_every_answer(client: Client, path: str) -> None:
+    """Its dataclass has these fields and refuses others."""
+    for one in (
+        {"type": "python", "solution": "1"},
+        {"type": "cpp", "solution": "1"},
+        {"type": "python", "solution": "1", "options": {"a": "b"}},
+        {"type": "python", "solution": "1 / 0"},
+        {"type": "python", "solution": "#" * (9 << 20)},
+    ):
+        _, answer = await client.post(path, one)
+        fields = ["sub_id", "success", "run_success", "cost", "reason"]
+        assert list(answer) == fields + ["stdout", "stderr"] * (path == "/run")
+    _, answer = await client.post("/run", {"type": "cpp", "solution": "1"})
+    assert answer["stderr"] == "the type 'cpp' is not offered here, only 'python'"
+
+
+async def test_code_judge_keeps_the_first_characters(pool: Pool) -> None:
+    code = "import sys\nprint('é' * 3_000_000)\nprint('e' * 3_000_000, file=sys.stderr)"
+    ask = {"type": "python", "solution": code}
+    async with service(pool) as client:
+        _, answer = await client.post("/run", ask)
+        assert (answer["success"], answer["stdout"], answer["stderr"]) == (
+            True, "é" * 1000, "e" * 1000,
+        )  # fmt: skip
+    async with service(pool, code_judge_chars=20_000) as client:
+        assert len((await client.post("/run", ask))[1]["stdout"]) == 20_000
+
+
+@pytest.mark.parametrize("size", [70_000, 3_000_000])
+async def test_code_judge_compares_all_of_a_long_output(client: Client, size: int) -> None:
+    ask = {"type": "python", "solution": f"print('x' * {size})", "expected_output": "x" * size}
+    assert (await client.post("/judge", ask))[1]["success"]
+    ask["expected_output"] = "x" * (size // 2) + "y" + "x" * (size - size // 2 - 1)
+    _, answer = await client.post("/judge", ask)
+    assert (answer["success"], answer["run_success"]) == (False, True)
+
+
+async def test_code_judge_says_what_it_cannot_compare(client: Client) -> None:
+    ask = {"type": "python", "solution": "1", "expected_output": "x" * (5 << 20)}
+    _, answer = await client.post("/run", ask)
+    assert (answer["success"], answer["reason"]) == (False, "invalid_input")
+    assert "expected_output has more than" in answer["stderr"]
 
 
 async def test_code_judge_says_what_went_wrong(pool: Pool) -> None:
     async with service(pool, code_judge_timeout_s=2) as client:
         late = await client.post("/run", {"type": "python", "solution": FOREVER})
         assert (late[1]["reason"], late[1]["success"], late[1]["stdout"]) == (
-            "worker_timeout", False, "begun\n",
+            "worker_timeout", False, "begun\nSuicide from timeout.\n",
         )  # fmt: skip
         large = await client.post("/run", {"type": "python", "solution": "#" * (9 << 20)})
         assert large[1]["reason"] == "internal_error"
@@ -385,9 +609,13 @@ async def test_code_judge_says_what_went_wrong(pool: Pool) -> None:
     ("ask", "status", "ran"),
     [
         ({"code": "print(input())", "stdin": "x"}, "Success", ("Finished", 0, "x\n")),
+        ({"code": "print('x' * 3_000_000)"}, "Success", ("Finished", 0, "x" * 3_000_000 + "\n")),
         ({"code": "print(1); raise SystemExit(3)"}, "Failed", ("Finished", 3, "1\n")),
         ({"code": FOREVER, "run_timeout": 2}, "Failed", ("TimeLimitExceeded", None, "begun\n")),
+        ({"code": "x = b'1' * 10**8", "memory_limit_MB": 10}, "Failed", ("Finished", 1, "")),
+        ({"code": "x = b'1' * 10**8", "memory_limit_MB": 10**6}, "Success", ("Finished", 0, "")),
         ({"code": "1", "language": "cpp"}, "SandboxError", None),
+        ({"code": "1", "memory_limit_MB": 512.0}, "Success", ("Finished", 0, "")),
         ({"code": "1", "files": {"a": "Yg=="}}, "SandboxError", None),
     ],
 )
@@ -399,6 +627,12 @@ async def test_sandbox_fusion(client: Client, ask: Any, status: str, ran: Any) -
     else:
         run = answer["run_result"]
         assert (run["status"], run["return_code"], run["stdout"]) == ran
+
+
+async def test_sandbox_fusion_answers_with_all_of_an_output_or_not_at_all(client: Client) -> None:
+    _, answer = await client.post("/run_code", {"code": "print('x' * 5_000_000)"})
+    assert (answer["status"], answer["run_result"]) == ("SandboxError", None)
+    assert answer["message"].startswith("the output has 5000001 bytes; the most is")
 
 
 async def test_the_document_names_every_path(pool: Pool, client: Client) -> None:
@@ -454,8 +688,9 @@ async def test_the_document_describes_the_answers(client: Client) -> None:
     for path, body, code in asked:
         _, answer = await client.post(path, body)
         (form,) = document["paths"][path]["post"]["responses"][code]["content"].values()
+        schema = form["schema"].get("items", form["schema"])  # of a line
         told: set[str] = set()
-        assert is_described(answer, form["schema"], document["components"]["schemas"], told)
+        assert is_described(answer, schema, document["components"]["schemas"], told)
         assert told == set(answer), path
 
 
@@ -465,6 +700,20 @@ def test_settings_come_as_flags_or_pairs_or_variables(monkeypatch: pytest.Monkey
     got = load(["--port", "9", "host=0.0.0.0", "pool.workers=3", "--pool.backend=process"])
     assert (got.port, got.host, got.pool.workers, got.pool.backend) == (9, "0.0.0.0", 3, "process")
     assert (got.token, got.pool.timeout_s) == (SecretStr("hush"), 7)
+    for given in (["--pool.packages", "a==1,b"], ["pool.packages=a==1,b"]):
+        assert load(given).pool.packages == ["a==1", "b"]
+
+
+def test_the_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--help"])
+    said = " ".join(capfd.readouterr().out.split())
+    for internal in ("Secret", "null", "list[", "lambda", "factory", "%"):
+        assert internal not in said
+    assert "usage: python -m sandbox.serve [--SETTING VALUE | SETTING=VALUE ...]" in said
+    assert "--token TEXT Callers must send it" in said
+    assert "--pool.hosts TEXT,... Machines that run" in said
+    assert '(default: [["numpy"], ["numpy", "sympy"]])' in said
 
 
 @pytest.mark.parametrize(

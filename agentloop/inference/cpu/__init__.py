@@ -1,18 +1,23 @@
 """What SGLang needs to run without an accelerator.
 
-`overlay/` goes in front of the server's module path and holds what its wheels lack there;
-`requirements.txt` and `requirements-nodeps.txt` are what `install.py` installs.
+`overlay/` goes in front of the server's module path and holds what its wheels lack there. So does
+`PRIVATE`, a folder of packages for the servers' processes alone. The requirements files are what
+`install.py` installs: into the environment, without dependencies, and into `PRIVATE`.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
-__all__ = ["INSTALL_COMMAND", "OVERLAY", "has_accelerator"]
+__all__ = ["INSTALL_COMMAND", "OVERLAY", "PRIVATE", "has_accelerator"]
 
 OVERLAY = Path(__file__).parent / "overlay"
+# torchvision's wheels are built for CUDA. In the environment itself, beside a PyTorch for the CPU,
+# such a wheel breaks the import of every model in transformers.
+PRIVATE = Path(sys.prefix) / "share" / "agentloop" / "sglang-cpu"
 INSTALL_COMMAND = "python -m agentloop.inference.install"
 
 _DEVICE_FILES = ("nvidia0", "kfd")  # NVIDIA, AMD

@@ -1,7 +1,7 @@
 // The shell: which view is shown, how the page is connected, keys, theme, tokens.
 (() => {
   "use strict";
-  const { h, setText, setAttr, format, kept, views, api, makeStore } = window.agentloop;
+  const { h, setText, setAttr, format, kept, views, api, makeStore, isEvaluation } = window.agentloop;
 
   const $ = (id) => document.getElementById(id);
   const store = makeStore();
@@ -108,7 +108,8 @@
       rollouts: true,
       servers: servers.length > 0 || about.live,
       groups: groups.size > 0 || about.kind !== "serve",
-      curves: steps.length > 0 || about.kind !== "serve",
+      // The rows of an evaluation are tasks: a line from one to the next would mean nothing.
+      curves: !isEvaluation(about) && (steps.length > 0 || about.kind !== "serve"),
       sandbox: about.has_sandbox || sandbox !== null,
       ask: about.can_ask && !api.exported,
     };
@@ -135,6 +136,8 @@
     const isOpen = state === "open";
     const said = api.exported
       ? "exported"
+      : store.now.ended
+      ? store.now.ended.state
       : isOpen
         ? live === false || kind === "view"
           ? "from disk"
@@ -160,7 +163,9 @@
   const showNotice = () => {
     const { state, error, retryMs } = store.connection;
     const parts = [];
-    if (state === "lost" && lostSince && Date.now() - lostSince > 1500) {
+    const { ended } = store.now;
+    if (ended) parts.push(h("span", {}, ended.text));
+    else if (state === "lost" && lostSince && Date.now() - lostSince > 1500) {
       const what = retryMs === null ? "Not connected" : "The connection is lost";
       const old = store.ready ? " What is shown is old." : "";
       parts.push(h("span", {}, `${what}${error ? `: ${error}` : ""}.${old} `));
@@ -177,7 +182,8 @@
     }
     const text = parts.map((one) => one.textContent).join("");
     if ($("notice").textContent !== text) $("notice").replaceChildren(...parts);
-    setAttr($("notice"), "data-kind", state === "lost" ? "bad" : "warn");
+    const kind = ended ? { finished: "good", failed: "bad" }[ended.state] : state === "lost" && "bad";
+    setAttr($("notice"), "data-kind", kind || "warn");
   };
   let [acknowledged, lostSince] = [0, 0];
 
@@ -199,6 +205,10 @@
     stream = api.subscribe("api/stream", {
       event: ({ event, data }) => {
         if (event === "frame") store.apply(data);
+        if (store.now.ended) {
+          store.connected("ended");
+          return true; // nobody will answer any more
+        }
         if (store.connection.state !== "open") {
           if (lostSince && Date.now() - lostSince > 1500) store.say("This page is connected again");
           lostSince = 0;
@@ -330,6 +340,7 @@
       if (changed.has("connection") || changed.has("about")) showConnection();
       else if (changed.has("missed")) showNotice();
       if (changed.has("now")) showMode();
+      if (changed.has("now") && store.now.ended) showConnection();
     });
     $("theme").addEventListener("click", switchTheme);
     $("help").addEventListener("click", showKeys);

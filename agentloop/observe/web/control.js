@@ -6,13 +6,13 @@
   // `sure` is what is asked before. A rollout is cancelled where it is shown (trajectory.js).
   const BUTTONS = [
     { name: "pause", text: "Pause", when: ({ now }) => !now.paused },
-    { name: "resume", text: "Go on", when: ({ now }) => now.paused },
+    { name: "resume", text: "Resume", when: ({ now }) => now.paused },
     { name: "checkpoint", text: "Save a checkpoint", when: () => true },
     {
       name: "drain",
       text: "Drain",
       when: ({ now }) => !now.draining,
-      sure: "Nothing new starts, and what runs may end. Then the run ends.",
+      sure: "Finish what is running, start nothing new, then stop. This cannot be undone.",
     },
   ];
 
@@ -49,7 +49,7 @@
     };
 
     const show = () => {
-      const offered = api.exported ? [] : (store.about.controls ?? []);
+      const offered = api.exported || store.now.ended ? [] : (store.about.controls ?? []);
       const isHere = app.params?.name === "now";
       const shown = BUTTONS.filter((one) => isHere && offered.includes(one.name) && one.when(store));
       const make = (one) => h("button", { type: "button", onclick: () => press(one) }, one.text);

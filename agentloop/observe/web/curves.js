@@ -308,8 +308,10 @@
 
   // Numbers of an axis, with as many digits as its steps have.
   const alike = (by) => {
-    const digits = (String(by).split(".")[1] ?? "").length;
-    return by < 1 && digits > 0 && digits < 6 ? (value) => value.toFixed(digits) : short;
+    if (by >= 1) return short;
+    const digits = Math.ceil(-Math.log10(by) - 1e-9); // of its first digit that is not 0
+    const exact = String(Number((by * 10 ** digits).toPrecision(3))).split(".")[1] ?? ""; // such as 2.5
+    return digits + exact.length < 6 ? (value) => value.toFixed(digits + exact.length) : (value) => (value ? value.toExponential(1) : "0");
   };
 
   const extent = (low, high, most) => {

@@ -6,13 +6,6 @@
 
   const AGAIN_MS = 1000; // how often a group that is in flight is asked for
 
-  const WHY = {
-    infrastructure: "no reward: broken by us",
-    group_rejected: "the whole group is rejected",
-    negative: "wrong, over the quota",
-    positive: "right, over the quota",
-  };
-
   // [key, header, class, what it is sorted by]
   const COLUMNS = [
     ["place", "#", "num gr-wide", (row) => row.place],
@@ -173,7 +166,7 @@
 
   function fate(row) {
     if (row.kept) return h("span", { class: "gr-kept" }, "kept");
-    if (row.kept === false || row.dropped) return h("span", { class: "gr-dropped" }, `dropped: ${WHY[row.dropped] ?? parts.words(row.dropped)}`);
+    if (row.kept === false || row.dropped) return h("span", { class: "gr-dropped" }, `dropped: ${parts.whyDropped(row.dropped)}`);
     return "–";
   }
 
@@ -187,7 +180,7 @@
     if (none.length) said.push(`${none.length} without a reward`);
     const reasons = new Map();
     for (const row of rows) if (!row.kept && row.dropped) reasons.set(row.dropped, (reasons.get(row.dropped) ?? 0) + 1);
-    for (const [why, num] of reasons) said.push(`${num} dropped: ${WHY[why] ?? parts.words(why)}`);
+    for (const [why, num] of reasons) said.push(`${num} dropped: ${parts.whyDropped(why)}`);
     return said;
   }
 

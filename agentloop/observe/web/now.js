@@ -1,7 +1,7 @@
 // The first screen: how it goes, in a glance; who waits for whom; what has changed.
 (() => {
   "use strict";
-  const { view, h, setText, setAttr, keyed, table, panel, sparkline, format } = window.agentloop;
+  const { view, h, setText, setAttr, keyed, table, panel, sparkline, format, isEvaluation } = window.agentloop;
   const { isNumber, short, whole, percent, span, bytes } = format;
 
   const SHOWN_WAITS = 8;
@@ -129,26 +129,30 @@
     const node = h("section", { class: "progress", "aria-label": "Progress" }, h("div", {}, stage, facts), bar, sentence, still);
     const update = () => {
       const { now } = store;
-      const hasSteps = isNumber(now.step) && isNumber(now.num_steps) && now.num_steps > 0;
+      // The supervised start and an evaluation count by themselves: the run's loop has no step yet.
+      const step = now.step ?? now.stage_step;
+      const numSteps = now.num_steps ?? now.stage_num_steps;
+      const hasSteps = isNumber(step) && isNumber(numSteps) && numSteps > 0;
       setText(stage, now.stage ?? "");
       setText(
         facts,
         [
-          hasSteps && `step ${whole(now.step)} of ${whole(now.num_steps)}`,
+          hasSteps && `${now.unit ?? "step"} ${whole(step)} of ${whole(numSteps)}`,
           now.policy_version && `policy version ${now.policy_version}`,
-          isNumber(now.left_s) && `about ${span(now.left_s)} left`,
-          now.paused && "paused",
-          now.draining && "draining",
+          !now.ended && isNumber(now.left_s) && `about ${span(now.left_s)} left`,
+          now.ended?.state,
+          !now.ended && now.paused && "paused",
+          !now.ended && now.draining && "draining",
         ]
           .filter(Boolean)
           .join(" · "),
       );
       bar.hidden = !hasSteps;
-      if (hasSteps) Object.assign(bar, { max: now.num_steps, value: now.step });
-      const waits = now.waits ?? "";
+      if (hasSteps) Object.assign(bar, { max: numSteps, value: step });
+      const waits = now.ended ? "" : (now.waits ?? "");
       setText(sentence, waits && waits[0].toUpperCase() + waits.slice(1));
       sentence.hidden = !waits;
-      still.hidden = !(now.still_s >= 10);
+      still.hidden = Boolean(now.ended) || !(now.still_s >= 10);
       if (!still.hidden) setText(still, `Nothing has moved for ${span(now.still_s)}.`);
       node.hidden = !now.stage && !facts.textContent && !waits && still.hidden;
     };
@@ -199,7 +203,7 @@
     ["step_s", "time of a step", span],
   ];
   const valuesOf = (store) => {
-    if (store.now.values) return Object.entries(store.now.values);
+    if (store.now.values && (!store.now.ended || isEvaluation(store.about))) return Object.entries(store.now.values);
     const step = store.steps.at(-1)?.step;
     const last = Object.assign({}, ...store.steps.filter((row) => row.step === step));
     return VALUES.filter(([key]) => store.steps.some((row) => isNumber(row[key]))).map(([key, label, text]) => [label, text(last[key])]);
@@ -208,8 +212,10 @@
   const mountValues = (store) => {
     const list = h("dl", { class: "values" });
     const node = panel("The last step", list);
+    const title = node.querySelector("h2");
     const make = ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}));
     const update = () => {
+      setText(title, isEvaluation(store.about) ? "Results" : "The last step");
       const values = valuesOf(store);
       keyed(list, values, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, String(value)));
       node.hidden = !values.length;
@@ -252,7 +258,7 @@
         if (has("now", "steps")) values.update();
         if (has("now", "servers", "sandbox", "history")) tiles.update(changed);
         if (has("waits")) waits.update();
-        waits.node.hidden = !store.waits.length && store.about.live === false;
+        waits.node.hidden = Boolean(store.now.ended) || (!store.waits.length && store.about.live === false);
         if (has("log")) log.update();
       };
       update(new Set(["now", "servers", "sandbox", "history", "waits", "log"]));

@@ -173,8 +173,17 @@
   const hash = (kind, id) => `#/${kind}/${encodeURIComponent(id)}`;
   const link = (kind, id) => h("a", { href: hash(kind, id) }, id);
 
+  const WHY_DROPPED = {
+    infrastructure: "no reward: broken by us",
+    group_rejected: "the whole group is rejected",
+    negative: "wrong, over the quota",
+    positive: "right, over the quota",
+  };
+  /** Why a rollout is not learned from, in the same words in every view. */
+  const whyDropped = (reason) => WHY_DROPPED[reason] ?? words(reason);
+
   window.agentloop.parts = {
-    LANES, SHAPES, svg, number, signed, words, stateOf, rewardOf, rewardText, rewardMark, spans, lanesText,
+    LANES, SHAPES, svg, number, signed, words, whyDropped, stateOf, rewardOf, rewardText, rewardMark, spans, lanesText,
     legend, strip, colours, fit, choice, search, check, button, fillLong, LONG_PROMPT, fact, hash, link,
   };
 })();

@@ -4,12 +4,13 @@
   const { view, h, setText, setAttr, keyed, table, format } = window.agentloop;
   const { isNumber, short, whole, percent, plural } = format;
 
-  // Parts of a KV bar, in their order. What is parked can be given up, so it is last.
+  // Parts of a KV bar, in their order. What is cached of turns that are over is given up first.
   const PARTS = [
     { name: "held", label: "held" },
     { name: "reserved", label: "reserved" },
-    { name: "parked", label: "parked" },
+    { name: "parked", label: "waiting at a tool" },
     { name: "others", label: "of others" },
+    { name: "cached", label: "reusable cache" },
   ];
 
   const COLUMNS = [
@@ -58,7 +59,7 @@
       const share = capacity ? Math.min((server[name] ?? 0) / capacity, 1) : 0;
       parts.bars[i].style.width = `${100 * share}%`;
     });
-    const told = PARTS.filter(({ name }) => isNumber(server[name]) && (server[name] || name !== "others")).map(({ name, label }) => `${short(server[name])} ${label}`);
+    const told = PARTS.filter(({ name }) => isNumber(server[name]) && (server[name] || !["others", "cached"].includes(name))).map(({ name, label }) => `${short(server[name])} ${label}`);
     setText(parts.kv, capacity ? `${told.join(", ")} of ${short(capacity)}` : "size unknown");
     setText(parts.running, whole(server.num_running));
     setText(parts.cached, percent(server.cached_fraction));
@@ -76,8 +77,9 @@
         { class: "legend", "aria-label": "Parts of the KV cache" },
         h("li", {}, h("span", { class: "key kv-held", "aria-hidden": "true" }), "held by what runs"),
         h("li", {}, h("span", { class: "key kv-reserved", "aria-hidden": "true" }), "reserved for its growth"),
-        h("li", {}, h("span", { class: "key kv-parked", "aria-hidden": "true" }), "parked, while a tool runs"),
+        h("li", {}, h("span", { class: "key kv-parked", "aria-hidden": "true" }), "of rollouts that wait at a tool"),
         h("li", {}, h("span", { class: "key kv-others", "aria-hidden": "true" }), "of requests that are not ours"),
+        h("li", {}, h("span", { class: "key kv-cached", "aria-hidden": "true" }), "reusable cache of turns that are over"),
         h("li", {}, h("span", { class: "key kv-free", "aria-hidden": "true" }), "free"),
       );
       const { table: node, body } = table("Inference servers", COLUMNS, "servers cards");

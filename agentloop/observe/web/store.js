@@ -94,7 +94,8 @@
 
     // Milliseconds since the run's t0, by the server's clock as far as it is known.
     store.time = () => {
-      const unix = offset === null || !isLive() ? store.t : Date.now() / 1000 + offset;
+      const moves = offset !== null && isLive() && store.connection.state === "open";
+      const unix = moves ? Date.now() / 1000 + offset : store.t; // nothing grows that nobody tells of
       return 1000 * (unix - (store.about.t0 ?? unix));
     };
     const isLive = () => store.about.live !== false && !api.exported;
@@ -224,5 +225,8 @@
     return store;
   };
 
-  Object.assign(window.agentloop, { makeStore, thinned });
+  /** Whether this is an evaluation, while it goes on or from its folder. */
+  const isEvaluation = ({ kind, of }) => kind === "evaluate" || of === "evaluate";
+
+  Object.assign(window.agentloop, { makeStore, thinned, isEvaluation });
 })();

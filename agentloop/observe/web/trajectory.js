@@ -217,7 +217,7 @@
       let facts = [
         ["State", h("span", { class: `v-chip ${state}` }, stop)],
         ["Reward", isScored && h("span", null, reward)],
-        ["Advantage", record.dropped ? `– (dropped: ${parts.words(record.dropped)})` : format.isNumber(record.advantage) && parts.signed(record.advantage)],
+        ["Advantage", record.dropped ? `– (dropped: ${parts.whyDropped(record.dropped)})` : format.isNumber(record.advantage) && parts.signed(record.advantage)],
         ["Answer", record.answer],
         ["Tokens", record.turns.every(isCounted)
           ? `${format.whole(sampled)} sampled, ${format.whole(observed)} observed, ${format.whole(record.prompt_tokens)} of prompt`
@@ -316,10 +316,12 @@
       this.threshold = size < 10 ? Infinity : Math.max(values[Math.min(place, size - 1)], STEPS[0]);
     }
 
-    /** 0: neither; 1: forking; 2: a reflection, which is a forking token soon after a tool's result. */
+    /** 0: neither; 1: forking; 2: a reflection, which is a forking token soon after a tool's result.
+     *  Tokens of a tool call are neither, as in `agentloop analyze entropy`. */
     markOf(index, k) {
       const { turns } = this.record;
       if (uncertainty(turns[index], k) < this.threshold) return 0;
+      if (turns[index].calls.some(({ start, end }) => start <= k && k < end)) return 0;
       return k < REFLECTION && index > 0 && turns[index - 1].results.length ? 2 : 1;
     }
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentloop.agent.channels import Channel, Channels
+from agentloop.agent.channels import Channel, Channels, Speech, answer_in
 
 TAGS = ["<think>", "</think>", "<reason>", "</reason>", "<answer>", "</answer>", "<|im_end|>"]
 MARKUP = [*TAGS, "<tool_call>", "</tool_call>", "<", "</", "<|", "|>", f"<|{'a' * 30}|>"]
@@ -56,5 +56,120 @@ def test_who_hears_what(text: str, reasoning: bool, thought: str, answer: str) -
 def test_text_is_told_as_soon_as_it_is_certain() -> None:
     channels = Channels(reasoning=False)
     assert list(channels.feed("abc <")) == [(Channel.CONTENT, "abc ")]
-    assert list(channels.feed("b")) == []
-    assert list(channels.feed(" c" * 12)) == [(Channel.CONTENT, "<b" + " c" * 12)]
+    assert list(channels.feed("/t")) == []  # it may become one of two tags
+    assert list(channels.feed("x")) == [(Channel.CONTENT, "</tx")]
+    assert list(channels.feed("<|a_")) == []
+    assert list(channels.feed("-")) == [(Channel.CONTENT, "<|a_-")]
+
+
+Said = list[tuple[Channel, str]]
+THOUGHT, CONTENT = Channel.REASONING, Channel.CONTENT
+
+
+def heard(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]) -> Said:
+    """What a `Speech` says of these turns, each cut at the same places."""
+    said: Said = []
+    speech = Speech(reasoning=reasoning, stop=stop)
+    for text in turns:
+        edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+        for start, end in itertools.pairwise(edges):
+            said += speech.feed(text[start:end])
+        said += speech.end_turn()
+    return said
+
+
+def joined(said: Said, channel: Channel) -> str:
+    return "".join(piece for of, piece in said if of is channel)
+
+
+stops = st.lists(st.text("ab\n ", min_size=1, max_size=4), max_size=4)
+passages = st.lists(
+    st.one_of(st.sampled_from(MARKUP), st.text("ab\n \u3000", max_size=6)), max_size=8
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(passages, max_size=3), st.lists(st.integers(0, 40), max_size=8), st.booleans(), stops
+)
+@example(["aab"], [1, 2], False, ["ab"])
+@example(["abc"], [1, 2], False, ["abc", "b"])
+@example(["a", "b"], [], False, ["\n\n", "ab"])
+@example([" \n\nb"], [1, 2, 3], False, ["\n\n", "\nb"])
+def test_speech_is_the_same_however_it_is_cut(
+    turns: list[str], cuts: list[int], reasoning: bool, stop: list[str]
+) -> None:
+    whole = heard(turns, [], reasoning=reasoning, stop=stop)
+    cut = heard(turns, cuts, reasoning=reasoning, stop=stop)
+    for channel in Channel:
+        text = joined(whole, channel)
+        assert joined(cut, channel) == text
+        assert text == text.strip()
+    seen: set[Channel] = set()
+    for channel, piece in cut:
+        assert piece.strip()  # whitespace opens nothing, and follows nothing
+        assert channel in seen or piece == piece.lstrip()
+        assert piece == piece.rstrip()
+        seen.add(channel)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab\n ", max_size=12), st.lists(st.integers(0, 12), max_size=6), stops)
+def test_content_ends_before_the_first_stop_sequence_that_is_complete(
+    text: str, cuts: list[int], stop: list[str]
+) -> None:
+    num_leading = len(text) - len(text.lstrip())
+    ends = [
+        (end, end - len(one))
+        for end in range(num_leading + 1, len(text) + 1)
+        for one in stop
+        if text[:end].endswith(one)
+    ]
+    expected = text[: min(ends)[1]] if ends else text
+    said = heard([text], cuts, reasoning=False, stop=stop)
+    assert joined(said, CONTENT) == expected.strip()
+
+
+@pytest.mark.parametrize(
+    ("turns", "reasoning", "thought", "content"),
+    [
+        (["hm\n</think>\n\n42\n<|im_end|>"], True, "hm", "42"),
+        (["\nhm\n<tool_call>{}</tool_call>\n", "\nso</think>\n42"], True, "hm\n\nso", "42"),
+        (["Wait.\n<tool_call>{}</tool_call>", "42"], False, "", "Wait.\n\n42"),
+        (["a <tool_call>{}</tool_call> b"], False, "", "a  b"),
+        (["\n<tool_call>{}</tool_call>\n"], False, "", ""),
+        (["a<think>x</think>b<think>y</think>\n"], False, "x\n\ny", "a\n\nb"),
+    ],
+)
+def test_passages_have_no_whitespace_around_them(
+    turns: list[str], reasoning: bool, thought: str, content: str
+) -> None:
+    said = heard(turns, list(range(40)), reasoning=reasoning, stop=[])
+    assert (joined(said, THOUGHT), joined(said, CONTENT)) == (thought, content)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "content"),
+    [
+        ("so\n\nfirst\n\nsecond", ["\n\n"], ""),  # of the thought, it stops nothing
+        ("so</think>\n\nfirst\n\nsecond", ["\n\n"], "first"),
+        ("so</think>\nQ: why?", ["\nQ:"], ""),
+        ("so</think>1 </code> 2", ["</code>"], "1"),
+        ("so</think>1 2 3", ["3", "2 "], "1"),
+        ("so</think>END<tool_call>END</tool_call>", ["ENDE"], "END"),
+        ("so</think>a<tool_call>STOP</tool_call>", ["STOP"], "a"),
+    ],
+)
+def test_where_a_stop_sequence_is_looked_for(text: str, stop: list[str], content: str) -> None:
+    assert joined(heard([text], list(range(40)), reasoning=True, stop=stop), CONTENT) == content
+    assert answer_in(text, reasoning=True, stop=stop) == content
+
+
+def test_a_stop_sequence_is_noticed_with_its_last_character() -> None:
+    speech = Speech(reasoning=False, stop=["</code>"])
+    for character in "1 </code":
+        list(speech.feed(character))
+        assert not speech.stopped
+    list(speech.feed(">"))
+    assert speech.stopped
+    assert list(speech.feed("more")) == list(speech.end_turn()) == []

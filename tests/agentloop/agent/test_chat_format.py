@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 
-from agentloop.agent.chat_format import ChatFormat, TextStream
-from agentloop.errors import ModelError, RequestError
+from agentloop.agent.chat_format import ChatFormat, ChatSettings, TextStream
+from agentloop.config import load_settings
+from agentloop.errors import ModelError, RequestError, SettingsError
 from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Turn
 from tests.support import (
     END,
@@ -26,6 +27,7 @@ from tests.support import (
     written,
 )
 
+END_UNLESS_IT_CALLS = "' + ('' if message.tool_calls else '<|im_end|>') + '"
 LOOKALIKES = (START, END, *TAGS)
 contents = st.lists(
     st.one_of(
@@ -173,18 +175,49 @@ def test_an_observation_takes_texts_and_ids_alike() -> None:
         (TEMPLATE.replace("'tool'", "'tol'").replace("message.content }}", "'' }}"), "drops"),
         (TEMPLATE.replace("+ message.content +", "+"), "drops, repeats or reorders"),
         (TEMPLATE.replace("+ message.content +", "+ message.content * 2 +"), "repeats"),
-        ("{{ raise_exception('no tools here') }}", "cannot render tool responses"),
-        (TEMPLATE.replace("<|im_end|>", "<end>"), "does not end a turn with"),
+        ("{{ no.messages.here }}", "cannot be rendered: 'no' is undefined"),
+        (
+            TEMPLATE.replace("'\n<tool_response>", "no.tools + '\n<tool_response>"),
+            "cannot render tool responses: 'no' is undefined",
+        ),
+        (TEMPLATE.replace("<|im_end|>", "<end>"), r"does not end a turn .* it writes '<end>"),
+        (TEMPLATE.replace("<|im_end|>", END_UNLESS_IT_CALLS), "with tool calls with '<|im_end|>'"),
     ],
 )
 def test_a_template_that_cannot_serve_an_agent_is_refused_by_name(source: str, said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        ChatFormat(tokenizer(), template(source), end_token=END)
+        ChatFormat(tokenizer(), template(source))
 
 
-def test_a_tokenizer_without_the_end_token_is_refused() -> None:
-    with pytest.raises(ModelError, match="no end-of-turn token '<eos>'"):
-        ChatFormat(tokenizer(), template(), end_token="<eos>")
+@pytest.mark.parametrize(
+    ("end_token", "said"),
+    [
+        ("<eos>", "chat.end_token: the tokenizer has no token '<eos>'"),
+        (START, r"chat.end_token: .* does not end a turn with '<\|im_start\|>'.*<\|im_end\|>"),
+    ],
+)
+def test_an_end_token_that_does_not_end_a_turn_is_refused(end_token: str, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        ChatFormat(tokenizer(), template(), end_token=end_token)
+
+
+def test_the_end_of_a_turn_is_the_templates_not_the_tokenizers_end_of_text() -> None:
+    """As in Qwen3's base models; a server stops at both."""
+    chat = ChatFormat(tokenizer(), template(), eos_token=START)
+    assert chat.end_id == chat.token_id(END)
+    assert chat.stop_ids == (chat.token_id(END), chat.token_id(START))
+    assert ChatFormat(tokenizer(), template(), eos_token=END).stop_ids == (chat.end_id,)
+    assert ChatFormat(tokenizer(), template(), eos_token="<none>").stop_ids == (chat.end_id,)
+    turn = Turn(text=f"It is 2.{START}")
+    assert chat.messages_of([turn])[0]["content"] == "It is 2."
+
+
+def test_a_control_token_before_the_end_of_a_turn_can_be_passed_over() -> None:
+    source = TEMPLATE.replace("<|im_end|>", "</tool_call><|im_end|>")
+    assert ChatFormat(tokenizer(), template(source)).end_id == chat_format().token_id(
+        "</tool_call>"
+    )
+    assert ChatFormat(tokenizer(), template(source), end_token=END).end_id == chat_format().end_id
 
 
 @pytest.mark.parametrize(
@@ -313,6 +346,32 @@ def test_a_model_folder_is_loaded_and_a_bad_one_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="no usable tokenizer"):
         ChatFormat.load(tmp_path / "empty")
+    given = ChatFormat.load(tmp_path / "bare", ChatSettings(template=TEMPLATE))
+    assert given.prompt(messages) == chat.prompt(messages)
+    other = TEMPLATE.replace("assistant\n", "assistant\n<think>")
+    assert ChatFormat.load(tmp_path / "good", ChatSettings(template=other)).opened_thought
+    asked = TEMPLATE.replace("assistant\n' }}", "assistant\n' }}{{ '<think>' if thinks else '' }}")
+    for thinks in (True, False):
+        settings = ChatSettings(template=asked, arguments={"thinks": thinks})
+        assert bool(ChatFormat.load(tmp_path / "good", settings).opened_thought) == thinks
+    with pytest.raises(ValueError, match="tools: set by agentloop"):
+        ChatSettings(arguments={"tools": []})
+
+
+def test_a_template_is_read_from_its_file_once(tmp_path: Path) -> None:
+    file = tmp_path / "one.jinja"
+    file.write_text(TEMPLATE)
+    read = ChatSettings(template=str(file))
+    file.unlink()
+    assert read.template == TEMPLATE
+    assert load_settings(ChatSettings, base=read.model_dump()) == read
+    with pytest.raises(
+        SettingsError, match=r"template: '.*one\.jinja' cannot be read: No such file"
+    ):
+        load_settings(ChatSettings, overrides=[f"template={file}"])
+    file.write_text("no expression")
+    with pytest.raises(SettingsError, match="no Jinja template"):
+        load_settings(ChatSettings, overrides=[f"template={file}"])
 
 
 def test_past_calls_and_past_words_are_data_but_for_thoughts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.agent.rollout import Budget, Rollout
+from agentloop.agent.rollout import Budget, Rollout, TurnOptions
 from agentloop.agent.tools import CallerTool, RunTool, ToolOutput
 from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
 from agentloop.events import (
@@ -39,6 +40,7 @@ from agentloop.trajectory import (
 from tests.agentloop.agent.test_tools import Stateful
 from tests.support import (
     END,
+    TEMPLATE,
     ScriptedEngine,
     Step,
     call_text,
@@ -286,9 +288,153 @@ async def test_the_models_context_bounds_a_turn_as_well() -> None:
 
 async def test_a_prompt_too_long_is_refused_before_anything_runs() -> None:
     engine = ScriptedEngine(context_length=len(CHAT.prompt(ASKED)))
-    with pytest.raises(PromptTooLong, match="messages: they make"):
+    with pytest.raises(PromptTooLong, match="maximum context length is 22"):
         await rollout(engine).run()
     assert engine.asked == []
+
+
+async def test_sampled_tokens_are_bounded_without_those_of_tools() -> None:
+    call = says(call_text("echo", {"text": "x"}))
+    engine = ScriptedEngine(call, call, says("do", end=TurnEnd.LENGTH))
+    budget = Budget(max_sampled_tokens=2 * len(call) + 2)
+    trajectory = await rollout(engine, [echo], budget=budget).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+    assert trajectory.num_sampled_tokens == 2 * len(call) + 2 < trajectory.num_response_tokens
+    assert [asked.max_new_tokens for asked in engine.asked] == [
+        2 * len(call) + 2,
+        len(call) + 2,
+        2,
+    ]
+
+
+async def test_no_turn_begins_without_a_token_to_sample() -> None:
+    call = says(call_text("echo", {"text": "x"}))
+    engine = ScriptedEngine(call)
+    trajectory = await rollout(engine, [echo], budget=Budget(max_sampled_tokens=len(call))).run()
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.TOKEN_BUDGET, 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=8), st.booleans())
+async def test_a_stop_sequence_ends_a_turn_at_the_token_that_completes_it(
+    cuts: list[int], with_text: bool
+) -> None:
+    ids = written(CHAT, f"hello world, what STOP hello{END}")
+    num = next(n for n in range(len(ids)) if "STOP" in CHAT.decode(ids[:n]))
+    engine = ScriptedEngine([*chunks(ids, [min(cut, len(ids)) for cut in cuts])])
+    options = TurnOptions(stop=("never", "STOP"))
+    trajectory = await rollout(engine, options=options, with_text=with_text).run()
+    check(trajectory, engine)
+    (turn,) = trajectory.turns
+    assert turn.output_ids == ids[:num]
+    assert (trajectory.stop_reason, turn.end) == (StopReason.STOP_SEQUENCE, TurnEnd.STOP)
+    assert trajectory.answer == "hello world, what"
+
+
+async def test_a_stop_sequence_frees_the_server_at_once() -> None:
+    engine = ScriptedEngine([*says("a STOP b")[:-2], anyio.sleep_forever])
+    trajectory = await rollout(engine, options=TurnOptions(stop=("STOP",))).run()
+    check(trajectory, engine)
+    assert trajectory.stop_reason is StopReason.STOP_SEQUENCE
+
+
+async def test_a_stop_sequence_of_a_call_or_across_turns_is_none() -> None:
+    engine = ScriptedEngine(says(f"ST{call_text('echo', {'text': 'STOP'})}"), says("OP it is"))
+    options = TurnOptions(stop=("STOP",))
+    trajectory = await rollout(engine, [echo], options=options).run()
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert trajectory.answer == "OP it is"
+
+
+@pytest.mark.parametrize("end", [TurnEnd.STOP, TurnEnd.LENGTH])
+async def test_a_stop_sequence_that_the_end_of_the_turn_decides(end: TurnEnd) -> None:
+    """It may have been the beginning of a tag."""
+    engine = ScriptedEngine(says("1 <", end=end))
+    trajectory = await rollout(engine, options=TurnOptions(stop=("<",))).run()
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.STOP_SEQUENCE, "1")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 120), max_size=8))
+@pytest.mark.parametrize("whose", ["agent", "caller"])
+@pytest.mark.parametrize("tags", [True, False])
+async def test_a_turn_may_end_with_its_first_call(whose: str, tags: bool, cuts: list[int]) -> None:
+    chat = chat_format(tags=tags)
+    one, two = (call_text("echo", {"text": text}) for text in "ab")
+    ids = written(chat, f"so {one} {two}{END}")
+    first = len(written(chat, f"so {one}"))
+    engine = ScriptedEngine(
+        [*chunks(ids, [min(cut, len(ids)) for cut in cuts])], list(chunks(written(chat, END)))
+    )
+    schema = {"type": "function", "function": {"name": "echo"}}
+    tools: list[Any] = [echo] if whose == "agent" else [CallerTool(schema)]
+    trajectory = await Rollout(
+        engine, chat, ASKED, tools, options=TurnOptions(single_call=True)
+    ).run()
+    turn = trajectory.turns[0]
+    assert [call.arguments for call in turn.calls] == [{"text": "a"}]
+    assert len(turn.results) == 1
+    if tags:
+        assert turn.output_ids == ids[:first]
+    if whose == "caller":
+        assert trajectory.stop_reason is StopReason.CALLER_TOOLS
+        return
+    # The next prompt is as if the model had ended its turn itself; what it has not sampled is
+    # not in the loss.
+    assert turn.observation_ids == [chat.end_id, *chat.observation(["a"])]
+    assert engine.asked[1].ids == trajectory.ids[: len(engine.asked[1].ids)]
+    assert trajectory.stop_reason is StopReason.ANSWERED
+
+
+async def test_a_turn_of_one_call_that_ended_by_itself_is_as_it_is() -> None:
+    text = call_text("echo", {"text": "x"})
+    engine = ScriptedEngine([*chunks(written(CHAT, text + END)[:-1], end=TurnEnd.LENGTH)])
+    options = TurnOptions(single_call=True)
+    trajectory = await rollout(engine, [echo], options=options, budget=Budget(max_turns=1)).run()
+    assert trajectory.turns[0].end is TurnEnd.STOP
+    assert trajectory.stop_reason is StopReason.TURN_BUDGET
+
+
+async def test_the_end_of_a_turn_may_be_ignored() -> None:
+    text = call_text("echo", {"text": "x"})
+    engine = ScriptedEngine(says(f"{text}{END}{text}", end=TurnEnd.LENGTH))
+    trajectory = await rollout(engine, [echo], options=TurnOptions(ignore_end=True)).run()
+    check(trajectory, engine)
+    assert trajectory.calls == []  # they could not be answered
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+    assert engine.asked[0].stop_ids == ()
+    assert engine.asked[0].sampling.to_sglang(max_new_tokens=3, stop_ids=())["ignore_eos"]
+
+
+async def test_the_answer_is_what_a_person_would_read() -> None:
+    text = "\n<answer>\n\\boxed{4}\n</answer>"
+    engine = ScriptedEngine(
+        says(f"Wait.{call_text('echo', {'text': 'x'})}"), says(f"<think>so</think>{text}")
+    )
+    trajectory = await rollout(engine, [echo]).run()
+    assert trajectory.answer == "\\boxed{4}"
+    assert trajectory.text == f"<think>so</think>{text}{END}"
+    assert trajectory.to_dict()["answer"] == trajectory.answer
+
+
+async def test_a_thought_that_is_cut_off_is_no_answer() -> None:
+    thinking = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
+    chat = ChatFormat(tokenizer(), template(thinking), end_token=END)
+    ids = written(chat, "it may be 4")
+    engine = ScriptedEngine([*chunks(ids, end=TurnEnd.LENGTH)])
+    assert (await Rollout(engine, chat, ASKED).run()).answer == ""
+
+
+async def test_a_turn_records_the_likeliest_tokens() -> None:
+    ids = written(CHAT, "hello" + END)
+    top = [[(-0.1, 5), (-2.0, 6)] for _ in ids]
+    (chunk,) = chunks(ids)
+    engine = ScriptedEngine([replace(chunk, top_logprobs=top, cached_tokens=7)])
+    trajectory = await rollout(engine, options=TurnOptions(num_top_logprobs=2)).run()
+    assert engine.asked[0].num_top_logprobs == 2
+    assert trajectory.turns[0].top_logprobs == top
+    assert trajectory.turns[0].cached_tokens == 7
 
 
 async def test_one_turn_is_bounded() -> None:

@@ -12,7 +12,7 @@ import pytest
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode, describe
 from agentloop.agent.tools import Tools
 from agentloop.trajectory import CallStatus
-from sandbox import CallError, CallResult, Overloaded, Pool, PoolSettings, SessionLost
+from sandbox import CallError, CallResult, LostBy, Overloaded, Pool, PoolSettings, SessionLost
 from sandbox import CallStatus as SandboxStatus
 
 pytestmark = pytest.mark.anyio
@@ -31,6 +31,7 @@ class FakePool:
         self.results = list(results)
         self.full = full
         self.asked: list[tuple[str, str, float | None]] = []
+        self.lost_by: LostBy | None = None
         self.num_sessions = 0
         self.num_open = 0
         self.num_running = 0
@@ -48,6 +49,8 @@ class FakePool:
         answer = self.results.pop(0)
         if isinstance(answer, Exception):
             raise answer
+        if "_exit" in code:
+            self.lost_by = LostBy.PROGRAM
         return answer
 
     @asynccontextmanager
@@ -56,6 +59,7 @@ class FakePool:
             raise Overloaded("no seat")
         self.num_sessions += 1
         self.num_open += 1
+        self.lost_by = None
         try:
             yield self
         finally:
@@ -145,8 +149,33 @@ async def test_a_notebook_that_the_model_killed_is_restarted_and_it_is_told() ->
     assert (fake.num_sessions, fake.num_open) == (2, 0)
 
 
-async def test_a_notebook_lost_by_us_is_infrastructure() -> None:
-    fake = FakePool(SessionLost("worker died"))
+async def test_a_cell_that_ended_its_process_is_told_so_and_the_next_has_another() -> None:
+    fake = FakePool(result(stdout="a\n"), result(result="1"))
+    async with Tools([JupyterCode(pool(fake))]) as tools:
+        first = await tools.run(JupyterCode.name, {"code": "os._exit(0)"})
+        second = await tools.run(JupyterCode.name, {"code": "x"})
+    assert first.status is CallStatus.OK
+    assert "variables are gone" in first.content
+    assert (second.status, second.content) == (CallStatus.OK, "1")
+    assert fake.num_sessions == 2
+
+
+async def test_a_cell_after_a_process_that_ended_itself_is_an_error_not_infrastructure() -> None:
+    """Else a model could take back a rollout that goes wrong."""
+    fake = FakePool(SessionLost("it ended", LostBy.PROGRAM), result(result="1"))
+    async with Tools([JupyterCode(pool(fake))]) as tools:
+        first = await tools.run(JupyterCode.name, {"code": "x"})
+        second = await tools.run(JupyterCode.name, {"code": "x"})
+    assert first.status is CallStatus.ERROR
+    assert "did not run" in first.content
+    assert "variables are gone" in first.content
+    assert (second.status, second.content) == (CallStatus.OK, "1")
+    assert fake.num_sessions == 2
+
+
+@pytest.mark.parametrize("by", [LostBy.INFRASTRUCTURE, LostBy.CALLER])
+async def test_a_notebook_lost_by_us_is_infrastructure(by: LostBy) -> None:
+    fake = FakePool(SessionLost("worker died", by))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         output = await tools.run(JupyterCode.name, {"code": "x"})
     assert output.status is CallStatus.INFRASTRUCTURE

@@ -138,7 +138,9 @@ async def test_sync_and_async_functions_answer() -> None:
         ({"a": [1, None]}, '{"a":[1,null]}'),
         (None, "null"),
         (2**70, str(2**70)),
+        ({"a": 2**70, "b": {1: 0.5}}, '{"a":1180591620717411303424,"b":{"1":0.5}}'),
         ({1, 2}, "{1, 2}"),
+        ([2**70, {1}], "[1180591620717411303424, {1}]"),
     ],
 )
 async def test_values_become_text(value: Any, text: str) -> None:
@@ -233,6 +235,17 @@ async def test_an_unknown_tool_is_told_what_there_is() -> None:
         output = await tools.run("nope", {})
     assert output.status is CallStatus.UNKNOWN_TOOL
     assert "the tools are: multiply, greet" in output.content
+
+
+async def test_a_caller_that_has_tools_is_given_calls_of_others_too() -> None:
+    """It may know what the model meant, or would tell it otherwise."""
+    theirs = CallerTool({"type": "function", "function": {"name": "theirs"}})
+    async with Tools([theirs]) as tools:
+        assert (await tools.run("their", {})).status is CallStatus.CALLER
+    async with Tools([theirs, multiply]) as tools:
+        assert (await tools.run("their", {})).status is CallStatus.UNKNOWN_TOOL
+    async with Tools([]) as tools:
+        assert (await tools.run("their", {})).status is CallStatus.UNKNOWN_TOOL
 
 
 def test_threads_left_behind_by_one_event_loop_take_no_place_in_the_next() -> None:

@@ -102,9 +102,13 @@ def test_others_can_be_described_beside_them() -> None:
 @pytest.mark.parametrize(
     ("field", "schema"),
     [
-        ("n", {"type": "integer", "minimum": 1, "maximum": 128}),
-        ("stop", {"anyOf": [{"type": "array", "items": {}, "maxItems": 0}, {"type": "null"}]}),
-        ("functions", {"type": "null"}),
+        ("n", {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 128}, {"type": "null"}]}),
+        (
+            "top_logprobs",
+            {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"type": "null"}]},
+        ),
+        ("regex", {"enum": [None]}),
+        ("logit_bias", {"enum": [{}, None]}),
         (
             "messages",
             {

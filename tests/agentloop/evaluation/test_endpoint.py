@@ -251,10 +251,16 @@ def test_thoughts_stand_before_the_answer_as_in_our_own_text(field: str) -> None
     assert final_answer(found.text) == "2"
 
 
+def test_half_of_a_surrogate_pair_does_not_void_an_answer() -> None:
+    """Which a model may well write, byte by byte."""
+    body = {"choices": [{"message": {"content": "\ud83d 4", "reasoning": "\udc00"}}], "n": 2**80}
+    assert parse_completion(json.dumps(body).encode()).text == "<think>?</think>\n? 4"
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        (b"{", "unexpected"),
+        (b"{", "Expecting"),
         (b"[]", "valid dictionary"),
         (b"{}", "choices: Field required"),
         (b'{"choices": [{}]}', "choices.0.message: Field required"),

@@ -49,7 +49,7 @@ async def test_what_was_told_is_there_after_a_restart(tmp_path: Path) -> None:
         await queue.finish(three, path="3.jsonl", num_bytes=5, figures={})
         await queue.give_back(four, path="4.jsonl", figures={})
         await queue.lease(1, [three], {"version": 0})
-        await queue.note("stage 1", {"begun": 0})
+        await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR)
         assert queue.num_bytes == 10
     async with opened(tmp_path) as queue:
         assert await queue.open_groups() == [Group(one.number, task, 4, None, 0, {})]
@@ -57,7 +57,7 @@ async def test_what_was_told_is_there_after_a_restart(tmp_path: Path) -> None:
         assert (left.number, left.path, left.figures) == (two, "2.jsonl", {"reward": 0.5})
         assert queue.num_bytes == 10
         assert await queue.noted("cursor") == CURSOR
-        assert await queue.noted("stage 1") == {"begun": 0}
+        assert (await queue.noted("stage 1"))["begun"] == 0
         assert await queue.noted("stage 2") is None
         assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "given back": 1}
 
@@ -142,6 +142,46 @@ async def test_what_was_given_back_belongs_to_the_next_step(tmp_path: Path) -> N
         await queue.lease(2, [two], {})
         again = await queue.rewind(0)
     assert [[group.number for group in lease.replaced] for lease in again] == [[lost], [later]]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_what_is_undone_is_rolled_out_anew_or_belongs_to_a_stage_that_begins_anew(
+    tmp_path: Path, is_old: bool
+) -> None:
+    async with opened(tmp_path) as queue:
+        await queue.begin_stage(1, step=0, tasks=None, cursor={"position": 0})
+        one, two, three, four = await finished(queue, 4)
+        (given_back,) = await admitted(queue, 1)
+        await queue.give_back(given_back, path="5.jsonl", figures={})
+        await queue.lease(1, [one], {})
+        await queue.lease(2, [two], {})
+        (still_open,) = await admitted(queue, 1)
+        stage = await queue.begin_stage(2, step=2, tasks=[], cursor={"position": 9})
+        assert (stage["last"], stage["before"]) == (still_open, CURSOR)
+        if is_old:
+            await queue.note("stage 2", {"begun": 2, "tasks": []})
+        (later,) = await admitted(queue, 1)
+        await queue.give_back(later, path="7.jsonl", figures={})
+        await queue.note("cursor", {"position": 10})
+        await queue.acknowledge(2)
+
+        await queue.undo(1)
+        assert queue.num_bytes == 0
+        again = [two, three, four, still_open, *([later] if is_old else [])]
+        groups = await queue.open_groups()
+        assert [(one.number, one.path, one.num_bytes) for one in groups] == [
+            (number, None, 0) for number in again
+        ]
+        assert await queue.noted("stage 1") is not None
+        assert await queue.noted("stage 2") is None
+        assert await queue.noted("cursor") == ({"position": 10} if is_old else CURSOR)
+        undone = await queue.noted("undone")
+        assert undone["step"] == 1
+        assert sorted(undone["files"]) == ["2.jsonl", "3.jsonl", "4.jsonl", "7.jsonl"]
+        assert await queue.rewind(1) == []
+        (lease,) = await queue.rewind(0)
+        assert [group.number for group in lease.replaced] == [given_back]  # before the first step
 
 
 @pytest.mark.anyio

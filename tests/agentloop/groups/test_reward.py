@@ -207,10 +207,7 @@ async def test_a_check_that_hangs_is_killed_and_gives_no_reward() -> None:
         assert (await scorer.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 1.0
 
 
-async def test_exact_needs_no_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"pip install 'agentloop\[math\]'"):
-        Scorer()
+async def test_exact_compares_numbers_and_text_only() -> None:
     async with Scorer(RewardSettings(function="exact")) as scorer:
         assert (await scorer.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 0.0
         assert (await scorer.score(rollout(r"\boxed{0.5}"), task(r"\frac12"))).value == 0.0
@@ -336,10 +333,15 @@ async def test_a_function_of_this_process_that_fails() -> None:
             await scorer.score(rollout(), task())
 
 
-class FakePool:
-    """Answers as the sandbox does; what it says of a puzzle is given."""
+Said = dict[str, Any] | CallStatus | SandboxError
+"""What a program says of a puzzle; how it ended while it scored; what the sandbox raised."""
 
-    def __init__(self, *said: dict[str, Any] | CallStatus | SandboxError) -> None:
+
+class FakePool:
+    """Answers as the sandbox does; `gets_far`: to where the answer is scored."""
+
+    def __init__(self, *said: Said, gets_far: bool = True) -> None:
+        self.gets_far = gets_far
         self.said = list(said)
         self.asked: list[dict[str, Any]] = []
 
@@ -350,10 +352,11 @@ class FakePool:
         said = self.said.pop(0)
         if isinstance(said, SandboxError):
             raise said
+        begun = f"\n{asked['mark']} scores\n" if self.gets_far else ""
         if isinstance(said, CallStatus):
-            return CallResult(0, said, stderr="no luck")
+            return CallResult(0, said, stdout=begun, stderr="no luck")
         mark = asked["mark"] if said else "not the mark"
-        return CallResult(0, CallStatus.OK, stdout=f"{mark} {json.dumps(said)}\n")
+        return CallResult(0, CallStatus.OK, stdout=f"{begun}\n{mark} {json.dumps(said)}\n")
 
 
 PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
@@ -365,20 +368,43 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
         ({"score": 1.0}, 1.0, "countdown scores it 1"),
         ({"score": 0.99}, 0.0, "countdown scores it 0.99"),
         ({"raised": "SyntaxError"}, 0.0, "raised SyntaxError"),
+        ({"score": "1"}, 0.0, "countdown gives it no score"),
+        ({"missing": "forged"}, 0.0, "countdown gives it no score"),
         ({}, 0.0, "it ended the process that scored it"),
-        (CallStatus.TIMEOUT, None, "the sandbox says timeout: no luck (2 tries)"),
+        (CallStatus.TIMEOUT, 0.0, "countdown took longer than 10 s on it, twice"),
+        (CallStatus.OOM, 0.0, "it ended the process that scored it (oom)"),
+        (CallStatus.KILLED, 0.0, "it ended the process that scored it (killed)"),
+        (CallStatus.ERROR, 0.0, "it ended the process that scored it (error)"),
+        (CallStatus.OUTPUT_LIMIT, 0.0, "it ended the process that scored it (output_limit)"),
+        (CallStatus.SANDBOX_ERROR, None, "the sandbox says sandbox_error: no luck (2 tries)"),
+        (CallStatus.OVERLOADED, None, "the sandbox says overloaded: no luck (2 tries)"),
         (SandboxUnavailable("gone"), None, "SandboxUnavailable: gone (2 tries)"),
     ],
 )
-async def test_puzzles_are_scored_in_the_sandbox(
-    said: dict[str, Any] | CallStatus | SandboxError, value: float | None, why: str
-) -> None:
+async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None, why: str) -> None:
+    """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
     pool = FakePool(said, said)
     async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
         found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
     assert (found.value, found.answer) == (value, "1+1")
     assert why in found.reason
     assert pool.asked[0] | {"mark": ""} == {"puzzle": PUZZLE, "answer": "1+1", "mark": ""}
+
+
+@pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
+async def test_what_ends_before_the_answer_is_scored_is_not_its_doing(how: CallStatus) -> None:
+    pool = FakePool(how, how, gets_far=False)
+    async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
+        found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
+    assert (found.value, found.answer) == (None, "1+1")
+    assert f"the sandbox says {how}: no luck (2 tries)" in found.reason
+
+
+async def test_a_scorer_that_was_slow_once_has_a_second_try() -> None:
+    pool = FakePool(CallStatus.TIMEOUT, {"score": 1})
+    async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
+        found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
+    assert found.value == 1.0
 
 
 async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
@@ -390,7 +416,7 @@ async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
 
 
 async def test_a_sandbox_without_the_package_is_an_error() -> None:
-    pool = FakePool({"missing": "No module named 'reasoning_gym'"})
+    pool = FakePool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
     async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
         with pytest.raises(SettingsError, match="reasoning-gym is not in the sandbox"):
             await scorer.score(rollout("<answer>8</answer>"), task("7", reasoning_gym=PUZZLE))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import hypothesis
 import pydantic
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentloop.config import load_settings
@@ -31,6 +33,8 @@ VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "roc.json").read_t
 RELEASED = RocSettings(
     form="released", min_zero_reward_trace_num=2, min_non_zero_reward_trace_num=2
 )
+ODD = RocSettings(down_sample_to_n=15, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=2)
+TWO = RocSettings(down_sample_to_n=2)
 
 
 def trace(reward: float | None, *, calls: int = 1, failed: int = 0, answers: int = 1) -> Trace:
@@ -66,6 +70,7 @@ def traces(draw: st.DrawFn) -> Trace:
         num_failed_calls=draw(st.integers(0, calls)),
         num_answers=draw(st.integers(0, 4)),
         num_turns=draw(st.integers(0, 6)),
+        num_pairs=draw(st.sampled_from([None, 0, 1, 3])),
     )
 
 
@@ -130,6 +135,93 @@ def test_the_released_quotas_are_both_roundings_wherever_those_sum(
     settings = RocSettings(form="released", down_sample_to_n=n)
     found = quotas(num_positives, num_negatives, settings)
     assert found == rounded or (n % 2 and sum(rounded) != n)
+
+
+# What the released code does with a group, written down anew from its rule. A rollout is a text for
+# each turn, and whether each of its calls failed; turns are counted as agentloop counts them.
+Rolled = tuple[list[str], list[bool]]
+
+
+def released_penalty(rollout: Rolled, settings: RocSettings) -> float:
+    turns, failures = rollout
+    text = "\n".join(turns)
+    error_ratio = sum(failures) / len(failures) if failures else 0.5
+    num_closed, at = 0, 0
+    while True:  # the shortest that begin at an opening tag, from left to right
+        opened = text.find("<answer>", at)
+        closed = text.find("</answer>", opened) if opened >= 0 else -1
+        if closed < 0:
+            break
+        num_closed, at = num_closed + 1, closed + len("</answer>")
+    answer_format = 1.0
+    if 0 < num_closed == text.count("<answer>") == text.count("</answer>"):
+        answer_format = min((num_closed - 1) / len(turns), 1.0)
+    parts = (settings.roc_error_ratio, error_ratio), (settings.roc_answer_format, answer_format)
+    return sum(value for is_on, value in parts if is_on)
+
+
+def half_even(value: Fraction) -> int:
+    below = value.numerator // value.denominator
+    above_half = value - below - Fraction(1, 2)
+    return below + (above_half > 0 or (above_half == 0 and below % 2 == 1))
+
+
+def released_choice(
+    rollouts: list[Rolled], rewards: list[float], settings: RocSettings
+) -> list[int] | None:
+    """Indexes of those that are kept; None where the released code fails."""
+    n, total = settings.down_sample_to_n, len(rollouts)
+    if total < n or (settings.reject_equal_reward and len(set(rewards)) == 1):
+        return []
+    if total == n:
+        return list(range(total))
+    right = [i for i in range(total) if rewards[i] > 0]
+    wrong = [i for i in range(total) if rewards[i] <= 0]
+    right.sort(key=lambda i: (released_penalty(rollouts[i], settings), i))
+    num_right, num_wrong = (half_even(Fraction(len(side) * n, total)) for side in (right, wrong))
+    least_wrong = min(settings.min_zero_reward_trace_num, len(wrong))
+    least_right = min(settings.min_non_zero_reward_trace_num, len(right))
+    if num_wrong <= least_wrong:
+        num_right, num_wrong = n - least_wrong, least_wrong
+    if num_right <= least_right:
+        num_right, num_wrong = least_right, n - least_right
+    if num_right + num_wrong != n:
+        return None
+    return sorted(right[:num_right] + wrong[:num_wrong])
+
+
+TURN = st.lists(st.sampled_from(["<answer>", "</answer>", "<answer>7</answer>", "so "]), max_size=3)
+ROLLED = st.tuples(
+    st.lists(TURN.map("".join), min_size=1, max_size=4), st.lists(st.booleans(), max_size=3)
+)
+
+
+@hypothesis.settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(ROLLED, st.sampled_from([0.0, 1.0])), max_size=34), settings(17))
+@example([((["<answer>7</answer>"], [False]), 1.0)] * 4 + [(([""], []), 0.0)] * 20, ODD)
+@example([((["<answer> <answer>7</answer>"], [False]), 1.0)] * 2 + [(([""], []), 0.0)] * 2, TWO)
+@example([((["<answer>", "7</answer>"], [False]), 1.0)] * 2 + [(([""], []), 0.0)] * 2, TWO)
+def test_the_released_form_is_what_the_released_code_does(
+    group: list[tuple[Rolled, float]], settings: RocSettings
+) -> None:
+    settings = settings.model_copy(update={"form": "released"})
+    if settings.down_sample_to_n <= 0:
+        return
+    status = {True: CallStatus.ERROR, False: CallStatus.OK}
+    made = []
+    for (texts, failures), reward in group:
+        turns = [Turn(text=text) for text in texts]
+        turns[-1].results = [result(status[failed]) for failed in failures]
+        made.append(Trace.of(Trajectory("t", [1], turns, StopReason.ANSWERED), reward))
+    choice = resample(made, settings, Random(0))
+    rollouts, rewards = [one for one, _ in group], [reward for _, reward in group]
+    assert choice.penalties == [released_penalty(one, settings) for one in rollouts]
+    expected = released_choice(rollouts, rewards, settings)
+    if expected is None:
+        assert settings.down_sample_to_n % 2
+        assert len(choice.kept) == settings.down_sample_to_n
+    else:
+        assert choice.kept == expected
 
 
 @given(GROUPS, settings(), st.integers())
@@ -318,7 +410,9 @@ def test_a_trace_is_counted_from_the_record() -> None:
         reason=StopReason.ANSWERED,
     )
     found = Trace.of(trajectory, 1.0)
-    assert found == Trace(1.0, num_calls=3, num_failed_calls=2, num_answers=3, num_turns=3)
+    assert found == Trace(
+        1.0, num_calls=3, num_failed_calls=2, num_answers=3, num_turns=3, num_pairs=0
+    )
 
 
 @pytest.mark.parametrize("status", CallStatus)

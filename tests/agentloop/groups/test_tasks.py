@@ -136,6 +136,13 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
         ({"problem": "x?", "reward_model": {"ground_truth": {}}}, "'reward_model.ground_truth': "),
         ({"problem": "x?", "answer": 1, "level": "hard"}, "field 'level': a number is expected"),
         ({"problem": "x?", "answer": 1, "extra_info": 3}, "field 'extra_info': an object is"),
+        ({"problem": "x\ud800?", "answer": 1}, "field 'problem': it has half of a surrogate pair"),
+        ({"problem": "x?", "answer": "\udc00"}, "field 'answer': it has half of a surrogate pair"),
+        (
+            {"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1},
+            "field 'prompt': it has",
+        ),
+        ({"problem": "x?", "answer": 1, "extra_info": {"\ud800": 1}}, "field 'extra_info': it has"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, why: str) -> None:
@@ -203,7 +210,7 @@ def test_a_package_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(SettingsError, match=r"pip install 'agentloop\[data\]'"):
+    with pytest.raises(SettingsError, match=r"pip install 'agentloop-rl\[data\]'"):
         opened(tmp_path / "data.parquet", "parquet")
 
 
@@ -248,8 +255,11 @@ def test_a_cursor_goes_on_where_it_was_taken(tmp_path: Path, kind: str, num_take
     take(source, num_taken)
     cursor = json.loads(json.dumps(source.cursor()))
     again = opened(path, kind, cursor, held_out=0.1)
-    assert take(again, 50) == take(source, 50)
+    expected = take(source, 50)
+    assert take(again, 50) == expected
     assert again.cursor() == source.cursor()
+    again.go_to(cursor)
+    assert take(again, 50) == expected
 
 
 def test_a_cursor_of_other_tasks_is_refused(tmp_path: Path) -> None:

@@ -23,19 +23,19 @@ def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
-    def version(name: str) -> str:
+    def version(name: str, folder: object = None) -> str:
         try:
             return versions[name]
         except KeyError:
             raise importlib.metadata.PackageNotFoundError(name) from None
 
-    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr(install, "_version", version)
 
 
 def _all_pins() -> dict[str, str]:
     versions = {}
-    for requirements, _ in install.steps(accelerator=False):
-        for requirement in requirements:
+    for step in install.steps(accelerator=False):
+        for requirement in step.requirements:
             exact = [s.version for s in requirement.specifier if s.operator == "=="]
             versions[requirement.name] = exact[0] if exact else UNPINNED
     return versions

@@ -754,6 +754,39 @@ async def test_what_a_server_said_before_it_ended_is_not_believed() -> None:
         assert router.view()[0].state is ServerState.DEAD
 
 
+async def test_what_a_server_said_before_it_was_given_weights_is_not_believed() -> None:
+    """It was healthy when it was asked, and is again when the answer comes."""
+    fake = FakeSGLang(ANSWER, version="7")
+    asked, answer = anyio.Event(), anyio.Event()
+    states: list[ServerState] = []
+    num_asked = 0
+
+    async def slow(request: web.Request) -> web.Response:
+        nonlocal num_asked
+        num_asked += 1
+        version = fake.version
+        if version == "7" and num_asked > 1:
+            asked.set()
+            await answer.wait()
+        return web.json_response({"weight_version": version})
+
+    fake._model_info = slow  # type: ignore[method-assign]
+    async with routed(fake) as router:
+        router.require_weights("7")
+        await asked.wait()
+        router.require_weights("8")
+        fake.version = "8"
+        router.weights_loaded(fake.url, "8")
+        assert router.view()[0].healthy
+        seen = num_asked
+        answer.set()
+        while num_asked < seen + 2:
+            states.append(router.view()[0].state)
+            await anyio.lowlevel.checkpoint()
+        assert set(states) == {ServerState.HEALTHY}
+        assert router.view()[0].weight_version == "8"
+
+
 async def test_one_that_is_started_again_is_dead_until_it_answers() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
@@ -785,6 +818,53 @@ async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool
                 raise AssertionError
         assert dict(router._orders) == order == {"g": 0}
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("context_length", [len(PROMPT) + len(ANSWER), 10])
+async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
+    context_length: int,
+) -> None:
+    """A server with a smaller context joined after the turn had begun."""
+    large = FakeSGLang(ANSWER, gate=anyio.Event())
+    small = FakeSGLang(
+        ANSWER, context_length=context_length, end="stop" if context_length > 10 else "length"
+    )
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(small.serving())
+        session = await stack.enter_async_context(http_session())
+        router = await stack.enter_async_context(routed(large, probe_interval_s=1000))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        seen = Read()
+        tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
+        await eventually(lambda: large.num_streaming == 1)
+        await router.add(SGLangServer(small.url, session))
+        router.exited(large.url, "was killed by SIGKILL")
+    assert seen.placed == [large.url, small.url]
+    if context_length > 10:
+        whole(seen)
+    else:
+        assert seen.ids == ANSWER[: 10 - len(PROMPT)]
+        assert seen.chunks[-1].end is TurnEnd.LENGTH
+
+
+async def test_a_turn_is_not_sent_where_the_context_does_not_hold_what_it_has_received() -> None:
+    large = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=5)]))
+    small = FakeSGLang(ANSWER, context_length=len(PROMPT) + 5)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(small.serving())
+        session = await stack.enter_async_context(http_session())
+        router = await stack.enter_async_context(routed(large))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        seen = Read()
+        tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
+        await eventually(lambda: len(seen.ids) == 5)
+        await router.add(SGLangServer(small.url, session))
+        large.ready = False
+        router.exited(large.url, "was killed by SIGKILL")
+        await eventually(lambda: router.num_waiting == 1)
+        large.ready = True
+    whole(seen)
+    assert seen.placed == [large.url, large.url]
 
 
 async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:

@@ -114,6 +114,29 @@ async def test_increments_and_cumulative_frames_give_the_same(
     assert all(chunk.end is None for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("tokens_a_frame", [1, 5, 100])
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_the_likeliest_tokens_are_told_where_they_are_asked_for(
+    incremental: bool, tokens_a_frame: int
+) -> None:
+    fake = FakeSGLang(ANSWER, incremental=incremental, tokens_a_frame=tokens_a_frame)
+    given: list[Chunk] = []
+    params = Sampling().to_sglang(max_new_tokens=100, stop_ids=(99,))
+    async with client(fake) as server:
+        await server.generate(PROMPT, params, rid="r", on_chunk=given.append, num_top_logprobs=2)
+    assert [top for chunk in given for top in chunk.top_logprobs] == [
+        [(logprob(at), token), (logprob(at) - 1, token + 1)] for at, token in enumerate(ANSWER)
+    ]
+    assert {chunk.cached_tokens for chunk in given} == {2}
+
+
+def test_without_a_token_that_ends_a_turn_none_does() -> None:
+    """Else SGLang stops at the model's own."""
+    params = Sampling().to_sglang(max_new_tokens=1, stop_ids=())
+    assert (params["stop_token_ids"], params["ignore_eos"]) == ([], True)
+    assert "ignore_eos" not in Sampling().to_sglang(max_new_tokens=1, stop_ids=(9,))
+
+
 async def test_what_is_asked_is_what_sglang_understands() -> None:
     fake = FakeSGLang(ANSWER, end="length")
     async with client(fake) as server:

@@ -334,6 +334,30 @@ def _option(launch: Launch, name: str) -> str:
     return launch.command[launch.command.index(name) + 1]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [
+        ({}, "PASSIVE None None"),
+        ({"OMP_WAIT_POLICY": "active"}, "active None None"),
+        ({"GOMP_SPINCOUNT": "7"}, "None 7 None"),
+        ({"KMP_BLOCKTIME": "0"}, "None None 0"),
+    ],
+)
+async def test_threads_of_what_is_started_sleep_while_they_wait_unless_the_user_chose(
+    tmp_path: Path, chosen: dict[str, str], seen: str
+) -> None:
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    script = f"import os; print(*map(os.environ.get, {names}))"
+    environment = {k: v for k, v in os.environ.items() if k not in names} | chosen
+    log = tmp_path / "log"
+    process = await supervise.guarded(
+        [sys.executable, "-c", script], environment, log, stop_timeout_s=0
+    )
+    async with process:
+        await process.wait()
+    assert log.read_text().splitlines()[-1] == seen
+
+
 def test_plan_on_a_cpu(model: Path, tmp_path: Path) -> None:
     settings = ServerSettings(count=2, device="cpu", threads=3, extra_args=("--log-level", "debug"))
     launches = plan(model, settings, log_dir=tmp_path)

@@ -340,3 +340,30 @@ def test_the_run_itself_is_among_them_however_many_there_are(
     newer.write_text('{"step": 7}\n')
     os.utime(newer, (4_000_000_000, 4_000_000_000))
     assert [row["step"] for row in curves(run.path, "one")] == [1, 2]
+
+
+async def test_the_newest_weights_that_were_published_are_the_policy_version(
+    run: RunFolder,
+) -> None:
+    run.add_metrics({"step": 2, "version": "1"})
+    (run.path / "weights" / "2").mkdir(parents=True)
+    assert (await archive(run).frame())["now"]["policy_version"] == "2"
+
+
+@pytest.mark.parametrize("damage", [None, b"{", b'{"all": 1}'])
+async def test_an_evaluation_shows_its_results(run: RunFolder, damage: bytes | None) -> None:
+    run.add_metrics({"step": 1, "group": "g", "reward": 1.0})
+    told = {
+        "num_samples": 2,
+        "all": {
+            "num_tasks": 9,
+            "num_missing": 1,
+            "avg_at_k": {"value": 2 / 3, "low": 0.5, "high": 0.8},
+        },
+    }
+    (run.path / "results.json").write_bytes(damage or orjson.dumps(told))
+    values = (await archive(run).frame())["now"].get("values")
+    if damage:
+        assert values is None
+    else:
+        assert values == {"avg@2": "0.667 [0.500, 0.800]", "tasks": "9", "samples missing": "1"}

@@ -32,7 +32,7 @@ from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.agentloop.observe.test_board import Reader
 from tests.agentloop.observe.test_record import assembled
-from tests.support import END, chat_format, written
+from tests.support import END, chat_format, eventually, written
 
 pytestmark = pytest.mark.anyio
 
@@ -209,6 +209,40 @@ async def test_who_leaves_amid_all_of_it_has_not_got_all_of_it() -> None:
         name, rest = await all_of(frames)
         assert name
         assert len(rest) == 2
+
+
+async def test_every_reader_is_told_of_the_end_and_nothing_after_it() -> None:
+    at = live()
+    ended = {"state": "finished", "text": "All done."}
+    found: list[dict[str, Any]] = []
+
+    async def read() -> None:
+        async with aclosing(at.frames()) as frames:
+            async for _, data in frames:
+                found.append(orjson.loads(data)["now"])
+
+    with anyio.fail_after(15):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(read)
+            await eventually(lambda: len(found) == 2)
+            await at.end("finished", "All done.")
+            assert at.num_readers == 0
+        assert [now.get("ended") for now in found] == [None, None, ended, ended]
+        await read()  # one who comes late
+    assert found[-1]["ended"] == ended
+
+
+async def test_the_end_does_not_wait_for_a_reader_who_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_module, "_GOODBYE_S", 0.01)
+    at = live()
+    async with aclosing(at.frames()) as frames:
+        await next_of(frames)
+        with anyio.fail_after(15):
+            await at.end("stopped", "The service has ended.")
+        assert (await next_of(frames))[1]["now"]["ended"]["state"] == "stopped"
 
 
 async def test_a_slow_reader_is_told_what_it_missed_and_all_anew() -> None:

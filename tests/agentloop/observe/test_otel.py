@@ -23,7 +23,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from agentloop.errors import SettingsError
 from agentloop.events import Event, RolloutAbandoned, RolloutFinished, RolloutScored, RolloutStarted
-from agentloop.observe.otel import Attribute, OtelSettings, Traces
+from agentloop.observe.otel import Attribute, CallerSpan, OtelSettings, Traces, caller_span
 from agentloop.trajectory import CallStatus, ToolResult, Trajectory
 from tests.agentloop.observe import story
 from tests.support import eventually
@@ -188,6 +188,48 @@ async def test_a_rollout_is_a_trace() -> None:
     (scope,) = resource.scope_spans
     assert scope.scope.name == "agentloop"
     assert scope.schema_url == "https://opentelemetry.io/schemas/1.41.1"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("flags", ["00", "01", "03"])
+async def test_a_callers_trace_is_continued(flags: str) -> None:
+    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    token = caller_span.set(CallerSpan.parse(f"00-{trace_id}-{span_id}-{flags}"))
+    try:
+        # The caller has decided whether it is traced, and not the rollout's id.
+        collector, _ = await exported(story.of_rollout(story.trajectory(), "1"), share=1e-9)
+    finally:
+        caller_span.reset(token)
+    if flags == "00":
+        assert collector.spans == []
+        return
+    root, *others = collector.spans
+    assert {span.trace_id.hex() for span in collector.spans} == {trace_id}
+    assert root.parent_span_id.hex() == span_id
+    assert {span.parent_span_id for span in others} == {root.span_id}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "nonsense",
+        f"00-{'0' * 32}-{'1' * 16}-01",
+        f"00-{'1' * 32}-{'0' * 16}-01",
+        f"ff-{'1' * 32}-{'1' * 16}-01",
+        f"00-{'1' * 32}-{'1' * 16}-01-more",
+        f"00-{'A' * 32}-{'1' * 16}-01",
+        f"00-{'1' * 31}-{'1' * 16}-01",
+    ],
+)
+def test_a_traceparent_that_is_none_is_ignored(header: str) -> None:
+    assert CallerSpan.parse(header) is None
+
+
+def test_a_later_traceparent_may_say_more() -> None:
+    assert CallerSpan.parse(f"01-{'1' * 32}-{'2' * 16}-00-more") == CallerSpan(
+        int("1" * 32, 16), int("2" * 16, 16), False
+    )
 
 
 @pytest.mark.anyio
@@ -365,7 +407,7 @@ async def test_without_an_endpoint_there_are_none() -> None:
 @pytest.mark.anyio
 async def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    with pytest.raises(SettingsError, match=r"agentloop\[otel\]"):
+    with pytest.raises(SettingsError, match=r"agentloop-rl\[otel\]"):
         async with Traces.open(OtelSettings(endpoint="http://127.0.0.1:1"), model="small"):
             pass
 

@@ -186,9 +186,11 @@ async def test_without_sinks_nothing_is_done(tmp_path: Path) -> None:
 async def test_a_package_that_is_missing_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
     settings = SinksSettings.model_validate({"to": [name]})
-    with pytest.raises(SettingsError, match=rf"sinks\.to: {name} .*agentloop\[{name}\]"):
+    with pytest.raises(
+        SettingsError, match=rf"{name} \(sinks\.to\) is not installed: .*agentloop-rl\[{name}\]"
+    ):
         async with Sinks.open(settings, folder=tmp_path, run_name="", config={}):
             pass
     assert name not in sys.modules

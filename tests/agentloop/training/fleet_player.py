@@ -17,7 +17,7 @@ from agentloop.errors import ServerError
 from agentloop.groups.tasks import Task
 from agentloop.training.fleet_link import FleetSettings, Link
 from agentloop.training.fleet_member import Member, heard
-from agentloop.training.handover import Handover, Published
+from agentloop.training.handover import Handover, InFolder, Published
 from agentloop.training.rollouts import RolledOut, RollsOut
 
 LEASE_S = 8.0  # a busy machine may stop us for seconds
@@ -45,6 +45,9 @@ class Player:
         self.checksum = "sum"
         self.stop_reason = "answered"
         self.filling = ""  # of each row
+        self.sampled: str | None = None  # the version that it says it samples with
+        self.figures: dict[str, Any] = {}
+        self.pauses: list[str] = []  # how it was told to load weights
         self.error: Exception | None = None
         self.fails: ServerError | None = None  # to load weights
         self.gate: anyio.Event | None = None  # groups wait for it
@@ -70,25 +73,31 @@ class Player:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
+        version = self.sampled or self.versions[-1]
+        turn = {"versions": [{"version": version, "start": 0, "end": 1}]}
         return Group(
             [
                 {
                     "task": task.id,
                     "by": self.name,
                     "index": index,
-                    "version": self.versions[-1],
+                    "reward": 1.0,
+                    "version": version,
                     "max_turns": budget.max_turns,
                     "filling": self.filling,
-                    "trajectory": {"stop_reason": self.stop_reason},
+                    "trajectory": {"stop_reason": self.stop_reason, "turns": [turn]},
                 }
                 for index in range(size)
-            ]
+            ],
+            figures={"rejected": None, "rollouts": [], **self.figures},
         )
 
     async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
         if self.fails is not None:
             raise self.fails
         self.versions.append(published.version)
+        assert isinstance(published, InFolder)
+        self.pauses.append(published.pause)
         return Handover(published, [self.name], {}, 0.0, self.checksum)
 
     async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:

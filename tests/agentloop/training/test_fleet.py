@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import hypothesis
 import pydantic
 import pytest
 
@@ -23,13 +24,23 @@ from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task, TaskSource
 from agentloop.training.fleet import Fleet
-from agentloop.training.fleet_link import FleetSettings, Link, packed, unpacked
+from agentloop.training.fleet_link import (
+    READERS,
+    FleetSettings,
+    Link,
+    Redis,
+    Result,
+    Ticket,
+    packed,
+    unpacked,
+)
 from agentloop.training.handover import InFolder
 from agentloop.training.learner import Learner, LearnerError
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.rollouts import RolledOut, Rollouts
 from agentloop.training.run_folder import RunFolder
+from tests import emitted
 from tests.agentloop.training.fleet_player import LEASE_S, Player, playing
 from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
 from tests.redis_server import RedisServer, redis_server
@@ -411,7 +422,9 @@ async def test_a_run_by_a_fleet_learns_what_a_run_by_itself_does(
     redis: RedisServer, tmp_path: Path
 ) -> None:
     """Also where Redis loses everything between its steps."""
-    pytest.importorskip("safetensors", reason="needs safetensors: pip install 'agentloop[train]'")
+    pytest.importorskip(
+        "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
+    )
 
     class Killing(PlayedLearner):
         async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
@@ -434,7 +447,9 @@ async def test_a_run_by_a_fleet_learns_what_a_run_by_itself_does(
 async def test_a_run_that_is_killed_goes_on_with_the_runtimes_that_are_there(
     redis: RedisServer, tmp_path: Path
 ) -> None:
-    pytest.importorskip("safetensors", reason="needs safetensors: pip install 'agentloop[train]'")
+    pytest.importorskip(
+        "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
+    )
 
     class Dying(PlayedLearner):
         async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
@@ -502,6 +517,143 @@ async def test_a_runtime_that_cannot_load_rolls_out_nothing_until_it_can(
         await trainer.groups("4", "5", oldest=1)  # good may have been about to take one
         assert len(bad.asked) >= 1
         assert bad.versions == ["0", "1"]
+
+
+async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    settings, one, two = settings_for(redis), Player("one"), Player("two")
+    one.gate, two.room = anyio.Event(), anyio.Event()
+    found: dict[str, RolledOut] = {}
+    async with training(settings, tmp_path) as trainer, playing(settings, one, two):
+        await trainer.hand_over(0)
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                found.update(await trainer.groups("1"))
+
+            tasks.start_soon(ask)
+            await eventually(lambda: bool(one.asked))
+            one.fails = ServerError("the disk is full")
+            two.room.set()
+            came = await trainer.hand_over(1, timeout_s=3)
+            assert came.failed == {"one": "the disk is full"}
+            one.gate.set()
+            await eventually(lambda: bool(found), within_s=30)
+    assert [row["version"] for row in found["1"].rows()] == ["0", "0"]
+    assert (one.asked, two.asked) == (["1"], [])
+
+
+async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others_in_time(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    settings, one, two = settings_for(redis, lease_s=2.0), Player("one"), Player("two")
+    one.gate, two.room = anyio.Event(), anyio.Event()
+    found: dict[str, RolledOut] = {}
+    async with training(settings, tmp_path) as trainer, playing(settings, one, two):
+        await trainer.hand_over(0)
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                found.update(await trainer.groups("1"))
+
+            tasks.start_soon(ask)
+            await eventually(lambda: bool(one.asked))
+            one.fails, one.sampled = ServerError("half of the servers have them"), "1"
+            two.room.set()
+            await trainer.hand_over(1, timeout_s=1)
+            one.gate.set()
+            await eventually(lambda: bool(found), within_s=60)
+    assert [(row["by"], row["version"]) for row in found["1"].rows()] == [("two", "1")] * 2
+
+
+async def test_of_two_runtimes_that_did_one_ticket_each_has_its_own_rollouts(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, put, num_put = Link.get_pieces, Link.put_pieces, 0
+
+    async def counted(self: Link, *arguments: Any) -> int:
+        nonlocal num_put
+        num = await put(self, *arguments)
+        num_put += 1
+        return num
+
+    async def late(self: Link, *arguments: Any) -> bytes:
+        await eventually(lambda: num_put == 2)
+        return await get(self, *arguments)
+
+    monkeypatch.setattr(Link, "put_pieces", counted)
+    monkeypatch.setattr(Link, "get_pieces", late)
+    settings = settings_for(redis, lease_s=3600)
+    one, two = Player("one"), Player("two")
+    one.gate, two.room = anyio.Event(), anyio.Event()
+    one.figures, two.figures = {"by": "one"}, {"by": "two"}
+    found: dict[str, RolledOut] = {}
+    async with training(settings, tmp_path) as trainer, playing(settings, one, two):
+        await trainer.hand_over()
+        (mark,) = (tmp_path / "results").iterdir()
+        mark.unlink()  # they go through Redis
+        async with anyio.create_task_group() as tasks, Link.open(settings, "test") as link:
+
+            async def ask() -> None:
+                found.update(await trainer.groups("1"))
+
+            async def is_dead(redis: Redis) -> None:
+                """Its lease has run out."""
+                (entry,) = await redis.xpending_range(link.tickets, READERS, "-", "+", 1)
+                await redis.xclaim(
+                    link.tickets, READERS, "one", 0, [entry["message_id"]], idle=3_600_001
+                )
+
+            tasks.start_soon(ask)
+            await eventually(lambda: bool(one.asked))
+            await link.do(is_dead)
+            two.room.set()
+            await eventually(lambda: num_put == 1, within_s=30)
+            one.gate.set()
+            await eventually(lambda: bool(found), within_s=30)
+            await until(lambda: link.do(lambda redis: redis.keys("*:rows:*")), [])
+    assert found["1"].figures["by"] == found["1"].rows()[0]["by"] == "two"
+
+
+async def test_weights_are_loaded_as_the_trainer_is_told(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    settings, player = settings_for(redis), Player("one")
+    async with training(settings, tmp_path) as trainer, playing(settings, player):
+        await trainer.fleet.hand_over(InFolder("0", tmp_path, "in_place"), timeout_s=30)
+        await trainer.hand_over(1)
+    assert player.pauses == ["in_place", "retract"]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_a_result_that_cannot_be_read_is_asked_for_again_but_not_for_ever(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    damaged = 2
+
+    def read(data: bytes) -> list[dict[str, Any]]:
+        nonlocal damaged
+        damaged -= 1
+        if damaged >= 0:
+            raise ValueError("half of it is missing")
+        return unpacked(data)
+
+    monkeypatch.setattr("agentloop.training.fleet.unpacked", read)
+    # No audit: it is asked for again at once.
+    settings, player = settings_for(redis, max_tries=3, lease_s=3600), Player("one")
+    async with training(settings, tmp_path) as trainer, playing(settings, player):
+        await trainer.hand_over()
+        if not shares:
+            (mark,) = (tmp_path / "results").iterdir()
+            mark.unlink()
+        assert told(await trainer.groups("1")) == whole("1")
+        assert player.asked == ["1"] * 3
+        damaged = 100
+        why = r"group 2: .* could not be read 3 times \(fleet\.max_tries\).*half of it is missing"
+        with pytest.raises(ServerError, match=why):
+            await trainer.groups("2")
+        assert player.asked == ["1"] * 3 + ["2"] * 3
 
 
 async def test_without_a_runtime_that_can_load_there_is_an_error(
@@ -607,10 +759,29 @@ def test_a_url_is_checked() -> None:
     assert told.password.get_secret_value() == "secret"
 
 
+@hypothesis.settings(deadline=None)
+@hypothesis.given(emitted.calls, emitted.plain_data)
+def test_what_a_model_emits_goes_over_the_fleet_as_it_is(raw: str, more: Any) -> None:
+    rows = [{"trajectory": emitted.rollout(raw), "truth": more}]
+    assert repr(unpacked(packed(rows))) == repr(emitted.as_json(rows))
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(emitted.any_text, emitted.plain_data)
+def test_what_is_said_in_a_fleet_is_heard_as_it_is(text: str, more: Any) -> None:
+    task = Task("a", [{"role": "user", "content": "?"}], "1", extra={"more": more})
+    ticket = Ticket(life="l", name="1", task=task, size=2, budget=BUDGET, oldest=0)
+    heard = Ticket.of_json(ticket.to_json())
+    assert repr(heard.task.extra) == repr({"more": emitted.as_json(more)})
+    assert (heard.task.prompt, heard.budget, heard.key) == (task.prompt, BUDGET, ticket.key)
+    result = Result(key="k", runtime="one", error="RewardError", message=text)
+    assert Result.of_json(result.to_json()) == result
+    assert result.message == text.encode("utf-8", "replace").decode()
+
+
 def test_rows_are_packed_and_damage_is_seen() -> None:
     rows = [{"a": [1, 2.5, None], "b": "ü"}]
     assert unpacked(packed(rows)) == rows
-    assert len(unpacked(packed([{"big": 1 << 70}]))) == 1
     for damaged in (b"", packed(rows)[:-3], packed(rows)[3:]):
         with pytest.raises(ValueError, match=r".+"):
             unpacked(damaged)

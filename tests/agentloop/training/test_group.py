@@ -17,9 +17,8 @@ from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import Pause, SGLangServer, WeightsGroup, http_session
 from agentloop.training.handover import (
     Handover,
+    Served,
     WeightsSettings,
-    hand_over,
-    keep_up,
     publisher,
 )
 from agentloop.training.learner import Learner, LearnerError, LearnerRefused
@@ -39,8 +38,9 @@ class PlayedLearner:
         self.joined: list[int] = []  # members of each group
         self.fails: dict[str, Exception] = {}
         self.hangs = ""
-        self.sums = {"embed": "1", "norm": "2", "fused": "3"}
+        self.sums = {"embed": ["1"], "norm": ["2"], "fused": ["3"]}
         self.num_updates = 4
+        self.layouts: list[dict[str, Any] | None] = []  # that checksums were asked for
 
     async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         self.asked.append(op)
@@ -51,7 +51,8 @@ class PlayedLearner:
         if op == "layout":
             layout = [{"names": [n], "dtypes": ["float32"], "shapes": [[2, 3]]} for n in NAMES]
             await anyio.Path(arguments["out"]).write_text(json.dumps(layout))
-            return {"num_updates": self.num_updates, "backend": "gloo"}
+            model = {"model_type": "qwen3", "num_key_value_heads": 2, "dtype": "bfloat16"}
+            return {"num_updates": self.num_updates, "backend": "gloo", "model": model}
         if op == "open":
             if arguments["num_updates"] != self.num_updates:
                 raise LearnerRefused("open: these are gone")
@@ -59,9 +60,9 @@ class PlayedLearner:
         if op == "join":
             self.joined.append(arguments["world_size"])
         if op == "send":
-            assert arguments["digest"] == "float32"
+            self.layouts.append(arguments["layout"])
             name = NAMES[arguments["bucket"]]
-            return {"sums": {name: self.sums[name]}}
+            return {"sums": {name: self.sums[name]} if arguments["layout"] else {}}
         return {}
 
 
@@ -74,7 +75,7 @@ class Parts:
     async def hand_over(self, version: str = "1", timeout_s: float = 15) -> Handover:
         way = publisher(self.settings, cast(Learner, self.learner), self.folder)
         published = await way.publish(version, timeout_s=15)
-        return await hand_over(self.router, published, timeout_s=timeout_s)
+        return await Served(self.router).hand_over(published, timeout_s=timeout_s)
 
     def states(self) -> list[str]:
         return [view.state.value for view in self.router.view()]
@@ -180,7 +181,7 @@ async def test_who_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> N
         assert here.nobody_waits()
         # It is given a group of its own.
         here.fakes[1].at_bucket = None
-        assert await keep_up(here.router, came, timeout_s=15)
+        assert await Served(here.router).keep_up(came, timeout_s=15)
         assert here.learner.joined == [4, 3, 2]
         assert here.states() == ["healthy"] * 3
 
@@ -243,13 +244,44 @@ async def test_who_takes_too_long_is_stale(tmp_path: Path) -> None:
 
 
 async def test_what_arrived_is_compared_with_what_was_sent(tmp_path: Path) -> None:
-    """Where the two give a tensor the same name: the rest is held against the other servers."""
-    async with parts(tmp_path, *fakes(2, sums={"norm": "2", "other": "9"})) as here:
+    """What is not known of them is held against the other servers."""
+    async with parts(tmp_path, *fakes(4, sums={"norm": "2", "other": "9"})) as here:
         here.fakes[0].sums = {"norm": "wrong"}
+        here.fakes[1].sums = {"norm": "2", "other": "8"}
         came = await here.hand_over()
-        assert came.failed == {here.fakes[0].url: "its norm is not what the learner sent"}
-        assert here.states() == ["stale", "healthy"]
+        assert came.failed == {
+            here.fakes[0].url: "its norm is not what the learner has",
+            here.fakes[1].url: "its weights differ from the others': sum",
+        }
+        assert here.states() == ["stale", "stale", "healthy", "healthy"]
+        assert came.num_verified == 0, "not all of it"
+        layout = {"device": "cpu", "dtype": "float32", "num_ranks": 1, "num_kv_heads": 2}
+        assert here.learner.layouts == [layout] * 2
         assert here.nobody_waits()
+
+
+@pytest.mark.parametrize(
+    ("info", "layout"),
+    [
+        ({"device": "cuda", "dtype": "auto", "tp_size": 2}, ("cuda", "bfloat16", 2)),
+        ({"device": "cuda", "dtype": "half"}, ("cuda", "float16", 1)),
+        ({"dtype": "bfloat16"}, None),  # packed, on some CPUs
+        ({"version": "0.6.0"}, None),
+    ],
+)
+async def test_a_single_server_is_compared_where_it_is_known_what_it_must_say(
+    tmp_path: Path, info: dict[str, Any], layout: tuple[str, str, int] | None
+) -> None:
+    told = {"norm": "2", "embed": "1"}
+    async with parts(tmp_path, *fakes(1, sums=told, info=info)) as here:
+        here.learner.sums = {name: [one] * 2 for name, one in told.items()}
+        came = await here.hand_over()
+        assert came.num_verified == (layout is not None)
+        asked = here.learner.layouts[0]
+        assert layout == (asked and tuple(asked.values())[:3])
+        here.settings = SETTINGS.model_copy(update={"verify": False})
+        assert (await here.hand_over("2")).num_verified == 0
+        assert here.learner.layouts[-1] is None
 
 
 async def test_weights_that_the_learner_no_longer_has_are_not_given(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ import pytest
 from aiohttp import web
 
 from agentloop.agent.rollout import Budget
+from agentloop.agent.tool_stream import decode_call
 from agentloop.config import to_toml
-from agentloop.errors import RequestError, SettingsError, sole
+from agentloop.errors import ModelError, RequestError, SettingsError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
+from agentloop.export import find
 from agentloop.groups.queue import GroupQueue
 from agentloop.groups.reward import RewardFunction, RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
@@ -39,6 +41,7 @@ from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_list import RunState, summarize
 from agentloop.training.standing import Standing, Unwatched, Watch
+from agentloop.training.undo import undo
 from agentloop.trajectory import (
     CallStatus,
     StopReason,
@@ -397,6 +400,43 @@ async def test_groups_without_a_difference_count_where_they_are_not_rejected(
             tmp_path / str(rejects), reward=of_one_task, roc=roc, steps=1, evaluate_every=0
         )
         assert len(learner.batches[0]["lengths"]) == num_samples
+
+
+async def test_no_call_of_a_model_ends_a_run(tmp_path: Path) -> None:
+    numbers = ["7" * 400, "1e999, 99999999999999999999", "NaN", "[" * 150 + "]" * 150, '"\\ud800"']
+
+    class Odd(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            found = await super().__call__(prompt, **options)
+            for one, number in zip(found, numbers, strict=False):
+                raw = f'{{"name": "python", "arguments": {{"n": [{number}]}}}}'
+                name, arguments, error = decode_call(raw)
+                one.turns[0].calls = [ToolCall("c", name, arguments, raw, 0, 1, error)]
+            return found
+
+    tasks = TaskSource.open(ARITHMETIC)
+    learner, _, run = await played(
+        tmp_path, tasks=tasks, run_group=Odd(tasks), steps=1, evaluate_every=0
+    )
+    assert len(learner.batches[0]["lengths"]) == 12
+    first, second, *_ = groups(run, [1])
+    assert first["trajectory"]["turns"][0]["calls"][0]["arguments"] == {"n": [int(numbers[0])]}
+    assert "too large" in second["trajectory"]["turns"][0]["calls"][0]["error"]
+
+
+async def test_a_run_that_such_a_call_had_ended_goes_on(tmp_path: Path) -> None:
+    """Of before, when infinity was written as Python writes it, and not read again."""
+    settings: dict[str, Any] = {"steps": 1, "evaluate_every": 0}
+    with pytest.raises(ExceptionGroup):
+        await played(tmp_path, learner=Dies(1, done=False), **settings)
+    gc.collect()
+    file = tmp_path / "run" / "trajectories" / "group-0000001.jsonl"
+    n = f'"arguments": {{"n": Infinity, "m": {"7" * 400}}}'
+    text = file.read_text()
+    file.write_text(text.replace('"arguments":{}', n))
+    assert file.read_text() != text
+    learner, _, _ = await played(tmp_path, restored={"step": 0, "version": 0}, **settings)
+    assert len(learner.batches) == 1
 
 
 async def test_a_rollout_that_never_spoke_has_no_reward(tmp_path: Path) -> None:
@@ -958,15 +998,10 @@ async def test_a_run_that_has_collapsed_ends_where_it_was_good(tmp_path: Path) -
     assert [one.name for one in (path / "weights").iterdir()] == ["1"]
     assert len(learner.learned) == 1
 
-    folder = RunFolder.again(path)
     with pytest.raises(SettingsError, match=r"--from: no checkpoint of step 7; there are: 1, 2, 3"):
-        folder.undo(7)
-    folder.undo(1)
-    del folder
-    gc.collect()
-    async with GroupQueue.open(path / "queue.sqlite") as queue:
-        await queue.undo(1)
-        tasks = TaskSource.open(ARITHMETIC, (await queue.noted("cursor"))["tasks"])
+        await gone_back(tmp_path, 7)
+    assert not (path / "undone").exists()
+    tasks = await gone_back(tmp_path, 1)
     settings["steps"] = 3
     again, run_group, run = await played(
         tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, **settings
@@ -977,6 +1012,184 @@ async def test_a_run_that_has_collapsed_ends_where_it_was_good(tmp_path: Path) -
     assert [row["step"] for row in run.metrics()] == [1, 2, 3]
     (undone,) = (path / "undone").iterdir()
     assert {one.name for one in undone.iterdir()} >= {"metrics.jsonl", "step-00002"}
+
+
+async def gone_back(folder: Path, step: int) -> TaskSource:
+    """The run goes back to the checkpoint of that step, as `--from` does; returns its tasks."""
+    gc.collect()  # as when a process ends: nobody has the run any more
+    run = RunFolder.again(folder / "run")
+    async with GroupQueue.open(run.path / "queue.sqlite") as queue:
+        await undo(run, queue, step)
+        cursor = (await queue.noted("cursor"))["tasks"]
+    del run
+    gc.collect()
+    return TaskSource.open(ARITHMETIC, cursor)
+
+
+class Marked(Lost):
+    """Its models say of which life they are, and of how many steps."""
+
+    def __init__(self, life: str) -> None:
+        super().__init__("nothing", 1)
+        self.life = life
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        answer = await super().ask(op, timeout_s=timeout_s, **arguments)
+        if op == "publish":
+            mark = json.dumps({"life": self.life, "version": arguments["version"]})
+            await anyio.Path(arguments["folder"], "config.json").write_text(mark)
+        return answer
+
+
+def versions(run: Path) -> list[str]:
+    """Of the weights that lie in it."""
+    return sorted(one.name for one in (run / "weights").iterdir() if one.is_dir())
+
+
+@pytest.mark.parametrize("how", ["disk", "group", "elsewhere"])
+@pytest.mark.parametrize("num_steps", [2, 3, 4])  # to below where it was, to there, and beyond
+async def test_what_was_undone_is_nobodys_model(tmp_path: Path, how: str, num_steps: int) -> None:
+    folder = tmp_path / "elsewhere" if how == "elsewhere" else None
+    weights = WeightsSettings(by="group" if how == "group" else "disk", folder=folder)
+    settings: dict[str, Any] = {"weights": weights, "checkpoint_every": 1, "evaluate_every": 0}
+    _, _, run = await played(tmp_path, learner=Marked("first"), steps=3, **settings)
+    path = run.path
+    assert RunFolder.model_in(path).name == "3"
+    del run
+    tasks = await gone_back(tmp_path, 1)
+    with pytest.raises(SettingsError, match="no run with a model"):
+        RunFolder.model_in(path)
+    with pytest.raises(ModelError, match="no published weights"):
+        find(path)
+    await played(
+        tmp_path, learner=Marked("second"), tasks=tasks, restored={"step": 1, "version": 1},
+        steps=num_steps, **settings,
+    )  # fmt: skip
+    model = json.loads((RunFolder.model_in(path) / "config.json").read_text())
+    assert model == {"life": "second", "version": str(num_steps)}
+    assert find(path).folder == RunFolder.model_in(path)
+    assert versions(path) == [str(num_steps)]
+    (kept,) = (path / "undone").glob("*/weights/3/config.json")
+    assert json.loads(kept.read_text())["life"] == "first"
+
+
+async def test_a_model_of_an_earlier_life_does_not_stay_where_none_is_handed_over_by_disk(
+    tmp_path: Path,
+) -> None:
+    """Of that version there may be another one, and a higher one where a run was begun anew."""
+    settings: dict[str, Any] = {"weights": WeightsSettings(by="group"), "evaluate_every": 0}
+    await played(tmp_path, learner=Marked("first"), steps=1, **settings)
+    (tmp_path / "run" / "weights" / "1").rename(tmp_path / "run" / "weights" / "7")
+    (tmp_path / "run" / "weights" / "2").mkdir()
+    gc.collect()
+    learner = Marked("second")
+    _, _, run = await played(
+        tmp_path, learner=learner, restored={"step": 0, "version": 0}, steps=2, **settings
+    )
+    assert versions(run.path) == ["2"]
+    model = json.loads((run.path / "weights" / "2" / "config.json").read_text())
+    assert model == {"life": "second", "version": "2"}
+
+
+async def test_what_taught_nothing_to_the_undone_model_may_teach_now(tmp_path: Path) -> None:
+    class Easy(Played):
+        """Every other task is solved each time."""
+
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            self._right = 1.0 if int(options["name"].split("-")[0]) % 2 else 0.5
+            return await super().__call__(prompt, **options)
+
+    settings: dict[str, Any] = {"dynamic_sampling": True, "checkpoint_every": 1}
+    settings |= {"evaluate_every": 0, "max_staleness": 0}
+    tasks = TaskSource.open(ARITHMETIC)
+    first = Easy(tasks)
+    await played(
+        tmp_path, tasks=tasks, run_group=first, learner=Lost("nothing", 1), steps=3, **settings
+    )
+    assert len(first.prompts) == 18
+    tasks = await gone_back(tmp_path, 1)
+    _, second, run = await played(
+        tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, steps=5, **settings
+    )
+    # None is left out, and none comes twice.
+    expected = list(itertools.islice(TaskSource.open(ARITHMETIC), 18))
+    assert [*first.prompts[:6], *second.prompts] == [task.prompt for task in expected]
+    assert asked(run, "SELECT DISTINCT state FROM groups WHERE number > 6") == [("trained",)]
+
+
+async def test_a_stage_that_was_undone_begins_anew_and_leaves_nothing_to_others(
+    tmp_path: Path,
+) -> None:
+    class Half(Played):
+        """In the second life every other group teaches nothing, up to a number."""
+
+        until = 0
+
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            number = int(options["name"].split("-")[0])
+            self._right = 1.0 if number % 2 and number < self.until else 0.5
+            return await super().__call__(prompt, **options)
+
+    stages = {
+        "plain": StageSettings(steps=2),
+        "hard": StageSettings(steps=2, filter_tasks=4, filter_rollouts=4),
+        "rest": StageSettings(steps=1),
+    }
+    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True, "evaluate_every": 0}
+    settings |= {"checkpoint_every": 1}
+    tasks = TaskSource.open(ARITHMETIC)
+    first = Played(tasks)
+    await played(tmp_path, tasks=tasks, run_group=first, learner=Lost("nothing", 1), **settings)
+    expected = [task.prompt for task in itertools.islice(TaskSource.open(ARITHMETIC), 30)]
+    assert first.prompts[:10] == expected[:10]  # two steps, and what is filtered
+    tasks = await gone_back(tmp_path, 1)
+    run_group = Half(tasks)
+    run_group.until = 8
+    _, second, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, restored={"step": 1, "version": 1}, **settings
+    )
+    # Groups 4 to 6 were there; 5 and 7 teach nothing.
+    assert second.prompts[:5] == expected[3:8]
+    assert second.prompts[5:9] == expected[8:12]  # filtered
+    assert set(second.prompts[9:15]) <= set(expected[8:12])
+    assert second.prompts[15:] == expected[12:15]
+    metrics = [row for row in run.metrics() if "reward" in row]
+    assert [(row["step"], row["stage"]) for row in metrics] == [
+        (1, 1), (2, 1), (3, 2), (4, 2), (5, 3),
+    ]  # fmt: skip
+    files = sorted(path.name for path in (run.path / "trajectories").iterdir())
+    numbers = [number for (number,) in asked(run, "SELECT number FROM groups ORDER BY number")]
+    assert files == [f"group-{number:07}.jsonl" for number in numbers]
+
+
+async def test_what_a_stage_has_left_over_is_no_other_kinds_of_stages(tmp_path: Path) -> None:
+    """A stage of hard tasks takes up hard tasks alone."""
+
+    class Easy(Played):
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            self._right = 1.0 if int(options["name"].split("-")[0]) % 2 else 0.5
+            return await super().__call__(prompt, **options)
+
+    stages = {
+        "plain": StageSettings(steps=2),
+        "hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4),
+        "rest": StageSettings(steps=1),
+    }
+    settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True, "evaluate_every": 0}
+    settings |= {"checkpoint_every": 1}
+    tasks = TaskSource.open(ARITHMETIC)
+    first = Easy(tasks)
+    await played(tmp_path, tasks=tasks, run_group=first, learner=Lost("nothing", 1), **settings)
+    tasks = await gone_back(tmp_path, 1)
+    _, second, _ = await played(
+        tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, **settings
+    )
+    # Of the first step's six groups, the second step's six: three are enough now.
+    expected = [task.prompt for task in itertools.islice(TaskSource.open(ARITHMETIC), 30)]
+    assert second.prompts[:3] == expected[6:9]
+    assert second.prompts[3:7] == expected[12:16]  # filtered
+    assert set(second.prompts[7:10]) <= set(expected[12:16])
+    assert second.prompts[10:] == expected[9:12]
 
 
 async def test_what_was_kept_for_a_larger_batch_does_not_keep_a_smaller_one_waiting(

@@ -160,7 +160,7 @@ def test_a_package_that_is_missing_is_named(
         return there(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(SettingsError, match=r"matplotlib: pip install 'agentloop\[train\]'"):
+    with pytest.raises(SettingsError, match=r"matplotlib: pip install 'agentloop-rl\[train\]'"):
         plot_runs([run(tmp_path / "run", steps(1))], tmp_path / "plots.png")
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
 
 from agentloop.errors import SettingsError
 from agentloop.training.run_folder import RunFolder, RunSettings, is_going_on
 from agentloop.trajectory import ToolCall, Trajectory, Turn
+from tests import emitted
 
 
 def test_what_a_model_may_write_can_be_written_down(tmp_path: Path) -> None:
@@ -28,6 +32,43 @@ def test_what_a_model_may_write_can_be_written_down(tmp_path: Path) -> None:
     assert folder.read_group(path)[1] == second
     assert first["trajectory"]["turns"][0]["calls"][0]["arguments"] == {"n": 10**40}
     assert second["task"] == "b"
+
+
+@settings(deadline=None)
+@given(raw=emitted.calls, more=emitted.plain_data)
+@example('{"name": "f", "arguments": {"n": ' + "9" * 4300 + "}}", None)
+@example('{"name": "f", "arguments": {"n": [1e999, 99999999999999999999]}}', None)
+def test_what_a_model_emits_is_read_as_it_was_written(raw: str, more: Any) -> None:
+    rows = [{"trajectory": emitted.rollout(raw), "answer": more}, {"task": "b"}]
+    with TemporaryDirectory() as path:
+        folder = RunFolder(Path(path) / "run", "")
+        found = folder.read_group(folder.add_group(1, rows)[0])
+        folder.append("rows.jsonl", rows[0])
+        assert repr(folder.rows("rows.jsonl")) == repr(found[:1])
+    assert repr(found) == repr(emitted.as_json(rows))
+    (call,) = rows[0]["trajectory"]["turns"][0]["calls"]
+    (read,) = found[0]["trajectory"]["turns"][0]["calls"]
+    assert call["error"] or repr(read["arguments"]) == repr(call["arguments"])
+
+
+def test_a_power_cut_does_not_take_a_groups_file_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file's name is kept by its folder, which has to be on the disk, too."""
+    folder = RunFolder(tmp_path / "run", "")
+    groups = folder.path / "trajectories"
+    synced: list[tuple[int, list[str]]] = []
+
+    def fsync(file: int) -> None:
+        synced.append((os.fstat(file).st_ino, os.listdir(groups)))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path, _ = folder.add_group(1, [{"task": "a"}])
+    file, name = folder.path / path, Path(path).name
+    assert synced == [
+        (file.stat().st_ino, [f".{name}.partial"]),  # all of it, before it appears
+        (groups.stat().st_ino, [name]),
+    ]
 
 
 def test_a_line_that_a_kill_cut_short_is_gone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -114,6 +115,18 @@ def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
     later(path / sign, path / "metrics.jsonl")
     assert summarize(path).state is state
     later(path / "metrics.jsonl", path / sign)  # it went on
+    assert summarize(path).state is RunState.STOPPED
+
+
+def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    with pytest.raises(ZeroDivisionError), RunFolder.again(path).noting_failure():
+        _ = 1 / 0
+    found = summarize(path)
+    assert (found.state, found.problems) == (RunState.FAILED, ("division by zero",))
+    with pytest.raises(asyncio.CancelledError), RunFolder.again(path).noting_failure():
+        raise asyncio.CancelledError
+    RunFolder.again(path).tell(TRAIN)
     assert summarize(path).state is RunState.STOPPED
 
 

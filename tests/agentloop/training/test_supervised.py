@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,29 +19,41 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Rollout
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tools import RunTool, ToolOutput
-from agentloop.errors import DataError
+from agentloop.errors import DataError, SettingsError
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.groups.teacher import dialogues
 from agentloop.models import SMALL
 from agentloop.training.batch import Sample
-from agentloop.training.learner import Learner
+from agentloop.training.learner import KeptLearner, Learner, LearnerLost
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.standing import Standing
 from agentloop.training.supervised import (
     Dialogue,
     DialoguesSettings,
+    FineTuning,
     SupervisedSettings,
-    fine_tune,
     learning_rate,
+    lineage,
     read_samples,
     step_plan,
     trajectories_of,
 )
 from agentloop.trajectory import CallStatus, Trajectory
-from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
+from tests.support import (
+    END,
+    ScriptedEngine,
+    call_text,
+    chat_format,
+    chunks,
+    template,
+    tokenizer,
+    written,
+)
 
 FAKE = chat_format()
 SHIPPED = ChatFormat.load(SMALL)
+RECIPES = Path(__file__).parents[3] / "docs" / "recipes"
+PAPER = ChatFormat(tokenizer(), template((RECIPES / "paper.jinja").read_text("utf-8")))
 USER = {"role": "user", "content": "What is 37 times 48?"}
 TOOL = {
     "type": "function",
@@ -83,7 +96,7 @@ words = st.text("abc 0123,.{}\n<|>_", max_size=20)
 results = st.one_of(words, st.sampled_from([END, "<tool_call>", "x" * 3000]))
 
 
-@pytest.mark.parametrize("chat", [FAKE, SHIPPED], ids=["fake", "shipped"])
+@pytest.mark.parametrize("chat", [FAKE, SHIPPED, PAPER], ids=["fake", "shipped", "paper"])
 @pytest.mark.parametrize("in_content", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(turns=st.lists(st.tuples(words, st.lists(results, min_size=1, max_size=3)), max_size=3))
@@ -276,20 +289,55 @@ def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
 
 
 class PlayedLearner:
-    """Notes what it is asked, and what stands in the batches."""
+    """Its weights are the batches that it has learned, in their order, and a loss is a checksum of
+    them. It dies at its `dies`-th step, of all lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, dies: int = 0) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.batches: list[dict[str, Any]] = []
+        self.weights: list[str] = []
+        self.num_steps = self.num_restarts = 0
+        self._dies = dies
+        self._kept: dict[str, list[str]] = {}
+        self._newest: str | None = None
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def ask(self, op: str, *, timeout_s: float, **told: Any) -> dict[str, Any]:
+        self.asked.append((op, told))
+        return self._answer(op, told, Path(told.get("folder", "")))
+
+    def _answer(self, op: str, told: dict[str, Any], folder: Path) -> dict[str, Any]:
+        match op:
+            case "step":
+                return self._step(Path(told["batch"]).read_bytes(), told["lr"])
+            case "save":
+                assert told["beside"]
+                folder.mkdir(parents=True)
+                (folder / "state.json").write_text(json.dumps({"state": told["state"]}))
+                self._kept[str(folder)], self._newest = list(self.weights), str(folder)
+                return {}
+            case "saved":
+                return {"folder": self._newest, "writing": None, "failed": None}
+            case "load":
+                self.weights = list(self._kept[str(folder)])
+                return dict(json.loads((folder / "state.json").read_text()))
+            case "publish":
+                folder.mkdir()
+                (folder / "published.json").write_text(json.dumps({"version": told["version"]}))
+                return {}
+        raise AssertionError(op)
+
+    def _step(self, batch: bytes, lr: float) -> dict[str, Any]:
         from safetensors.numpy import load
 
-        self.asked.append((op, arguments))
-        if op == "step":
-            self.batches.append(load(await anyio.Path(arguments["batch"]).read_bytes()))
-            return {"loss": 1 / len(self.asked)}
-        return {}
+        self.num_steps += 1
+        if self.num_steps == self._dies:
+            raise LearnerLost("step: rank 1 ended")
+        self.weights.append(f"{load(batch)['groups'].tolist()} {lr:.6f}")
+        digest = hashlib.sha256(repr(self.weights).encode()).hexdigest()
+        return {"loss": int(digest[:6], 16) / 1e6}
+
+    async def restart(self) -> None:
+        self.num_restarts += 1
+        self.weights, self._newest = [], None
 
 
 class Said:
@@ -308,29 +356,109 @@ class Said:
         self.last = standing
 
 
+SAMPLES = [Sample([9, n], [0, 1], [0.0, 0.0], 0.0, n) for n in range(5)]
+SETTINGS = SupervisedSettings(epochs=2, batch_tokens=4, lr=0.1, warmup=0, checkpoint_every=2)
+
+
+async def tune(
+    folder: RunFolder, learner: PlayedLearner, said: Said | None = None, **changed: Any
+) -> Path:
+    samples = changed.pop("samples", SAMPLES)
+    settings = SETTINGS.model_copy(update=changed)
+    kept = cast(KeptLearner, learner)
+    run = FineTuning(settings, samples, folder).run
+    return await run(kept, report=said or Said(), kept=kept, max_restarts=1)
+
+
+def losses(folder: RunFolder) -> list[tuple[int, float]]:
+    return [(row["step"], row["learner/loss"]) for row in folder.metrics()]
+
+
 @pytest.mark.anyio
-async def test_the_loop_asks_writes_down_and_publishes(tmp_path: Path) -> None:
-    samples = [Sample([9, n], [0, 1], [0.0, 0.0], 0.0, n) for n in range(5)]
+async def test_it_asks_writes_down_and_publishes(tmp_path: Path) -> None:
     learner, said = PlayedLearner(), Said()
     folder = RunFolder(tmp_path / "run", "")
-    how = SupervisedSettings(epochs=2, batch_tokens=4, lr=0.1, warmup=0)
-    model = await fine_tune(
-        how, samples, learner=cast(Learner, learner), folder=folder, report=said
-    )
-    *steps, (op, published) = learner.asked
-    assert op == "publish"
-    assert published == {"folder": str(model), "version": "sft-6"}
-    assert [op for op, _ in steps] == ["step"] * 6
-    assert [len(b["lengths"]) for b in learner.batches] == [2, 2, 1] * 2
-    for batches in (learner.batches[:3], learner.batches[3:]):
-        assert sorted(n for b in batches for n in b["groups"]) == [0, 1, 2, 3, 4]
-    lines = (folder.path / "metrics.jsonl").read_text("utf-8").splitlines()
-    metrics = [json.loads(line) for line in lines]
-    assert [(m["step"], m["epoch"]) for m in metrics] == [(n, 1 + n // 4) for n in range(1, 7)]
-    assert metrics[1]["learner/loss"] == 0.5
-    assert [arguments["lr"] for _, arguments in steps] == [
+    model = await tune(folder, learner, said)
+    op, published = learner.asked[-1]
+    assert (op, published) == ("publish", {"folder": str(model), "version": "sft-6"})
+    steps = [told for op, told in learner.asked if op == "step"]
+    assert [told["lr"] for told in steps] == [
         learning_rate(n, 6, peak=0.1, warmup=0) for n in range(1, 7)
     ]
+    assert [told["state"]["step"] for told in steps] == [0, 1, 2, 3, 4, 5]
+    batches = [json.loads(one.rpartition(" ")[0]) for one in learner.weights]
+    assert [len(batch) for batch in batches] == [2, 2, 1] * 2
+    for epoch in (batches[:3], batches[3:]):
+        assert sorted(n for batch in epoch for n in batch) == [0, 1, 2, 3, 4]
+    saved = [Path(told["folder"]).name for op, told in learner.asked if op == "save"]
+    assert saved == ["step-00002", "step-00004"], "the last one is the model"
+    metrics = folder.metrics()
+    assert [(m["step"], m["epoch"]) for m in metrics] == [(n, 1 + n // 4) for n in range(1, 7)]
     assert list((folder.path / "batches").iterdir()) == []
-    assert said.lines[-1] == "step 6/6, epoch 2: loss 0.1667"
+    assert said.lines[-1] == f"step 6/6, epoch 2: loss {losses(folder)[-1][1]:.4f}"
     assert (said.last.step, said.last.num_steps, said.last.left_s) == (6, 6, 0)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dies", range(1, 7))
+async def test_after_a_rank_died_it_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, dies: int
+) -> None:
+    unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
+    other, learner, said = PlayedLearner(), PlayedLearner(dies), Said()
+    await tune(unbroken, other)
+    await tune(broken, learner, said)
+    assert learner.num_restarts == 1
+    assert (learner.weights, losses(broken)) == (other.weights, losses(unbroken))
+    assert learner.num_steps == 6 + 1 + (dies - 1) % 2, "again, what no checkpoint holds"
+    assert not [line for line in said.lines if "had the loss" in line]
+    assert "The learner is lost, and started again: step: rank 1 ended" in said.lines
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dies", range(1, 7))
+async def test_a_run_that_ended_goes_on_as_if_nothing_had_been(tmp_path: Path, dies: int) -> None:
+    """Its learner may die no more."""
+    unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
+    other, learner = PlayedLearner(), PlayedLearner(dies)
+    await tune(unbroken, other)
+    with pytest.raises(LearnerLost):
+        await FineTuning(SETTINGS, SAMPLES, broken).run(cast(Learner, learner), report=Said())
+    await learner.restart()
+    model = await tune(broken, learner)
+    assert (learner.weights, losses(broken)) == (other.weights, losses(unbroken))
+    assert FineTuning(SETTINGS, SAMPLES, broken).model == model, "it is done"
+    longer = SETTINGS.model_copy(update={"epochs": 3})
+    assert FineTuning(longer, SAMPLES, broken).model is None
+
+
+@pytest.mark.anyio
+async def test_other_dialogues_are_no_run_to_go_on_with(tmp_path: Path) -> None:
+    folder, learner = RunFolder(tmp_path / "run", ""), PlayedLearner(dies=4)
+    with pytest.raises(LearnerLost):
+        await FineTuning(SETTINGS, SAMPLES, folder).run(cast(Learner, learner), report=Said())
+    others = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
+    for changed in ({"samples": others}, {"seed": 1}, {"batch_tokens": 6}):
+        with pytest.raises(SettingsError, match="its first 2 steps were of other dialogues"):
+            await tune(folder, learner, **changed)
+    await tune(folder, learner, epochs=3, lr=0.2)
+    assert [step for step, _ in losses(folder)] == list(range(1, 10))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+@settings(deadline=None)
+def test_the_lineage_is_of_what_was_learned(lengths: list[int], epochs: int, seed: int) -> None:
+    """Equal as far as the samples and the steps are, whatever comes then."""
+    samples = [Sample([n] * size, [0] * size, [], 0.0, n) for n, size in enumerate(lengths)]
+    plans = [step_plan(lengths, epochs=n, batch_tokens=10, seed=seed) for n in (epochs, epochs + 1)]
+    short, long = (lineage(samples, plan) for plan in plans)
+    assert long[: len(short)] == short
+    assert len(set(long)) == len(long) == len(plans[1]) + 1
+    changed = [Sample([*s.ids[:-1], 99], s.mask, [], 0.0, s.group) for s in samples]
+    others = lineage(changed, plans[1])
+    assert others[0] == long[0]
+    assert not set(others[1:]) & set(long)

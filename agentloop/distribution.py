@@ -1,0 +1,45 @@
+"""The installed distribution: its name, its version, and how to install a part that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from importlib.util import find_spec
+
+from agentloop.errors import SettingsError
+
+__all__ = ["NAME", "install_hint", "is_installed", "require", "version"]
+
+NAME = "agentloop-rl"  # `agentloop` on the package index is another project
+
+
+def version() -> str:
+    """Return the installed version."""
+    return metadata.version(NAME)
+
+
+def install_hint(extra: str) -> str:
+    """Return the command that installs an optional part, such as `otel`."""
+    return f"pip install '{NAME}[{extra}]'"
+
+
+def require(extra: str, modules: Mapping[str, str]) -> None:
+    """Check that optional packages are installed, without importing them.
+
+    Args:
+        extra: the extra that brings them.
+        modules: names of modules, each with what it is needed for.
+
+    Raises:
+        SettingsError: some are missing; names each, what it is for, and the command to install.
+    """
+    missing = [f"{name} ({use})" for name, use in modules.items() if not is_installed(name)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise SettingsError(f"{', '.join(missing)} {verb} not installed: {install_hint(extra)}")
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a top-level module can be imported, without importing it."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None  # a plain folder of that name has none

@@ -1,0 +1,200 @@
+"""What a server that has a model's weights says of them: SGLang's checksum of each tensor.
+
+    published tensors ──fused, padded, cut for a rank, cast──> a tensor of the server's ──> 64 bits
+
+Pure, with numpy alone. All of it is what SGLang 0.5.23 does with the models in `MODELS`, read in
+its source: `load_weights` of the models, the `weight_loader`s of their layers, and `tensor_hash`,
+which is a SHA-256 on a CPU and a hash of its own on a GPU. Not covered: quantized weights, experts,
+attention whose ranks are not the tensor-parallel ones, and weights that a CPU with AMX packs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["MODELS", "VERSIONS", "Layout", "Tensor", "checksum", "config_dtype", "parts_of"]
+
+VERSIONS = ("0.5.23",)
+MODELS = ("llama", "mistral", "qwen2", "qwen3")
+
+Array = np.ndarray[Any, Any]
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_BY_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
+_BY_COLUMNS = ("o_proj", "down_proj")
+_VOCABULARY = ("embed_tokens", "lm_head")
+_PAD_ROWS = 64  # of a vocabulary
+
+_STORED_AS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+class Tensor(NamedTuple):
+    """Numbers of a type by its name; numpy has no bfloat16, so these are uint16 with its bits."""
+
+    dtype: str
+    array: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a server holds a model.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: "float32", "float16" or "bfloat16".
+        num_ranks: of tensor parallelism.
+        num_kv_heads: of the model.
+    """
+
+    device: str
+    dtype: str
+    num_ranks: int
+    num_kv_heads: int
+
+
+def config_dtype(name: str | None) -> str:
+    """What SGLang's --dtype=auto makes of the `dtype` in a model's config.json."""
+    return "float16" if name in (None, "float32") else name
+
+
+def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """By the names of the server's tensors, which of the published `names` each is made of."""
+    parts: dict[str, tuple[str, ...]] = {}
+    published = set(names)
+    for name in published:
+        module, _, kind = name.rpartition(".")
+        above, _, last = module.rpartition(".")
+        for fused, members in _FUSED.items():
+            if last in members:
+                made = tuple(f"{above}.{member}.{kind}" for member in members)
+                if published.issuperset(made):
+                    parts[f"{above}.{fused}.{kind}"] = made
+                break
+        else:
+            parts[name] = (name,)
+    return parts
+
+
+def checksum(name: str, parts: Sequence[Tensor], layout: Layout, rank: int) -> str:
+    """Of the server's tensor `name`, on the tensor-parallel rank `rank`, by its parts."""
+    module = name.split(".")[-2] if "." in name else name
+    arrays = [
+        _cut(_cast(part, layout.dtype), module, index, layout, rank)
+        for index, part in enumerate(parts)
+    ]
+    if layout.device == "cuda":
+        return f"{_gpu_hash(np.concatenate([_bytes(array) for array in arrays])):016x}"
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(_bytes(array).data)
+    return digest.hexdigest()[:16]
+
+
+def _cut(array: Array, module: str, index: int, layout: Layout, rank: int) -> Array:
+    """What the rank has of it."""
+    num = layout.num_ranks
+    if module in _VOCABULARY:
+        return _rows_of_vocabulary(array, num, rank)
+    if module == "qkv_proj" and index and num > layout.num_kv_heads:  # several ranks have the same
+        num, rank = layout.num_kv_heads, rank * layout.num_kv_heads // num
+    if module in _BY_ROWS:
+        return np.array_split(array, num)[rank]
+    if module in _BY_COLUMNS and array.ndim > 1:
+        return np.array_split(array, num, axis=1)[rank]
+    return array
+
+
+def _rows_of_vocabulary(array: Array, num: int, rank: int) -> Array:
+    pad = _PAD_ROWS if _rounded_up(len(array), _PAD_ROWS) % num == 0 else _PAD_ROWS * num
+    size = _rounded_up(len(array), pad) // num
+    rows = array[rank * size : (rank + 1) * size]
+    return np.concatenate([rows, np.zeros((size - len(rows), *rows.shape[1:]), rows.dtype)])
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _cast(tensor: Tensor, dtype: str) -> Array:
+    """As `torch.Tensor.to`: to the nearest number, of two to the even one."""
+    if tensor.dtype == dtype or tensor.dtype not in _STORED_AS:
+        return tensor.array
+    array = tensor.array
+    if tensor.dtype == "bfloat16":
+        array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return array.astype(_STORED_AS[dtype])
+    bits = array.astype(np.float32).view(np.uint32)
+    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
+
+
+def _bytes(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+# --- SGLang's hash on a GPU -----------------------------------------------------------------------
+#
+# sglang/kernels/ops/memory/gpu_tensor_hash.py: two sums of mixed 32-bit words for each tile, mixed
+# again, and the sum of all tiles, mixed. The tests hold it against that kernel, run by Triton's
+# interpreter.
+
+_TILE = 8192  # words
+_CHUNK = 16 * _TILE  # small enough for a cache
+_SEED = 0x243F6A88
+_LANES = (
+    (0x27D4EB2D, _SEED, 15),
+    (0x165667B1, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF, 13),
+)
+_64 = (1 << 64) - 1
+
+
+def _gpu_hash(data: Array) -> int:
+    num_words = -(-len(data) // 4)
+    if not num_words:
+        return 0
+    size, total = np.uint32(4 * num_words & 0xFFFFFFFF), 0
+    for start in range(0, num_words, _CHUNK):
+        words = data[4 * start : 4 * (start + _CHUNK)]
+        if len(words) % 4:
+            words = np.concatenate([words, np.zeros(-len(words) % 4, np.uint8)])
+        words = words.view(np.uint32)
+        places = np.arange(start, start + len(words), dtype=np.uint64).astype(np.uint32)
+        high, low = (
+            _mixed(_sums(words, places, *lane) ^ size).astype(np.uint64) for lane in _LANES
+        )
+        total += int((high << np.uint64(32) | low).sum(dtype=np.uint64))
+    total &= _64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        total = (total ^ total >> shift) * factor & _64
+    return total ^ total >> 31
+
+
+def _sums(words: Array, places: Array, factor: int, seed: int, turn: int) -> Array:
+    """Of each tile."""
+    mixed = places * np.uint32(factor)
+    mixed += np.uint32(seed)
+    mixed ^= (places << np.uint32(turn)) | (places >> np.uint32(32 - turn))
+    mixed ^= words
+    tiles = np.arange(0, len(words), _TILE)
+    sums: Array = np.add.reduceat(_mixed(mixed), tiles, dtype=np.uint32)
+    return sums
+
+
+def _mixed(words: Array) -> Array:
+    """In place."""
+    words ^= words >> np.uint32(16)
+    words *= np.uint32(0x85EBCA6B)
+    words ^= words >> np.uint32(13)
+    words *= np.uint32(0xC2B2AE35)
+    words ^= words >> np.uint32(16)
+    return words

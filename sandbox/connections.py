@@ -1,0 +1,185 @@
+"""Connections of the service: how many there may be, and how long one may do nothing.
+
+    made ──> waits for a request ──> has one ──> waits for the next ...
+                 └── too long, or in the way of a new one: closed
+
+`Connections` decides; `Doors` carries it out. Each door stands between the event loop and aiohttp's
+handler of a connection, for aiohttp bounds neither their number nor the time that a request's head
+may take. A request that has come is the service's: its own deadlines end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import anyio
+
+SWEEP_EVERY_S = 0.25
+
+
+@dataclass
+class _Wait:
+    until: float
+    has_begun: bool
+    """Something of the next request has come."""
+
+
+class Connections:
+    """Which connections wait for a request, and which of them must go. Pure: the time is told."""
+
+    def __init__(self, most: int, request_s: float, idle_s: float) -> None:
+        """`request_s`: for a request's head, from its first byte or the connection's begin.
+        `idle_s`: between two requests."""
+        self._most = most
+        self._request_s = request_s
+        self._idle_s = idle_s
+        self._waiting: dict[Hashable, _Wait] = {}  # first, the one that has waited longest
+        self._busy: set[Hashable] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._busy)
+
+    def opened(self, key: Hashable, now: float) -> Hashable | None:
+        """Count a new connection; the one that has to make room for it, if any."""
+        in_the_way = None
+        if len(self) >= self._most and self._waiting:
+            in_the_way = next(iter(self._waiting))
+            self.closed(in_the_way)
+        self._waiting[key] = _Wait(now + self._request_s, has_begun=True)
+        return in_the_way
+
+    def received(self, key: Hashable, now: float) -> None:
+        """Bytes have come. The first of a request start its time; the others prolong nothing."""
+        wait = self._waiting.get(key)
+        if wait is not None and not wait.has_begun:
+            wait.has_begun, wait.until = True, now + self._request_s
+
+    def began(self, key: Hashable) -> None:
+        if self._waiting.pop(key, None) is not None:
+            self._busy.add(key)
+
+    def ended(self, key: Hashable, now: float) -> None:
+        """A request has its answer."""
+        if key in self._busy:
+            self._busy.remove(key)
+            self._waiting[key] = _Wait(now + self._idle_s, has_begun=False)
+
+    def closed(self, key: Hashable) -> None:
+        self._waiting.pop(key, None)
+        self._busy.discard(key)
+
+    def overdue(self, now: float) -> list[Hashable]:
+        return [key for key, wait in self._waiting.items() if wait.until <= now]
+
+    def prolong(self, key: Hashable, now: float) -> None:
+        """One that is overdue still takes its last answer."""
+        self._waiting[key].until = now + self._request_s
+
+
+class Doors:
+    """Makes the protocols of a server: `async with Doors(...) as doors: create_server(doors, ...)`.
+    Connections that wait for too long are closed for as long as the block lasts."""
+
+    def __init__(self, connections: Connections, make_handler: Callable[[], asyncio.Protocol]):
+        self._connections = connections
+        self._make_handler = make_handler
+        self._open: dict[Hashable, asyncio.Transport] = {}
+        self._unsent: dict[Hashable, int] = {}
+
+    async def __aenter__(self) -> Self:
+        self._group = await anyio.create_task_group().__aenter__()
+        self._group.start_soon(self._sweep)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._group.cancel_scope.cancel()
+        await self._group.__aexit__(None, None, None)  # the block's error comes as it is
+
+    def __call__(self) -> asyncio.Protocol:
+        return _Door(self, self._make_handler())
+
+    async def _sweep(self) -> None:
+        while True:
+            await anyio.sleep(SWEEP_EVERY_S)
+            now = time.monotonic()
+            for key in self._connections.overdue(now):
+                unsent = _num_unsent(self._open[key])
+                if unsent and unsent != self._unsent.get(key):
+                    self._unsent[key] = unsent
+                    self._connections.prolong(key, now)
+                else:
+                    self.close(key)
+
+    @contextlib.contextmanager
+    def request(self, key: Hashable) -> Iterator[None]:
+        """Say that a connection has a request, for the time of the block."""
+        self._connections.began(key)
+        try:
+            yield
+        finally:
+            self._connections.ended(key, time.monotonic())
+
+    def opened(self, key: Hashable, transport: asyncio.Transport) -> None:
+        in_the_way = self._connections.opened(key, time.monotonic())
+        self._open[key] = transport
+        if in_the_way is not None:
+            self.close(in_the_way)
+
+    def received(self, key: Hashable) -> None:
+        self._connections.received(key, time.monotonic())
+
+    def close(self, key: Hashable) -> None:
+        transport = self._open.get(key)
+        self.closed(key)
+        if transport is not None:
+            transport.abort()
+
+    def closed(self, key: Hashable) -> None:
+        self._connections.closed(key)
+        self._open.pop(key, None)
+        self._unsent.pop(key, None)
+
+
+def _num_unsent(transport: asyncio.Transport) -> int:
+    """Bytes that the other side has not taken, here or in the kernel."""
+    in_kernel = bytearray(4)
+    with contextlib.suppress(OSError):  # it is closed
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
+    return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
+
+
+class _Door(asyncio.Protocol):
+    """Hands everything on to the handler, which is the connection's key."""
+
+    def __init__(self, doors: Doors, handler: asyncio.Protocol) -> None:
+        self._doors = doors
+        self._handler = handler
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._doors.opened(self._handler, transport)  # type: ignore[arg-type]
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._doors.received(self._handler)
+        self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._doors.closed(self._handler)
+        self._handler.connection_lost(error)

@@ -1,0 +1,52 @@
+"""A settings class as flags, with a help in the words of those who type them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pydantic
+from pydantic_settings import BaseSettings, CliSettingsSource
+
+# What pydantic calls a type, and what is typed for it.
+WORDS = {
+    "str": "TEXT",
+    "{SecretStr,null}": "TEXT",
+    "int": "N",
+    "float": "NUMBER",
+    "bool": "true|false",
+    "list[str]": "TEXT,...",
+    "list[list[str]]": "JSON",
+    "[JSON]": "JSON",
+}
+
+
+def flags_of(settings: type[BaseSettings]) -> CliSettingsSource[Any]:
+    """The flags of a settings class: call the answer with arguments, and give that to the class as
+    `_cli_settings_source`."""
+    source = CliSettingsSource[Any](settings)
+    source.root_parser.usage = "%(prog)s [--SETTING VALUE | SETTING=VALUE ...]"
+    for action in source.root_parser._actions:
+        if isinstance(action.metavar, str):
+            action.metavar = WORDS.get(action.metavar, action.metavar)
+        if action.help:
+            text = re.sub(r" \(default(?: factory)?: .*\)$", "", action.help, flags=re.DOTALL)
+            default = _default(settings, action.dest.split("."))
+            action.help = text + default.replace("%", "%%")
+    return source
+
+
+def _default(model: type[pydantic.BaseModel], path: list[str]) -> str:
+    """In brackets; nothing where there is none."""
+    name, *rest = path
+    field = model.model_fields.get(name)
+    if field is None:
+        return ""
+    value = field.get_default(call_default_factory=True)
+    if rest:
+        return _default(type(value), rest)
+    if value in (None, "", []) or isinstance(value, pydantic.BaseModel):
+        return ""
+    shown = value if isinstance(value, str) else json.dumps(value)
+    return f" (default: {shown})"

@@ -1,0 +1,52 @@
+"""What the project says about packages, its own and others'."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agentloop import distribution
+from agentloop.distribution import NAME, install_hint, require, version
+from agentloop.errors import SettingsError
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_name_is_that_of_the_project() -> None:
+    assert PROJECT["name"] == NAME
+    assert version() == PROJECT["version"]
+
+
+def test_every_hint_names_an_extra_that_exists() -> None:
+    """Also those in documents, and none of another project's distribution."""
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tox.ini"]
+    files += [*ROOT.glob("agentloop/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    found = set()
+    for file in files:
+        text = file.read_text("utf-8")
+        assert not re.search(r"pip install '?agentloop(?!-rl)\b", text), file
+        found |= set(re.findall(rf"{NAME}\[([a-z-]+)\]", text))
+        found |= set(re.findall(r"install_hint\(['\"]([a-z-]+)['\"]\)", text))
+    assert found - {"otel"} < set(PROJECT["optional-dependencies"])
+    assert "otel" in found
+
+
+def test_what_is_missing_is_named_with_the_command_to_install_it() -> None:
+    require("train", {"json": "everything"})
+    with pytest.raises(SettingsError) as caught:
+        require("train", {"json": "everything", "nobody_has_this": "plots", "nor_this": "speed"})
+    assert str(caught.value) == (
+        f"nobody_has_this (plots), nor_this (speed) are not installed: {install_hint('train')}"
+    )
+
+
+def test_a_folder_of_that_name_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "not_a_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not distribution.is_installed("not_a_package")

@@ -1,0 +1,110 @@
+"""Real ranks that compute in bfloat16: what must not be rounded to it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
+
+from learner.batch import Batch
+from tests.learner.ranks import Ranks, make_batch, started
+from tests.learner.test_ranks import SETTINGS
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+SIZES = (24, 24, 24, 24)
+TINY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
+KINDS = [
+    (1, 1, "none"),
+    (1, 2, "none"),
+    (1, 1, "optimizer"),
+    (2, 2, "none"),
+    (2, 2, "optimizer"),
+    (3, 2, "none"),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"zero{kind[0]}x{kind[1]}-{kind[2]}")
+def kind(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Ranks, Path]]:
+    stage, num_ranks, offload = request.param
+    folder = tmp_path_factory.mktemp("bfloat16")
+    more = {"zero_stage": stage, "offload": offload, "dtype": "bfloat16"}
+    more |= {"micro_batch_tokens": SIZES[0], "init": "random", "config": TINY}
+    with started(folder, SETTINGS.model_copy(update=more), num_ranks) as ranks:
+        assert ranks.ask("save", folder=folder / "begin" / "0")["ok"]
+        make_batch(1, SIZES).save(folder / "one")
+        make_batch(2, SIZES).save(folder / "two")
+        yield ranks, folder
+
+
+def from_the_beginning(kind: tuple[Ranks, Path]) -> tuple[Ranks, Path]:
+    ranks, folder = kind
+    assert ranks.ask("load", folder=folder / "begin" / "0")["num_updates"] == 0
+    return kind
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    arrays = {
+        name: np.tile(getattr(batch, name), times)
+        for name in ("ids", "mask", "logprobs", "lengths", "advantages")
+    }
+    offsets = np.repeat(np.arange(times, dtype=np.int32), len(batch.groups)) * len(batch.groups)
+    return Batch(**arrays, groups=np.tile(batch.groups, times) + offsets)
+
+
+def test_gradients_of_many_micro_batches_add_up(kind: tuple[Ranks, Path]) -> None:
+    """The mean over a batch does not change where all of it stands there many times: nor does
+    its gradient, unless what is added to a large sum is rounded away."""
+    ranks, folder = from_the_beginning(kind)
+    once = ranks.ask("step", batch=folder / "one")
+    from_the_beginning(kind)
+    repeated(make_batch(1, SIZES), 128).save(folder / "often")
+    often = ranks.ask("step", batch=folder / "often")
+    assert often["loss"] == pytest.approx(once["loss"], rel=1e-3)
+    assert often["grad_norm"] == pytest.approx(once["grad_norm"], rel=5e-3)
+
+
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[Ranks, Path]) -> None:
+    ranks, folder = from_the_beginning(kind)
+    assert ranks.ask("step", batch=folder / "one")["num_updates"] == 1
+    assert ranks.ask("save", folder=folder / "save" / "a")["ok"]
+    first = ranks.ask("step", batch=folder / "two")
+    weights = ranks.ask("publish", folder=folder / "first", version="2")["sha256"]
+    assert ranks.ask("load", folder=folder / "save" / "a")["num_updates"] == 1
+    again = ranks.ask("step", batch=folder / "two")
+    assert (again["loss"], again["grad_norm"]) == (first["loss"], first["grad_norm"])
+    assert ranks.ask("publish", folder=folder / "again", version="2")["sha256"] == weights
+
+
+def test_a_step_without_a_finite_gradient_is_left_out(kind: tuple[Ranks, Path]) -> None:
+    """And the next one is what it would have been without it."""
+    ranks, folder = from_the_beginning(kind)
+    expected = ranks.ask("step", batch=folder / "one")
+    weights = ranks.ask("publish", folder=folder / "moved", version="1")["sha256"]
+    from_the_beginning(kind)
+    make_batch(1, SIZES, advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(folder / "bad")
+    skipped = ranks.ask("step", batch=folder / "bad")
+    assert (skipped["ok"], skipped["skipped"], skipped["num_updates"]) == (True, 1, 0)
+    found = ranks.ask("step", batch=folder / "one")
+    assert (found["loss"], found["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+    assert ranks.ask("publish", folder=folder / "same", version="1")["sha256"] == weights
+
+
+def test_a_new_optimizer_remembers_nothing(kind: tuple[Ranks, Path]) -> None:
+    """With the moments of a step gone, the next one is as large as the first one was."""
+    ranks, folder = from_the_beginning(kind)
+    ranks.ask("step", batch=folder / "one")
+    assert ranks.ask("save", folder=folder / "save" / "one")["ok"]
+    ranks.ask("step", batch=folder / "two")
+    kept = ranks.ask("publish", folder=folder / "kept", version="2")["sha256"]
+    ranks.ask("load", folder=folder / "save" / "one")
+    assert ranks.ask("reset_optimizer")["ok"]
+    ranks.ask("step", batch=folder / "two")
+    anew = ranks.ask("publish", folder=folder / "anew", version="2")["sha256"]
+    assert anew != kept

@@ -1,0 +1,75 @@
+"""Casts and bytes that the runtime computes with numpy, against torch's."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop[train]'")
+
+import torch
+
+from agentloop.training.checksums import Layout, checksum
+from learner.broadcast import Broadcaster, _tensor
+from learner.policy import Policy
+
+DTYPES = ["float32", "float16", "bfloat16"]
+BITS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)
+
+
+@given(bits=BITS, stored=st.sampled_from(DTYPES), served=st.sampled_from(DTYPES))
+@settings(deadline=None, max_examples=300)
+def test_a_cast_is_torchs(bits: list[int], stored: str, served: str) -> None:
+    """Of any finite numbers, also those that become infinite, and the smallest ones."""
+    numbers = torch.from_numpy(np.array(bits, np.uint32).view(np.float32).copy())
+    published = torch.nan_to_num(numbers).to(getattr(torch, stored))
+    there = published.to(getattr(torch, served))
+    expected = hashlib.sha256(there.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    layout = Layout("cpu", served, 1, 1)
+    assert checksum("norm.weight", [_tensor(published)], layout, 0) == expected
+
+
+KINDS = ["float64", "int64", "float32", "bfloat16", "float16", "int16", "uint8", "bool"]
+
+
+@given(
+    tensors=st.lists(
+        st.tuples(st.sampled_from(KINDS), st.lists(st.integers(0, 3), max_size=2)),
+        min_size=1,
+        max_size=12,
+    )
+)
+@settings(deadline=None)
+def test_tensors_of_any_types_lie_side_by_side_in_a_bucket(
+    tensors: list[tuple[str, list[int]]],
+) -> None:
+    """What is sent is what the receiver reads by the layout, as views of the bytes."""
+    model: Any = torch.nn.Module()
+    for number, (kind, shape) in enumerate(tensors):
+        numbers = torch.arange(int(np.prod(shape))).reshape(shape) + number
+        model.register_buffer(f"b{number}", numbers.to(getattr(torch, kind)))
+    played = SimpleNamespace(
+        model=model,
+        num_updates=0,
+        settings=SimpleNamespace(publish_dtype="bfloat16", bucket_mib=1),
+        world=SimpleNamespace(first=True, device=torch.device("cpu")),
+    )
+    sender = Broadcaster(cast(Policy, played))
+    sent: list[Any] = []
+    sender._broadcast = sent.append  # type: ignore[method-assign,assignment]
+    assert sender.send(0, Layout("cpu", "float32", 1, 1))["num_bytes"] == len(sent[0])
+    described = sender._describe(sender._buckets[0])
+    start = 0
+    for name, kind, shape in zip(*described.values(), strict=True):
+        dtype = getattr(torch, kind)
+        size = int(np.prod(shape)) * dtype.itemsize
+        found = sent[0][start : start + size].view(dtype).view(shape)
+        assert torch.equal(found, getattr(model, name).to(dtype))
+        start += size
+    assert start == len(sent[0])

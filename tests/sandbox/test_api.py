@@ -1,0 +1,96 @@
+"""What a request may cost before it is known what it says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox.api import (
+    MAX_BATCH,
+    BatchRequest,
+    Refused,
+    RunRequest,
+    ValueCounter,
+    has_more_values,
+    max_values,
+    parse,
+)
+from sandbox.held import HeldBytes
+from sandbox.settings import MAX_KEPT_BYTES, OutputLimits
+
+TEXT = st.text(st.sampled_from('a[]{},:"\\\n') | st.characters(exclude_categories=["Cs"]))
+JSON = st.recursive(
+    TEXT | st.integers(-9, 9) | st.none(),
+    lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
+)
+
+
+def num_values(value: Any) -> int:
+    """Every opening bracket, comma and colon."""
+    match value:
+        case list():
+            return 1 + max(0, len(value) - 1) + sum(map(num_values, value))
+        case dict():
+            return 1 + max(0, 2 * len(value) - 1) + sum(map(num_values, value.values()))
+        case _:
+            return 0
+
+
+@given(JSON, st.booleans(), st.lists(st.integers(0, 400)))
+def test_values_are_counted_in_whatever_pieces_they_come(
+    value: Any, ascii_only: bool, cuts: list[int]
+) -> None:
+    text = json.dumps(value).encode() if ascii_only else orjson.dumps(value)
+    counter = ValueCounter()
+    for start, end in itertools.pairwise([0, *sorted(cuts), len(text)]):
+        counter.feed(text[start : max(start, end)])
+    assert counter.num == counter.feed(b"") == num_values(value)
+    for most in (counter.num - 1, counter.num, counter.num + 1):
+        assert has_more_values(text, most) == (counter.num > most)
+
+
+@given(st.binary())
+def test_what_is_no_json_is_counted_too(text: bytes) -> None:
+    assert 0 <= ValueCounter().feed(text) <= len(text)
+
+
+def test_a_full_batch_is_within_the_bound() -> None:
+    call = {"code": "[{,:", "stdin": "", "timeout_s": 1.0}
+    text = orjson.dumps({"calls": [call] * MAX_BATCH})
+    assert not has_more_values(text, max_values(BatchRequest))
+    assert len(parse(BatchRequest, text).calls) == MAX_BATCH
+
+
+@pytest.mark.parametrize(
+    "body", [{"code": "1", "timeout_s": wrong} for wrong in (True, "1", 0, -1, 3601, float("nan"))]
+)
+def test_numbers_are_numbers(body: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=r"timeout_s|not valid JSON"):
+        parse(RunRequest, json.dumps(body).encode())
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40) | st.none())))
+def test_bytes_are_held_up_to_the_bound(steps: list[tuple[int, int | None]]) -> None:
+    held, have = HeldBytes(50), dict.fromkeys(range(4), 0)
+    for owner, num_bytes in steps:
+        if num_bytes is None:
+            held.free(owner)
+            have[owner] = 0
+            continue
+        fits = sum(have.values()) - have[owner] + num_bytes <= 50
+        assert held.hold(owner, num_bytes) == fits
+        if fits:
+            have[owner] = num_bytes
+        assert held.total == sum(have.values())
+
+
+@pytest.mark.parametrize("limits", [(0, 1), (1, 0), (1, MAX_KEPT_BYTES + 1)])
+def test_limits_of_output_are_checked(limits: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        OutputLimits(*limits)

@@ -1,0 +1,26 @@
+"""Whose failure is whose, for random programs in local workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox import Pool
+from tests.sandbox.attribution import attribute, programs
+from tests.sandbox.conftest import BARE
+
+
+def test_programs_are_the_same_for_a_seed() -> None:
+    assert programs(3, 50) == programs(3, 50) != programs(4, 50)
+    assert {program.in_session for program in programs(3, 50)} == {True, False}
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(300)  # programs that never end have two seconds each
+async def test_no_program_is_blamed_for_another_or_blames_us() -> None:
+    async with Pool(BARE) as pool:
+        layers = pool.stats()["layers"]
+        if not layers["uid"].startswith("one"):
+            pytest.skip("local workers of this user do not isolate calls from each other")
+        found = await attribute(pool, seed=1, number=60)
+    assert found.violations == []
+    assert found.num_right > 0

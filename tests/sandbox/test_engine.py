@@ -1,0 +1,165 @@
+"""Which backend a pool chooses: engines that are missing, slow, silent or broken."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiodocker
+import aiohttp
+import anyio
+import pytest
+from aiohttp import web
+from aiohttp.client_reqrep import ConnectionKey
+
+import sandbox.engine
+from sandbox import Pool, PoolSettings, SandboxUnavailable
+from sandbox.engine import _unavailable, connect
+from sandbox.errors import NoEngine
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+
+
+class FakeEngine:
+    """Answers /version once it is told to; everything else is a 500."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = str(Path(folder, "docker.sock"))
+        self.answers = anyio.Event()
+        self.num_asked = 0
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        if not request.path.endswith("/version"):
+            said, kind = b'{"message": "the disk is full"}', {"Content-Type": "application/json"}
+            return web.Response(body=said, status=500, headers=kind)
+        self.num_asked += 1
+        await self.answers.wait()
+        return web.json_response({"ApiVersion": "1.41"})
+
+
+@pytest.fixture
+async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeEngine]:
+    """The local engine, silent so far, of which little patience is had at a time."""
+    monkeypatch.setattr("sandbox.engine.ANSWER_TIMEOUT_S", 0.05)
+    with tempfile.TemporaryDirectory() as folder:  # not pytest's: a socket's path must be short
+        async with serving(FakeEngine(folder)) as fake:
+            be_local(monkeypatch, fake.path)
+            yield fake
+
+
+@asynccontextmanager
+async def serving(fake: FakeEngine) -> AsyncIterator[FakeEngine]:
+    runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.UnixSite(runner, fake.path).start()
+    try:
+        yield fake
+    finally:
+        fake.answers.set()
+        await runner.cleanup()
+
+
+def be_local(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    for module in ("engine", "container"):
+        monkeypatch.setattr(f"sandbox.{module}.local_engine", lambda: f"unix://{path}")
+
+
+async def test_a_slow_engine_is_waited_for(engine: FakeEngine) -> None:
+    told: list[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if len(told) == 2:
+            engine.answers.set()
+
+    async with connect(timeout_s=20, on_progress=tell) as docker:
+        assert (await docker.version())["ApiVersion"] == "1.41"
+    assert engine.num_asked >= 3  # also a request that is lost is made again
+    assert "has not answered" in told[0]
+    assert "at most 20 s" in told[0]
+
+
+async def test_a_silent_engine_is_given_up_by_a_setting(engine: FakeEngine) -> None:
+    with pytest.raises(SandboxUnavailable, match=r"not answered for 0\.2 s.*engine_timeout_s"):
+        async with connect(timeout_s=0.2):
+            pass
+
+
+@pytest.mark.parametrize("told", ["answers", "is silent"])
+async def test_an_engine_that_listens_is_never_replaced(engine: FakeEngine, told: str) -> None:
+    if told == "answers":
+        engine.answers.set()  # and then fails
+    with pytest.raises(SandboxUnavailable) as caught:
+        async with Pool(PoolSettings(workers=1, preload=[], engine_timeout_s=0.2)):
+            pass
+    assert not isinstance(caught.value, NoEngine)
+    assert ("failed: the disk is full" in str(caught.value)) == (told == "answers")
+
+
+@pytest.mark.parametrize("left", ["nothing", "a socket of a dead engine"])
+async def test_local_processes_where_no_engine_listens(
+    monkeypatch: pytest.MonkeyPatch, left: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/docker.sock"
+        if left != "nothing":
+            async with await anyio.create_unix_listener(path):
+                pass
+        be_local(monkeypatch, path)
+        async with Pool(PoolSettings(workers=1, preload=[]), on_progress=told.append) as pool:
+            assert pool.stats()["backend"] == "process"
+        assert len(told) == 1
+        assert told[0].startswith("Calls run in local processes: no Docker Engine answers at")
+        assert not set(told[0]) & set("[]{}")
+        for named in ({"backend": "docker"}, {"image": "mine"}):
+            with pytest.raises(NoEngine):
+                async with Pool(PoolSettings.model_validate(named)):
+                    pass
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
+        with pytest.raises(NoEngine):
+            async with Pool():
+                pass
+    assert capfd.readouterr().err == ""
+
+
+def wrapped(error: aiohttp.ClientConnectionError) -> aiodocker.DockerError:
+    """As aiodocker raises it."""
+    try:
+        try:
+            raise error
+        except aiohttp.ClientConnectionError as inner:
+            raise aiodocker.DockerError(900, f"Cannot connect to Docker Engine via x [{inner}]")  # noqa: B904
+    except aiodocker.DockerError as outer:
+        return outer
+
+
+KEY = ConnectionKey("box", 2376, True, True, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        (errno.ENOENT, NoEngine, "there is no such socket"),
+        (errno.ECONNREFUSED, NoEngine, "nothing listens there"),
+        (errno.EACCES, SandboxUnavailable, "group docker, or choose local processes"),
+        (errno.EHOSTUNREACH, SandboxUnavailable, "No route to host; is it installed"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(code: int, kind: type[Exception], says: str) -> None:
+    inner = aiohttp.ClientConnectorError(KEY, OSError(code, os.strerror(code)))
+    error = _unavailable("tcp://box:2376", wrapped(inner))
+    assert type(error) is kind
+    assert says in str(error)
+    assert not {"[900]", "ssl:default", "box ssl"} & set(str(error).split())
+
+
+async def test_the_name_of_an_engine_is_checked() -> None:
+    with pytest.raises(SandboxUnavailable, match=r"an engine is unix:///path or tcp"):
+        async with sandbox.engine.connect("ftp://box"):
+            pass

@@ -1,0 +1,118 @@
+"""Pools do not start where calls would not be isolated, and doctor says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sandbox.process
+from sandbox import Pool, PoolSettings, SandboxUnavailable
+from sandbox.__main__ import CONTROLS, for_terminal, main
+from sandbox.container import LAYERS
+from sandbox.isolation import NEEDED, missing_walls
+
+pytestmark = pytest.mark.timeout(60)  # real workers are started
+
+WEAK = {
+    "processes apart": "no: this machine refuses namespaces",
+    "network": "no: calls reach what this machine reaches",
+    "root": "no: calls see the files that the user sees",
+    "uid": "no: every call has yours",
+    "memory": "no: nothing bounds it",
+}
+
+
+def settings(**more: object) -> PoolSettings:
+    return PoolSettings.model_validate({"workers": 1, "preload": [], **more})
+
+
+@pytest.fixture
+def local_workers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """What every local worker tells of its layers from now on; no engine listens."""
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setattr("sandbox.engine.local_engine", lambda: f"unix://{tmp_path}/none")
+    layers: dict[str, str] = {}
+    source = sandbox.process.CONFINE.read_text()
+    real = sandbox.process._memory_file
+
+    def with_layers(spec: str) -> int:
+        script = tmp_path / "confine.py"
+        wrong = f"describe = lambda *told: {layers!r}"
+        script.write_text(source.replace('if __name__ == "__main__"', f"{wrong}\nif True"))
+        return real(spec)
+
+    monkeypatch.setattr("sandbox.process._memory_file", with_layers)
+    monkeypatch.setattr("sandbox.process.CONFINE", tmp_path / "confine.py")
+    return layers
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("backend", ["auto", "process"])
+@pytest.mark.parametrize("missing", NEEDED)
+async def test_a_pool_without_a_wall_does_not_start_unless_told_to(
+    local_workers_say: dict[str, str],
+    missing: str,
+    backend: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    local_workers_say |= dict.fromkeys(NEEDED, "none of your concern") | {missing: WEAK[missing]}
+    with pytest.raises(SandboxUnavailable) as caught:
+        async with Pool(settings(backend=backend)):
+            pass
+    assert f"({missing}: {WEAK[missing]})" in str(caught.value)
+    assert "sandbox.allow_weak_isolation=true" in str(caught.value)
+    assert not caplog.records  # said once
+    async with Pool(settings(backend=backend, allow_weak_isolation=True)) as pool:
+        assert (await pool.run("6 * 7", timeout_s=15)).result == "42"
+        assert pool.stats()["layers"][missing] == WEAK[missing]
+
+
+@given(st.dictionaries(st.sampled_from([*WEAK, "uid "]), st.text() | st.just("no: x")))
+def test_what_is_missing(layers: Mapping[str, str]) -> None:
+    told = missing_walls(layers)
+    assert len(told) == sum(
+        text == "no" or (text.startswith("no") and not (text[2].isalnum() or text[2] == "_"))
+        for name, text in layers.items()
+        if name in NEEDED
+    )
+    assert missing_walls(LAYERS) == []
+    assert missing_walls(WEAK) == [f"{name}: {WEAK[name]}" for name in NEEDED]
+
+
+def test_doctor_says_it_in_words_and_by_its_status(
+    local_workers_say: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    local_workers_say |= WEAK
+    assert main(["doctor"]) == 1
+    said = capfd.readouterr().out
+    assert f"network          {WEAK['network']}" in said
+    assert "By default a pool does not start here: calls would not be isolated" in said
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capfd.readouterr().out)
+    assert (told["isolated"], told["backend"]) == (False, None)
+    assert "allow_weak_isolation" in told["why"]
+    assert told["forms"]["local processes"].items() >= WEAK.items()
+    local_workers_say |= dict.fromkeys(NEEDED, "yes")
+    assert main(["doctor"]) == 0
+    said = capfd.readouterr().out
+    assert "By default a pool runs its calls in local processes here" in said
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["backend"] == "process"
+
+
+@given(st.text())
+def test_a_programs_text_cannot_command_the_terminal(text: str) -> None:
+    shown = for_terminal(text)
+    assert not CONTROLS.search(shown)
+    assert all(one.isprintable() or one in "\t\n" for one in shown if ord(one) < 0xA0)
+    if all(one.isprintable() or one in "\t\n" for one in text):
+        assert shown == text
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert for_terminal("\x1b[2J\r\n\t\x9b0m é\x00") == "\\x1b[2J\\x0d\n\t\\x9b0m é\\x00"

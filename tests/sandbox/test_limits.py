@@ -1,0 +1,437 @@
+"""What a call may use, what its worker may use, and that no two workers share a uid."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable, SessionLost
+from sandbox.backend import REMAPPED_UIDS, UIDS, num_lanes, uid_range, worker_bytes
+from sandbox.container import host_config
+from sandbox.owner import remove_tree
+from sandbox.worker import kernel
+from sandbox.worker.kernel import remove_below
+from sandbox.worker.usage import audit, census, read_process
+from tests.sandbox.conftest import BARE
+from tests.sandbox.test_pool import runs, wait_until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+MIB = 1 << 20
+
+
+def take(mib: int) -> str:
+    return f"x = b'1' * ({mib} << 20)\nlen(x) >> 20"
+
+
+# -- memory of a call -----------------------------------------------------------------------
+
+
+async def test_a_call_may_name_its_memory(pool: Pool) -> None:
+    assert (await pool.run(take(200))).result == "200"
+    less = await pool.run(take(200), memory_mib=100)
+    assert less.status is CallStatus.OOM
+    assert less.error is not None
+    assert less.error.type == "MemoryError"
+    assert (await pool.run(take(50), memory_mib=100)).result == "50"
+
+
+async def test_the_processes_of_a_call_have_its_memory_together(pool: Pool) -> None:
+    forked = f"import os, time\nfor _ in range(3): os.fork()\n{take(40)}\ntime.sleep(60)"
+    ended = await pool.run(forked, memory_mib=200, timeout_s=50)
+    assert ended.status is CallStatus.OOM
+    assert ended.attempt == 1
+    fits = forked.replace("60)", "1)")
+    assert (await pool.run(fits, memory_mib=500, timeout_s=50)).status is CallStatus.OK
+
+
+async def test_a_cell_may_name_its_memory_and_the_next_has_the_pools(pool: Pool) -> None:
+    async with pool.session() as session:
+        assert (await session.run(take(200), memory_mib=100)).status is CallStatus.OOM
+        assert (await session.run(take(200))).result == "200"
+        assert (await session.run(take(200), memory_mib=100)).status is CallStatus.OOM
+
+
+@pytest.mark.parametrize("memory_mib", [0, -1, 513])
+async def test_memory_is_at_most_the_pools(pool: Pool, memory_mib: int) -> None:
+    with pytest.raises(ValueError, match="memory_mib must be between 1 and the pool's 512"):
+        await pool.run("1", memory_mib=memory_mib)
+    with pytest.raises(TypeError, match="memory_mib"):
+        await pool.run("1", memory_mib="1")  # type: ignore[arg-type]
+
+
+async def test_a_call_over_its_memory_takes_nobody_with_it(pool: Pool) -> None:
+    replaced = pool.stats()["replaced"]
+    kept: list[str | None] = []
+
+    async def keep() -> None:
+        code = f"{take(150)}\nimport time; time.sleep(2)\nlen(x) >> 20"
+        kept.append((await pool.run(code)).result)
+
+    bomb = "import os\nfor _ in range(4): os.fork()\nx = []\nwhile True: x.append(b'1' * 10**6)"
+    async with pool.session() as session, anyio.create_task_group() as group:
+        await session.run("x = 41")
+        group.start_soon(keep)
+        group.start_soon(keep)
+        assert (await pool.run(bomb)).status is CallStatus.OOM
+        assert (await session.run("x + 1")).result == "42"
+    assert kept == ["150", "150"]
+    assert pool.stats()["replaced"] == replaced
+
+
+async def test_what_a_cell_left_running_counts_with_the_next(pool: Pool) -> None:
+    bomb = (
+        "import os, time\nfor _ in range(6):\n  if os.fork() == 0:\n"
+        f"    {take(120).splitlines()[0]}\n    time.sleep(600)"
+    )
+    async with pool.session() as session:
+        assert (await session.run(bomb)).ok
+        late = await session.run("time.sleep(60)", timeout_s=50)
+        assert late.status is CallStatus.OOM
+        await wait_until(lambda: session.lost)
+    assert (await pool.run("1")).ok
+
+
+# A program that starts others and measures them all, as the worker does with a call.
+MEASURE = """
+import os, signal, sys, time
+from sandbox.worker.usage import audit, read_process
+hoard = bytearray(b"1" * (60 << 20))
+here, there = os.pipe()
+pids = []
+for _ in range(4):
+    pid = os.fork()
+    if pid == 0:
+        if sys.argv[1] == "write":
+            for at in range(0, len(hoard), 4096):
+                hoard[at] = 2
+        os.write(there, b"x")
+        time.sleep(600)
+    pids.append(pid)
+for _ in pids:
+    os.read(here, 1)
+processes = [read_process(pid) for pid in [os.getpid(), *pids]]
+print(sum(p.anonymous for p in processes) >> 20, audit(processes) >> 20)
+for pid in pids:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("what", "low", "high"), [("share", 60, 120), ("write", 290, 400)])
+def test_pages_count_once_until_they_are_written(what: str, low: int, high: int) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, what], env=env, stdout=subprocess.PIPE, check=True
+    )
+    at_most, held = map(int, done.stdout.split())
+    assert at_most > 290
+    assert low <= held <= high
+
+
+def test_a_census_has_every_process_once() -> None:
+    seen = census()
+    assert len({process.pid for process in seen}) == len(seen)
+    (own,) = [process for process in seen if process.pid == os.getpid()]
+    assert (own.parent, own.uid) == (os.getppid(), os.getuid())
+    assert 0 < own.anonymous < own.most < own.size + (64 << 20)
+    assert 0 < audit([own]) <= own.most
+    assert read_process(2**22 + 1) is None
+
+
+# -- what runs between cells ----------------------------------------------------------------
+
+
+def states(pids: list[int]) -> set[str]:
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    return found
+
+
+@pytest.fixture
+async def alone() -> AsyncIterator[Pool]:
+    async with Pool(BARE) as pool:
+        yield pool
+
+
+def of_the_last_session() -> list[int]:
+    """Pids of the youngest processes that count up (see COUNTING)."""
+    return [process.pid for process in census() if process.num_threads == 7]
+
+
+COUNTING = """
+import threading, time
+n = 0
+def count():
+    global n
+    while True:
+        n += 1
+        time.sleep(0.001)
+for _ in range(6):
+    threading.Thread(target=count, daemon=True).start()
+"""
+
+
+async def test_a_session_stands_still_between_its_cells_and_goes_on_with_the_next(
+    alone: Pool,
+) -> None:
+    async with alone.session() as session:
+        await session.run(COUNTING)
+        await wait_until(lambda: states(of_the_last_session()) == {"T"})
+        first = (await session.run("n")).result
+        await wait_until(lambda: states(of_the_last_session()) == {"T"})
+        await session.run("time.sleep(0.2)")
+        last = (await session.run("n")).result
+        assert first is not None
+        assert last is not None
+        assert int(last) > int(first)
+
+
+async def test_what_idle_sessions_left_busy_takes_no_processor(alone: Pool) -> None:
+    busy = "import os\nfor _ in range(3):\n  if os.fork() == 0:\n    while True: pass"
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(3):
+            session = await stack.enter_async_context(alone.session())
+            assert (await session.run(busy)).ok
+        count = (
+            "import os\nstats = [open(f'/proc/{p}/stat').read() for p in os.listdir('/proc')"
+            " if p.isdigit()]\nsum(s.rpartition(')')[2].split()[0] == 'R' for s in stats)"
+        )
+        if alone.stats()["layers"]["processes apart"].startswith("no"):
+            pytest.skip("a call sees the machine's processes here")
+        with anyio.fail_after(30):
+            while (await alone.run(count)).result != "1":  # itself
+                pass
+
+
+# Its timers are beyond the number that one signal to stop takes away.
+AWAKE = """
+import ctypes, signal, struct, threading
+lib = ctypes.CDLL(None)
+lib.timer_settime.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p]
+event = struct.pack("<qii", 0, signal.SIGCONT, 0) + bytes(48)
+signal.signal(signal.SIGCONT, lambda *_: None)
+for n in range(50):
+    timer = ctypes.c_void_p()
+    lib.timer_create(1, event, ctypes.byref(timer))
+    often = struct.pack("<qqqq", 0, 5_000_000 + n * 1_000_000, 0, 5_000_000 + n * 70_001)
+    lib.timer_settime(timer, 0, often, None)
+def spin():
+    while True:
+        pass
+threading.Thread(target=spin, daemon=True).start()
+"""
+
+
+async def test_a_session_that_wakes_itself_is_ended(alone: Pool) -> None:
+    async with alone.session() as session, alone.session() as other:
+        await other.run("x = 1")
+        assert (await session.run(AWAKE)).ok
+        await wait_until(lambda: session.lost)
+        with pytest.raises(SessionLost):
+            await session.run("1")
+        assert (await other.run("x")).result == "1"
+
+
+# -- memory and processes of a worker -------------------------------------------------------
+
+
+@given(
+    slots=st.integers(1, 256),
+    sessions=st.integers(0, 256),
+    memory_mib=st.integers(128, 1 << 16),
+    machine=st.integers(1 << 28, 1 << 45),
+    workers=st.integers(1, 512),
+)
+@settings(deadline=None)
+def test_a_workers_memory_fits_its_calls_and_the_machine(
+    slots: int, sessions: int, memory_mib: int, machine: int, workers: int
+) -> None:
+    given = PoolSettings(
+        slots_per_worker=slots, sessions_per_worker=sessions, memory_mib=memory_mib
+    )
+    call = memory_mib * MIB
+    most = worker_bytes(given, machine, workers)
+    assert most > call
+    assert worker_bytes(given, 1 << 60, 1) * 7 // 8 >= slots * call
+    if machine * 3 // 4 // workers > 2 << 30 > call:
+        assert most * workers <= machine * 3 // 4
+    assert most <= worker_bytes(given, 2 * machine, workers)
+
+
+def test_a_container_has_room_for_the_processes_of_all_calls() -> None:
+    given = PoolSettings(processes_per_call=40, slots_per_worker=3, sessions_per_worker=5)
+    config = host_config(given, None, 1 << 30, 1 << 31)
+    assert config["PidsLimit"] >= 40 * 8 + num_lanes(given)
+    assert config["Memory"] == config["MemorySwap"] == 1 << 31
+
+
+# -- uids -----------------------------------------------------------------------------------
+
+
+def test_workers_have_uids_of_their_own_however_many() -> None:
+    size = num_lanes(BARE) + 1
+    with contextlib.ExitStack() as stack:
+        firsts = sorted(stack.enter_context(uid_range(BARE)) for _ in range(100))
+        assert all(b - a >= size for a, b in itertools.pairwise(firsts))
+        assert all(first in UIDS and first + size in UIDS for first in firsts)
+
+
+def test_workers_of_other_processes_have_other_uids() -> None:
+    """However few there are to choose from: here two."""
+    few = REMAPPED_UIDS[:128]
+    code = (
+        "import sys\nfrom sandbox.backend import uid_range\n"
+        "from tests.sandbox.conftest import BARE\n"
+        f"with uid_range(BARE, {few!r}) as first:\n  print(first, flush=True)\n  input()"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        theirs = int(other.stdout.readline())
+        with uid_range(BARE, few) as ours:
+            assert {ours, theirs} == {few.start, few.start + 64}
+            with pytest.raises(SandboxUnavailable, match="no 64 user ids are free"):
+                with uid_range(BARE, few):
+                    pass
+        other.communicate(b"\n")
+    with uid_range(BARE, few) as one, uid_range(BARE, few) as two:
+        assert one != two
+
+
+@needs_root
+def test_uids_in_use_are_not_given_to_a_worker() -> None:
+    few = range(1_000_000_000, 1_000_000_128)
+    with subprocess.Popen(["sleep", "600"], user=few.start + 5) as process:
+        for _ in range(5):
+            with uid_range(BARE, few) as first:
+                assert first == few.start + 64
+        process.kill()
+
+
+# -- killing and cleaning -------------------------------------------------------------------
+
+# Lanes of a front that is not pid 1, and a call that stops and kills whatever it may.
+STRIKES_BACK = """
+import os, signal, time
+from sandbox.worker.lanes import Lanes
+from sandbox.worker.spec import Spec
+spec = Spec({"scratch": "/nowhere", "lanes": 2, "uid_base": 1_900_000_000, "kill_by": "uid"})
+lanes = Lanes(spec)
+ready, begun = os.pipe()
+pid = os.fork()
+if pid == 0:
+    os.setresgid(*[spec.lane_uid(1)] * 3)
+    os.setresuid(*[spec.lane_uid(1)] * 3)
+    for _ in range(3):
+        os.fork()
+    os.write(begun, b"x")
+    while True:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            try:
+                os.kill(-1, number)
+                os.kill(os.getppid(), number)
+            except OSError:
+                pass
+os.read(ready, 1)
+for _ in range(2000):
+    with lanes.acting_as(1):
+        pass
+lanes.kill(1, pid)
+assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+lanes._outlive(1)
+print("alive", os.getresuid())
+"""
+
+
+@needs_root
+def test_a_call_can_not_stop_who_kills_it() -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", STRIKES_BACK],
+        env=env,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=50,
+    )
+    assert done.stdout == b"alive (0, 0, 0)\n"
+
+
+@needs_root
+def test_what_survived_its_worker_ends_before_its_directory_is_removed(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    (scratch / "0").mkdir(parents=True)
+    uid = 1_900_000_100
+    os.chown(scratch / "0", uid, uid)
+    hops = textwrap.dedent("""
+        import os
+        while True:  # it is never the same process for long
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+    """)
+    python = "/usr/bin/python3"
+    if not Path(python).exists():
+        pytest.skip("needs a Python that every user may run")
+    subprocess.run([python, "-c", hops], user=uid, group=uid, cwd="/", check=True)
+    remove_tree(scratch)
+    assert not scratch.exists()
+    with pytest.raises(ProcessLookupError):
+        os.getpriority(os.PRIO_USER, uid)
+
+
+def test_a_link_put_in_the_place_of_a_directory_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the moment when it is seen and that when it is opened."""
+    outside = tmp_path / "outside"
+    (outside / "kept").mkdir(parents=True)
+    outside.chmod(0o500)
+    base = tmp_path / "base"
+    (base / "d" / "e").mkdir(parents=True)
+    scan = kernel._scan
+
+    def swap(fd: int) -> list[tuple[str, bool]]:
+        found = scan(fd)
+        for name, is_dir in found:
+            if is_dir:
+                os.rename(name, f"{name}-was", src_dir_fd=fd, dst_dir_fd=fd)
+                os.symlink(outside, name, dir_fd=fd)
+        return found
+
+    monkeypatch.setattr(kernel, "_scan", swap)
+    with pytest.raises(OSError, match=r"directory|symbolic"):
+        remove_below(str(base))
+    assert outside.stat().st_mode & 0o777 == 0o500
+    assert (outside / "kept").is_dir()
+    outside.chmod(0o700)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_call_that_signals_all_it_may_reaches_itself_alone(
+    pool: Pool, number: signal.Signals
+) -> None:
+    code = f"import os\nif os.fork() == 0: os.kill(-1, {int(number)})\nos.kill(-1, {int(number)})"
+    replaced = pool.stats()["replaced"]
+    async with pool.session() as session:
+        await session.run("x = 1")
+        await pool.run(code, timeout_s=1)
+        assert (await session.run("x")).result == "1"
+    assert pool.stats()["replaced"] == replaced
+    assert runs(os.getpid())

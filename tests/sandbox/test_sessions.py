@@ -1,0 +1,271 @@
+"""Sessions: how they end, by whose doing, and that a cell runs in no other process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import anyio
+import pytest
+
+from sandbox import CallResult, CallStatus, LostBy, Pool, Session, SessionLost
+from sandbox.link import Link, next_id
+from sandbox.process import ProcessBackend
+from sandbox.protocol import encode
+from tests.sandbox.chaos import children, kill
+from tests.sandbox.conftest import BARE
+from tests.sandbox.test_pool import FOREVER, started_since, wait_until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
+
+RUN = {"op": "run", "stdin": "", "timeout_s": 15}
+
+
+async def wait_until_lost(session: Session) -> None:
+    """Between cells a session is stopped: what it has begun goes on with the next one."""
+    with anyio.fail_after(15):
+        while session.lost_by is None:
+            with contextlib.suppress(SessionLost):
+                await session.run("1")
+
+
+async def lost_by(session: Session) -> LostBy:
+    with pytest.raises(SessionLost) as lost:
+        await session.run("1")
+    return lost.value.by
+
+
+@pytest.mark.parametrize(
+    ("cell", "status"),
+    [
+        ("import os; os._exit(0)", CallStatus.OK),
+        ("import os; os._exit(3)", CallStatus.ERROR),
+        ("import os; os.execv('/bin/true', ['true'])", CallStatus.OK),
+        ("import ctypes; ctypes.string_at(0)", CallStatus.KILLED),
+        ("print('x' * 10_000_000)", CallStatus.OUTPUT_LIMIT),
+    ],
+)
+async def test_a_cell_that_ends_its_process_is_answered_and_known_for_it(
+    pool: Pool, cell: str, status: CallStatus
+) -> None:
+    async with pool.session() as session:
+        assert (await session.run(cell)).status is status
+        assert session.lost_by is LostBy.PROGRAM
+        assert await lost_by(session) is LostBy.PROGRAM
+
+
+async def test_a_process_that_ends_between_two_cells_is_its_programs_doing(pool: Pool) -> None:
+    async with pool.session() as session:
+        await session.run("import os, threading; threading.Timer(0.1, os._exit, (0,)).start()")
+        await wait_until_lost(session)
+        assert await lost_by(session) is LostBy.PROGRAM
+
+
+async def test_no_cell_runs_in_a_fresh_process(pool: Pool) -> None:
+    """However close it comes after the end of the session's own."""
+    results: list[CallResult] = []
+    for n in range(40):
+        async with pool.session() as session:
+            delay_s = 0.005 + n / 10_000
+            await session.run(
+                f"import os, threading; threading.Timer({delay_s}, os._exit, (1,)).start(); x = 7"
+            )
+            with anyio.fail_after(20), contextlib.suppress(SessionLost):
+                while True:
+                    results.append(await session.run("x"))
+    assert {result.result for result in results} <= {"7", None}
+    assert [result.error for result in results if result.error is not None] == []
+
+
+async def test_a_cell_of_an_unknown_session_does_not_run() -> None:
+    async with ProcessBackend(BARE).worker("x") as link:
+        pending = link.submit(RUN | {"id": next_id(), "code": "1", "session": next_id()})
+        with anyio.fail_after(15):
+            await pending.done.wait()
+        assert pending.reply is None
+        assert not link.lost.is_set()
+
+
+async def test_after_a_cell_that_was_given_up_the_next_is_told_so_and_nobody_else(
+    pool: Pool,
+) -> None:
+    async with pool.session() as other, pool.session() as session:
+        await other.run("x = 41")
+        await session.run("1")
+        async with anyio.create_task_group() as group:
+            group.start_soon(session.run, FOREVER, "", 600)
+            await wait_until(lambda: pool.stats()["busy"] == 1)
+            group.cancel_scope.cancel()
+        assert await lost_by(session) is LostBy.CALLER
+        await wait_until(lambda: pool.stats()["busy"] == 0)  # it was answered, too
+        assert (await other.run("x + 1")).result == "42"
+    assert pool.stats()["replaced"] == 0
+
+
+async def test_a_session_whose_first_cell_is_given_up_before_it_is_sent_is_not_lost() -> None:
+    settings = BARE.model_copy(update={"slots_per_worker": 1})
+    async with Pool(settings) as pool, pool.session() as session:
+        async with anyio.create_task_group() as group:
+            group.start_soon(pool.run, FOREVER, "", 600)
+            await wait_until(lambda: pool.stats()["busy"] == 1)
+            with anyio.move_on_after(0):
+                await session.run("1")
+            group.cancel_scope.cancel()
+        assert (await session.run("2")).result == "2"
+
+
+async def test_a_session_lost_with_its_worker_is_nobody_s_doing() -> None:
+    others = set(children(os.getpid()))
+    async with Pool(BARE) as pool, pool.session() as session:
+        await session.run("x = 1")
+        for pid in started_since(others):
+            kill(pid)
+        await wait_until(lambda: session.lost)
+        assert await lost_by(session) is LostBy.INFRASTRUCTURE
+
+
+async def test_a_session_that_was_closed_is_lost_by_its_caller(pool: Pool) -> None:
+    async with pool.session() as session:
+        await session.run("1")
+    assert await lost_by(session) is LostBy.CALLER
+
+
+async def test_what_is_known_of_sessions_goes_with_them(pool: Pool) -> None:
+    link = pool._room.workers[0].link
+    for code in ("1", "import os; os._exit(0)"):
+        async with pool.session() as session:
+            await session.run(code)
+    await wait_until(lambda: pool.stats()["sessions"] == 0)
+    assert link.sessions == {}
+
+
+def test_an_end_that_is_told_twice_keeps_its_first_cause() -> None:
+    link = Link("x")
+    session = link.open_session(5)
+    link.feed(encode({"op": "session_lost", "session": 5, "by": "program"}))
+    link.feed(encode({"op": "session_lost", "session": 5}))
+    link.feed(encode({"op": "session_lost", "session": 6, "by": "caller"}))  # closed long ago
+    assert session.lost_by is LostBy.PROGRAM
+    assert list(link.sessions) == [5]
+
+
+def test_an_interrupt_is_for_one_cell_alone() -> None:
+    """One that comes between two cells is for neither; a cell's own handler stays."""
+    code = (
+        "import mmap, os, signal\n"
+        "from sandbox.worker.child import run_lasting_cell\n"
+        "area, handler, scope = mmap.mmap(-1, 1 << 18), signal.default_int_handler, {}\n"
+        "def cell(code):\n"
+        "    global handler\n"
+        "    status, said, handler = run_lasting_cell(code, scope, '<cell 1>', area, handler)\n"
+        "    print(status, said.get('error', {}).get('type'))\n"
+        "late = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        "cell('1'); late(); cell('2')\n"
+        "cell('import os, signal; os.kill(os.getpid(), signal.SIGINT); [0 for _ in range(9**9)]')\n"
+        "late(); cell('3')\n"
+        "cell('signal.signal(signal.SIGINT, lambda *_: print(\"mine\"))'); late()\n"
+        "cell('os.kill(os.getpid(), signal.SIGINT)'); late()\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
+        text=True,
+    )
+    lines = ["0 None", "0 None", "1 KeyboardInterrupt", "0 None", "0 None", "mine", "0 None"]
+    assert done.stdout.splitlines() == lines
+
+
+async def test_a_cell_that_leaves_its_time_behind_stops_and_the_next_is_whole(pool: Pool) -> None:
+    """The interrupt of the one comes as it ends: at some of these moments, before the other."""
+    async with pool.session() as session:
+        await session.run("import time")
+        for n in range(30):
+            run_s = 0.03 + (n - 15) / 20_000
+            code = f"end = time.perf_counter() + {run_s}\nwhile time.perf_counter() < end: pass"
+            late = await session.run(code, timeout_s=0.03)
+            assert late.status in (CallStatus.OK, CallStatus.TIMEOUT)
+            assert (await session.run("40 + 2")).result == "42"
+
+
+# Writes over all that the process tells of itself, again and again.
+FORGE = """
+import ctypes, os, threading
+def forge():
+    for line in open("/proc/self/maps"):
+        if "memfd:report" in line:
+            while True:
+                ctypes.memmove(int(line.partition("-")[0], 16), FORGED, len(FORGED))
+threading.Thread(target=forge, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("forged", [0, 1, -1, 1 << 62])
+async def test_when_a_program_began_is_measured(pool: Pool, forged: int) -> None:
+    code = f"FORGED = {struct.pack('<q', forged)!r}\n{FORGE}"
+    before = time.monotonic_ns()
+    plain = await pool.run(f"{code}\nimport time; time.sleep(0.05); os._exit(0)")
+    assert plain.started_ns is not None
+    assert before < plain.started_ns < time.monotonic_ns()
+    async with pool.session() as session:
+        first = await session.run(f"{code}\nimport time; time.sleep(0.05)")
+        assert first.started_ns is not None
+        assert before < first.started_ns < time.monotonic_ns()
+        before = time.monotonic_ns()
+        second = await session.run("time.sleep(0.05)")
+        assert second.status is CallStatus.OK
+        assert second.started_ns is None or before < second.started_ns < time.monotonic_ns()
+
+
+async def test_a_session_that_floods_its_channel_is_not_listened_to(pool: Pool) -> None:
+    """What it writes there ends its own cells, and keeps nobody else waiting."""
+    async with pool.session() as session:
+        flood = (
+            "import os, threading\n"
+            "def flood():\n"
+            "    os.set_blocking(3, True)\n"
+            "    while True: os.write(3, b'x')\n"
+            "for _ in range(3): threading.Thread(target=flood, daemon=True).start()"
+        )
+        await session.run(flood)
+        front = pool._room.workers[0].link.hello["pid"]
+        before, began = await cpu_ticks(pool, front), time.monotonic()
+        for _ in range(20):
+            assert (await pool.run("1")).ok
+        await session.run("1", timeout_s=5)
+        used = (await cpu_ticks(pool, front) - before) / os.sysconf("SC_CLK_TCK")
+        assert used < 0.5 * (time.monotonic() - began) + 0.2
+
+
+async def cpu_ticks(pool: Pool, pid: int) -> int:
+    """What a process of the worker has used, as a call reads it there."""
+    said = await pool.run(f"print(open('/proc/{pid}/stat').read().rpartition(')')[2])")
+    fields = said.stdout.split()
+    return int(fields[11]) + int(fields[12])
+
+
+async def test_random_numbers_differ_between_sessions_whichever_cell_draws(pool: Pool) -> None:
+    drawn = set()
+    for _ in range(3):
+        async with pool.session() as session:
+            await session.run("x = 1")
+            drawn.add((await session.run("import random; random.random()")).result)
+    assert len(drawn) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGKILL])
+async def test_a_cell_that_kills_itself_is_killed(pool: Pool, number: signal.Signals) -> None:
+    if "namespaces" not in pool.stats()["layers"]["processes apart"] or os.getuid() != 0:
+        pytest.skip("as pid 1 of its own namespace it could not")
+    async with pool.session() as session:
+        ended = await session.run(f"import os; os.kill(os.getpid(), {int(number)})")
+        assert (ended.status, ended.signal) == (CallStatus.KILLED, number)
+        assert await lost_by(session) is LostBy.PROGRAM
