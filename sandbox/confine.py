@@ -329,16 +329,20 @@ def start(spec: dict[str, Any]) -> None:
         view = f"{spec['lane_size']},mode=0700"
         try:
             build_root(spec["scratch"], spec["lanes"])
-            close_root()
             rooted = ROOTED
             told["scratch"] = SCRATCH
             counted = try_view(view)
             apart = "yours, but in user, mount and process namespaces of each call's own"
             told |= {"view": view, "counts_apart": counted}
         except OSError as error:
+            apart = f"no: every call has yours, without rights outside its namespaces ({error})"
             if rooted != ROOTED:
                 rooted = f"no: {error}"
-            apart = f"no: every call has yours, without rights outside its namespaces ({error})"
+            for lane in range(spec["lanes"] if rooted == ROOTED else 0):
+                flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+                mount("tmpfs", f"{SCRATCH}/{lane}", "tmpfs", flags, view)
+        if rooted == ROOTED:
+            close_root()
     elif os.getuid() == 0 and not readable_by_others():
         raise OSError(
             "as root without namespaces every call needs a uid of its own, and another uid can't "

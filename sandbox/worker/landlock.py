@@ -1,9 +1,9 @@
 """Landlock (landlock(7), Linux 5.19): a process gives up for good what it won't open.
 
 Where all calls see one /proc, each could read the names and arguments of the programs that others
-have started, in files that are open to all: with hidden tests in them, or whatever else a program
-was given. A call gives those files up. It writes below the scratch directory alone, opens no TCP connection,
-and signals only its own processes.
+have started: with hidden tests in them, or whatever else a program was given. A call gives those
+files up before its program begins. It writes below the scratch directory alone, opens no TCP
+connection, and signals only its own processes.
 
 Not covered: what needs no open(2). The numbers of processes are seen by kill(2) and stat(2).
 """

@@ -132,6 +132,8 @@ MORE_SYSCALLS = """
 import ctypes
 lib = ctypes.CDLL(None, use_errno=True)
 lib.syscall.argtypes = [ctypes.c_long] * 7
+words = [ctypes.create_string_buffer(word) for word in (b"tmpfs", b".")]
+kind, place = map(ctypes.addressof, words)
 calls = dict(
     mount=(165,), umount2=(166,), pivot_root=(155,), chroot=(161,), setns=(308,),
     unshare_files=(272, 0x400), unshare_net=(272, 0x40000000), unshare_pid=(272, 0x20000000),
@@ -144,8 +146,8 @@ calls = dict(
     shmget=(29, 0, 4096, 0o1666), semget=(64, 0, 1, 0o1666), msgget=(68, 0, 0o1666),
     mq_open=(240,), request_key=(249,), io_uring_enter=(426,), io_uring_register=(427,),
     bind=(49,), listen=(50,), accept=(43,), accept4=(288,), quotactl=(179,), nfsservctl=(180,),
-    unshare_mounts=(272, 0x20000), mount_flags=(165, 0, 0, 0, 14),
-    mount_read_only=(165, 0, 0, 0, 15),
+    unshare_mounts=(272, 0x20000), mount_flags=(165, kind, place, kind, 14),
+    mount_read_only=(165, kind, place, kind, 15),
     inotify_init=(253,), inotify_init1=(294,), inotify_add_watch=(254,), fanotify_mark=(301,),
     open_tree=(428,), move_mount=(429,), fsopen=(430,), fsmount=(432,), mount_setattr=(442,),
     memfd_secret=(447,), personality=(135, 0x40000),
@@ -213,9 +215,10 @@ if os.path.isdir("/dev/pts"):
     print(*os.listdir("/dev/pts"))
 """
 
-# Every file of the kernel's, opened to write. Its own directory in /proc is another row.
+# Every file of the kernel's, opened to write. Its own directory in /proc is another row; what is a
+# device is /dev/null, by which an engine hides a file.
 SETTINGS = """
-import os
+import os, stat
 for top in ("/proc", "/sys"):
     for folder, folders, files in os.walk(top):
         if folder == "/proc":
@@ -224,8 +227,9 @@ for top in ("/proc", "/sys"):
             path = f"{folder}/{name}"
             for mode in (os.O_WRONLY, os.O_RDWR):
                 try:
-                    os.close(os.open(path, mode | os.O_NONBLOCK))
-                    print(path)
+                    with open(os.open(path, mode | os.O_NONBLOCK), "rb", 0) as f:
+                        if not stat.S_ISCHR(os.fstat(f.fileno()).st_mode):
+                            print(path)
                 except OSError:
                     pass
 """
@@ -453,6 +457,16 @@ area.madvise(mmap.MADV_DONTNEED)
 time.sleep(60)
 """
 
+# Neither is too much by itself.
+FILES_AND_MEMORY = """
+import os, time
+with open("f", "wb") as f:
+    f.write(bytes(31 << 20))
+os.fork()
+hoard = b"1" * 262_000_000
+time.sleep(60)
+"""
+
 # A process whose first thread has ended shows no memory as its own.
 HEADLESS = """
 import ctypes, os, threading, time
@@ -623,6 +637,7 @@ ATTACKS = [
     Attack("many small memory bombs", SMALL_BOMBS, (OOM,)),
     Attack("memory bombs that hide", SECRET_BOMBS, (OOM,)),
     Attack("memory that is shared and not mapped", SHARED_MEMORY, (OOM,)),
+    Attack("files and memory", FILES_AND_MEMORY, (OOM,), wall="spaces"),
     Attack("processes without their first thread", HEADLESS, (OOM,)),
     Attack("memory in sockets", SOCKET_BUFFERS, (OOM,)),
     Attack(
