@@ -43,6 +43,11 @@ OOM_SCORE_ADJ = "500"  # set by root, the least that a call can go back to (cont
 INNER = "/home"  # of a lane's directory
 SCRATCH = "/scratch"  # not /tmp: an interpreter may live there
 COUNTED_TOGETHER = 255  # a status beyond the numbers of errors
+REFUSING = (
+    ("user.max_user_namespaces", "0"),
+    ("kernel.unprivileged_userns_clone", "0"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1"),
+)
 ROOTED = "system files and the interpreter, read-only"
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -67,19 +72,29 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 # ---------------------------------------------------------------------------- namespaces
 
 
-def enter_spaces() -> str:
-    """Leave the host's namespaces: as "root", as "user" through a user namespace, or "none"."""
+def enter_spaces() -> tuple[str, str]:
+    """Leave the host's namespaces: as "root", as "user" through a user namespace, or "none"; and
+    for the last why."""
     uid, gid = os.getuid(), os.getgid()
     if uid == 0 and libc.unshare(SPACES) == 0:
-        return "root"
+        return "root", ""
     if uid != 0 and libc.unshare(SPACES | CLONE_NEWUSER) == 0:
         for name, text in (
             ("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1"),
         ):  # fmt: skip
             with open(f"/proc/self/{name}", "w") as f:
                 f.write(text)
-        return "user"
-    return "none"
+        return "user", ""
+    return "none", why_refused(os.strerror(ctypes.get_errno()))
+
+
+def why_refused(error: str, settings: str = "/proc/sys") -> str:
+    """The setting of the kernel that keeps an ordinary user from namespaces; else `error`."""
+    for name, value in REFUSING if os.getuid() != 0 else ():
+        with contextlib.suppress(OSError), open(f"{settings}/{name.replace('.', '/')}") as f:
+            if f.read().strip() == value:
+                return f"{name}={value}"
+    return error if os.getuid() != 0 else f"{error}: root lacks CAP_SYS_ADMIN, or a filter refuses"
 
 
 def wait_for(pid: int) -> None:
@@ -292,12 +307,17 @@ def readable_by_others() -> bool:
 # ---------------------------------------------------------------------------- all together
 
 
-def describe(spaces: str, rooted: str, filtered: str, apart: str, counted: bool) -> dict[str, str]:
-    """`apart`: what keeps calls from each other where all have the user's uid."""
+def describe(
+    spaces: str, why: str, rooted: str, filtered: str, apart: str, counted: bool
+) -> dict[str, str]:
+    """`why` there are no namespaces. `apart`: what keeps calls from each other where all have the
+    user's uid."""
     walled = spaces != "none"
     one_each = spaces == "root" or (not walled and os.getuid() == 0)
     return {
-        "processes apart": "namespaces" if walled else "no: this machine refuses namespaces",
+        "processes apart": "namespaces"
+        if walled
+        else f"no: this machine refuses namespaces ({why})",
         "network": "none" if walled else "no: calls reach what this machine reaches",
         "root": rooted,
         "uid": "one per call" if one_each else apart,
@@ -311,7 +331,7 @@ def describe(spaces: str, rooted: str, filtered: str, apart: str, counted: bool)
 def start(spec: dict[str, Any]) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write(OOM_SCORE_ADJ)
-    spaces = enter_spaces()
+    spaces, why = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid)
     uid_base = spec["uid_base"]
@@ -335,9 +355,10 @@ def start(spec: dict[str, Any]) -> None:
             apart = "yours, but in user, mount and process namespaces of each call's own"
             told |= {"view": view, "counts_apart": counted}
         except OSError as error:
-            apart = f"no: every call has yours, without rights outside its namespaces ({error})"
+            refused = why_refused(str(error))
+            apart = f"no: every call has yours, without rights outside its namespaces ({refused})"
             if rooted != ROOTED:
-                rooted = f"no: {error}"
+                rooted = f"no: {refused}"
             for lane in range(spec["lanes"] if rooted == ROOTED else 0):
                 flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
                 mount("tmpfs", f"{SCRATCH}/{lane}", "tmpfs", flags, view)
@@ -362,7 +383,7 @@ def start(spec: dict[str, Any]) -> None:
         load_filter(spec["seccomp"])
     except OSError as error:
         filtered = f"no: {error} (install libseccomp2)"
-    told["layers"] = describe(spaces, rooted, filtered, apart, counted)
+    told["layers"] = describe(spaces, why, rooted, filtered, apart, counted)
     command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(told)]
     os.execv(sys.executable, [sys.executable, *command])
 

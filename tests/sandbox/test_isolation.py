@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import sandbox.process
 from sandbox import Pool, PoolSettings, SandboxUnavailable
 from sandbox.__main__ import CONTROLS, for_terminal, main
+from sandbox.confine import why_refused
 from sandbox.container import LAYERS
 from sandbox.isolation import NEEDED, missing_walls
 
@@ -104,6 +106,20 @@ def test_doctor_says_it_in_words_and_by_its_status(
     assert "By default a pool runs its calls in local processes here" in said
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["backend"] == "process"
+
+
+def test_the_setting_that_refuses_namespaces_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user").mkdir()
+    setting = tmp_path / "user" / "max_user_namespaces"
+    setting.write_text("0\n")
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert why_refused("No space left", str(tmp_path)) == "user.max_user_namespaces=0"
+    setting.write_text("1000\n")
+    assert why_refused("No space left", str(tmp_path)) == "No space left"
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert "CAP_SYS_ADMIN" in why_refused("Operation not permitted")
 
 
 @given(st.text())
