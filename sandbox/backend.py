@@ -39,8 +39,8 @@ TUNED = (
 
 # In the order of their imports.
 WORKER_MODULES = (
-    "kernel", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "usage", "watch",
-    "front",
+    "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "usage",
+    "watch", "front",
 )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
     confine.py (namespaces, then forks) -> pid 1: a root of its own, filter, capabilities -> worker
 
 With the rights of root the calls get uids of their own. An ordinary user gets a user namespace
-instead, and each call a pid namespace of its own. Where neither is allowed, calls are ordinary
-processes of the user under limits: the layers, which the worker passes on, say so.
+instead, and each call user, mount and pid namespaces of its own. Where neither is allowed, calls
+are ordinary processes of the user under limits: the layers, which the worker passes on, say so.
 
 Not covered without containers: outside a namespace, files that the user can read.
 """
@@ -14,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import errno
 import json
 import os
+import resource
 import struct
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -27,6 +30,8 @@ SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
 PR_SET_NO_NEW_PRIVS, PR_CAPBSET_READ, PR_CAPBSET_DROP = 38, 23, 24
 CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_ADMIN = 5, 6, 7, 19, 21
 CAP_SYS_RESOURCE = 24
@@ -35,7 +40,15 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OOM_SCORE_ADJ = "500"  # set by root, the least that a call can go back to (container.py)
+INNER = "/home"  # of a lane's directory
 SCRATCH = "/scratch"  # not /tmp: an interpreter may live there
+COUNTED_TOGETHER = 255  # a status beyond the numbers of errors
+REFUSING = (
+    ("user.max_user_namespaces", "0"),
+    ("kernel.unprivileged_userns_clone", "0"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1"),
+)
+ROOTED = "system files and the interpreter, read-only"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,19 +72,29 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 # ---------------------------------------------------------------------------- namespaces
 
 
-def enter_spaces() -> str:
-    """Leave the host's namespaces: as "root", as "user" through a user namespace, or "none"."""
+def enter_spaces() -> tuple[str, str]:
+    """Leave the host's namespaces: as "root", as "user" through a user namespace, or "none"; and
+    for the last why."""
     uid, gid = os.getuid(), os.getgid()
     if uid == 0 and libc.unshare(SPACES) == 0:
-        return "root"
+        return "root", ""
     if uid != 0 and libc.unshare(SPACES | CLONE_NEWUSER) == 0:
         for name, text in (
             ("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1"),
         ):  # fmt: skip
             with open(f"/proc/self/{name}", "w") as f:
                 f.write(text)
-        return "user"
-    return "none"
+        return "user", ""
+    return "none", why_refused(os.strerror(ctypes.get_errno()))
+
+
+def why_refused(error: str, settings: str = "/proc/sys") -> str:
+    """The setting of the kernel that keeps an ordinary user from namespaces; else `error`."""
+    for name, value in REFUSING if os.getuid() != 0 else ():
+        with contextlib.suppress(OSError), open(f"{settings}/{name.replace('.', '/')}") as f:
+            if f.read().strip() == value:
+                return f"{name}={value}"
+    return error if os.getuid() != 0 else f"{error}: root lacks CAP_SYS_ADMIN, or a filter refuses"
 
 
 def wait_for(pid: int) -> None:
@@ -97,9 +120,30 @@ def bind(source: str, root: str, read_only: bool = True) -> None:
             pass
     mount(source, target, flags=MS_BIND | MS_REC)
     if read_only:
+        make_read_only(target)
+
+
+def make_read_only(top: str) -> None:
+    """Make the mount at `top` read-only, with all mounts below it."""
+    attributes = struct.pack("<4Q", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
+    size = ctypes.c_size_t(len(attributes))
+    if libc.syscall(MOUNT_SETATTR, AT_FDCWD, top.encode(), AT_RECURSIVE, attributes, size) == 0:
+        return
+    if ctypes.get_errno() != errno.ENOSYS:
+        raise OSError(ctypes.get_errno(), f"mount_setattr {top}")
+    for path in mounts_below(top):  # before Linux 5.12
         # A user namespace may not clear flags that the host has set: keep those.
-        seen = os.statvfs(source).f_flag & (MS_NODEV | MS_NOEXEC | MS_NOSUID)
-        mount("none", target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | seen)
+        seen = os.statvfs(path).f_flag & (MS_NODEV | MS_NOEXEC | MS_NOSUID)
+        mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | seen)
+
+
+def mounts_below(top: str) -> Iterator[str]:
+    """`top` and every mount point below it."""
+    with open("/proc/self/mountinfo", "rb") as f:
+        for line in f:  # blanks in paths are octal there
+            path = line.split()[4].decode("unicode_escape").encode("latin-1").decode()
+            if path == top or path.startswith(f"{top}/"):
+                yield path
 
 
 def interpreter_dirs() -> list[str]:
@@ -108,9 +152,9 @@ def interpreter_dirs() -> list[str]:
     return sorted(d for d in dirs if not d.startswith("/usr/") and d not in SYSTEM)
 
 
-def build_root(base: str, lanes: list[str]) -> None:
-    """A root of system files, the interpreter and a directory for each lane, a file system with
-    these options; nothing else of the host."""
+def build_root(base: str, num_lanes: int, proc: str = "") -> None:
+    """A root of system files, the interpreter and a directory for each lane; nothing else of the
+    host. `proc`: mount options of /proc."""
     os.umask(0o022)
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1k,mode=0755")
@@ -126,17 +170,57 @@ def build_root(base: str, lanes: list[str]) -> None:
         bind(f"/dev/{name}", base, read_only=False)
     for name in ("proc", "old", SCRATCH[1:]):
         os.makedirs(f"{base}/{name}", exist_ok=True)
-    mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for lane, options in enumerate(lanes):
+    mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, proc)
+    for lane in range(num_lanes):
         os.mkdir(f"{base}{SCRATCH}/{lane}")
-        flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-        mount("tmpfs", f"{base}{SCRATCH}/{lane}", "tmpfs", flags, options)
     os.chdir(base)
     checked(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
     checked(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
     os.rmdir("/old")
+
+
+def close_root() -> None:
+    """Make the root itself read-only, when everything is in it."""
     mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def mount_lane(path: str, gid: int, options: str) -> None:
+    """A file system for the calls of one lane. It is root's, so that no call can open its own to
+    others; and in a directory that others can't enter, not even to see how full it is."""
+    os.chown(path, 0, gid)
+    os.chmod(path, 0o710)
+    os.mkdir(path + INNER)
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    mount("tmpfs", path + INNER, "tmpfs", flags, f"{options},uid=0,gid={gid},mode=0770")
+
+
+def try_view(options: str) -> bool:
+    """Do in a child what each call of an ordinary user will do (own_view in worker/kernel.py).
+
+    Returns True if a call's processes are counted apart from the user's others (Linux 5.14).
+    Raises OSError where this machine refuses such a view.
+    """
+    pid = os.fork()
+    if pid == 0:
+        status = errno.EIO
+        try:
+            checked(libc.unshare(CLONE_NEWNS), "unshare")
+            mount("tmpfs", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+            mount("proc", SCRATCH, "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+            checked(libc.unshare(CLONE_NEWUSER), "unshare")
+            status = COUNTED_TOGETHER
+            resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))  # the user has more: we are three
+            if os.fork():
+                status = 0
+        except OSError as error:
+            status = status if status == COUNTED_TOGETHER else error.errno or status
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status not in (0, COUNTED_TOGETHER):
+        raise OSError(status, f"a view of a call's own: {os.strerror(status)}")
+    return status == 0
 
 
 # ---------------------------------------------------------------------------- system calls
@@ -175,10 +259,19 @@ def load_filter(profile: dict[str, Any]) -> None:
         raise OSError(-code, "seccomp_load")
 
 
-def own_pid_spaces(profile: dict[str, Any]) -> None:
-    """Let the zygote make pid namespaces: refused to a call, which has no capability."""
-    for name, index in (("unshare", 0), ("setns", 1)):
-        condition = {"index": index, "value": CLONE_NEWPID, "op": "SCMP_CMP_EQ"}
+def allow_views(profile: dict[str, Any]) -> None:
+    """Let the zygote make the namespaces of a call. The call is refused them all the same: it has
+    no capability, and its user namespace allows no other below it."""
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    for name, index, value in (
+        ("unshare", 0, CLONE_NEWPID),
+        ("setns", 1, CLONE_NEWPID),
+        ("unshare", 0, CLONE_NEWNS),
+        ("unshare", 0, CLONE_NEWUSER),
+        ("mount", 3, flags),
+        ("mount", 3, flags | MS_RDONLY),
+    ):
+        condition = {"index": index, "value": value, "op": "SCMP_CMP_EQ"}
         profile["syscalls"].append(
             {"names": [name], "action": "SCMP_ACT_ALLOW", "args": [condition]}
         )
@@ -214,59 +307,72 @@ def readable_by_others() -> bool:
 # ---------------------------------------------------------------------------- all together
 
 
-def describe(spaces: str, rooted: str, filtered: str) -> dict[str, str]:
-    apart = spaces != "none"
-    uid = {
-        "root": "one per call",
-        "user": "no: every call has yours, without rights outside its namespaces",
-        "none": "one per call"
-        if os.getuid() == 0
-        else "no: every call has yours, and may signal your processes",
-    }
+def describe(
+    spaces: str, why: str, rooted: str, filtered: str, apart: str, counted: bool
+) -> dict[str, str]:
+    """`why` there are no namespaces. `apart`: what keeps calls from each other where all have the
+    user's uid."""
+    walled = spaces != "none"
+    one_each = spaces == "root" or (not walled and os.getuid() == 0)
     return {
-        "processes apart": "namespaces" if apart else "no: this machine refuses namespaces",
-        "network": "none" if apart else "no: calls reach what this machine reaches",
+        "processes apart": "namespaces"
+        if walled
+        else f"no: this machine refuses namespaces ({why})",
+        "network": "none" if walled else "no: calls reach what this machine reaches",
         "root": rooted,
-        "uid": uid[spaces],
+        "uid": "one per call" if one_each else apart,
         "capabilities": "none in a call",
         "system calls": filtered,
         "memory": "limit per call",
-        "process count": "limit per call" if uid[spaces].startswith("one") else "limit per worker",
+        "process count": "limit per call" if one_each or counted else "limit per worker",
     }
 
 
 def start(spec: dict[str, Any]) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write(OOM_SCORE_ADJ)
-    spaces = enter_spaces()
+    spaces, why = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid)
     uid_base = spec["uid_base"]
     told: dict[str, Any] = {}  # the worker's settings, as they have come to be
     rooted = "no: calls see the files that the user sees"
-    if spaces != "none":
+    apart, counted = "no: every call has yours, and may signal your processes", False
+    if spaces == "root":
+        build_root(spec["scratch"], spec["lanes"], "hidepid=2")
+        rooted = ROOTED
+        told |= {"scratch": SCRATCH, "inner": INNER}
+        for lane in range(spec["lanes"]):
+            mount_lane(f"{SCRATCH}/{lane}", uid_base + lane, spec["lane_size"])
+        close_root()
+    elif spaces == "user":
+        view = f"{spec['lane_size']},mode=0700"
         try:
-            owners = (
-                [f"uid=0,gid={uid_base + lane},mode=0770" for lane in range(spec["lanes"])]
-                if spaces == "root"  # no call can open its own to others
-                else ["mode=0700"] * spec["lanes"]
-            )
-            build_root(spec["scratch"], [f"{spec['lane_size']},{owner}" for owner in owners])
-        except OSError as error:
-            if spaces == "root":
-                raise
-            rooted = f"no: {error}"
-        else:
-            rooted = "system files and the interpreter, read-only"
+            build_root(spec["scratch"], spec["lanes"])
+            rooted = ROOTED
             told["scratch"] = SCRATCH
-    if spaces == "none" and os.getuid() == 0 and not readable_by_others():
+            counted = try_view(view)
+            apart = "yours, but in user, mount and process namespaces of each call's own"
+            told |= {"view": view, "counts_apart": counted}
+        except OSError as error:
+            refused = why_refused(str(error))
+            apart = f"no: every call has yours, without rights outside its namespaces ({refused})"
+            if rooted != ROOTED:
+                rooted = f"no: {refused}"
+            for lane in range(spec["lanes"] if rooted == ROOTED else 0):
+                flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+                mount("tmpfs", f"{SCRATCH}/{lane}", "tmpfs", flags, view)
+        if rooted == ROOTED:
+            close_root()
+    elif os.getuid() == 0 and not readable_by_others():
         raise OSError(
             "as root without namespaces every call needs a uid of its own, and another uid can't "
             f"read the interpreter ({os.path.realpath(os.__file__)}); use one that others can read"
         )
+    told["own_proc"] = spaces == "root" or "view" in told
     told["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
     if spaces == "user":
-        own_pid_spaces(spec["seccomp"])
+        allow_views(spec["seccomp"])
         keep_caps(CAP_KILL, CAP_SYS_ADMIN, CAP_SYS_PTRACE)  # the last to measure calls' memory
     elif os.getuid() == 0:
         # Where root has the last two: to measure calls' memory, and to fix their OOM scores.
@@ -277,7 +383,7 @@ def start(spec: dict[str, Any]) -> None:
         load_filter(spec["seccomp"])
     except OSError as error:
         filtered = f"no: {error} (install libseccomp2)"
-    told["layers"] = describe(spaces, rooted, filtered)
+    told["layers"] = describe(spaces, why, rooted, filtered, apart, counted)
     command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(told)]
     os.execv(sys.executable, [sys.executable, *command])
 

@@ -55,6 +55,7 @@ log = logging.getLogger("sandbox")
 LABEL = "agentloop.sandbox"
 INSIDE = "/run/agentloop"
 SCRATCH = "/tmp"
+INNER = "/home"  # of a lane's directory
 OOM_SCORE_ADJ = 500
 # To measure what calls hold of memory, and to give them an OOM score that they can't lower. One
 # that an engine lacks itself would keep its containers from starting.
@@ -86,7 +87,6 @@ def host_config(
 ) -> dict[str, Any]:
     """The walls, in the Engine's words. `memory`: bytes, of all calls together. `caps`: what the
     worker gets beside the capabilities that it can't do without."""
-    size = lane_size(settings)
     calls = settings.slots_per_worker + settings.sessions_per_worker
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
@@ -104,15 +104,23 @@ def host_config(
         # Less than a call's 1000: where memory runs out after all, the worker is killed last. It
         # is also the least that a process inside can give itself where scores aren't fixed.
         "OomScoreAdj": OOM_SCORE_ADJ,
-        # The container's root owns them, so that no call can open its own to others.
-        "Tmpfs": {
-            f"{SCRATCH}/{lane}": f"{size},uid=0,gid={uid_base + lane},mode=0770"
-            for lane in range(num_lanes(settings))
-        },
+        "Tmpfs": file_systems(settings, uid_base),
         "LogConfig": {"Type": "none"},
         "AutoRemove": True,
         "Mounts": mounts if socket_dir else [],
     }
+
+
+def file_systems(settings: PoolSettings, uid_base: int) -> dict[str, str]:
+    """Where calls can write: for each lane a directory in one that others can't enter, not even to
+    see how full it is. The container's root owns them, so that no call can open its own to others.
+    """
+    found = {"/dev/pts": "ro,size=4k,mode=0755"}  # no terminals, which two calls could share
+    for lane in range(num_lanes(settings)):
+        owner = f"uid=0,gid={uid_base + lane}"
+        found[f"{SCRATCH}/{lane}"] = f"size=4k,nr_inodes=8,{owner},mode=0710"
+        found[f"{SCRATCH}/{lane}{INNER}"] = f"{lane_size(settings)},{owner},mode=0770"
+    return found
 
 
 class _Engine:
@@ -164,9 +172,9 @@ class DockerBackend:
     """Starts workers in containers, spread evenly over the engines."""
 
     name = "docker"
-    layers: Mapping[str, str] = LAYERS
 
     def __init__(self, settings: PoolSettings, engines: list[_Engine]) -> None:
+        self.layers: Mapping[str, str] = LAYERS
         self._settings = settings
         self._engines = engines
 
@@ -180,6 +188,7 @@ class DockerBackend:
             uids = REMAPPED_UIDS if engine.remapped else UIDS
             with uid_range(self._settings, uids) as uid_base:
                 async with open_worker(engine, worker_id, uid_base) as link:
+                    self.layers = LAYERS | link.hello["layers"]  # its kernel may have more
                     yield link
         except SandboxUnavailable:
             engine.avoid_until = anyio.current_time() + AVOID_S
@@ -248,6 +257,7 @@ class DockerBackend:
         return greeting(
             self._settings,
             scratch=SCRATCH,
+            inner=INNER,
             uid_base=uid_base,
             worker_bytes=engine.worker_bytes,
             own_cgroup=True,

@@ -25,10 +25,13 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sandbox.worker import landlock
 from sandbox.worker.kernel import (
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
+    drop_bounds,
     drop_caps,
+    own_view,
     prctl,
 )
 from sandbox.worker.spec import Spec
@@ -61,8 +64,8 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
     for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
         os.dup2(fd, target)
     area = mmap.mmap(REPORT_FD, REPORT_BYTES)
-    os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
     become_nobody(spec, lane)
+    os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
@@ -117,16 +120,22 @@ def become_nobody(spec: Spec, lane: int) -> None:
         os.setresuid(uid, uid, uid)
         if not spec.traces:  # the front measures it with the rights of this uid
             prctl(PR_SET_DUMPABLE, 1)
-    else:  # one uid for all: the limit counts the others too
-        most = spec.processes + spec.others
-        drop_caps()
+    else:  # one uid for all: the limit may count the others too
+        most = spec.processes if spec.counts_apart else spec.processes + spec.others
+        if spec.view:
+            own_view(spec.scratch, spec.view)
+        else:
+            drop_bounds()
+            drop_caps()
     if spec.kill_by != "uid":
         prctl(PR_SET_DUMPABLE, 0)  # closes /proc/<pid> to others, as another uid does
     if not spec.own_pids:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which resets it
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     os.setsid()  # a signal to its own process group stays inside
-    os.chdir(spec.lane_dir(lane))
+    os.chdir(spec.home(lane))
+    if spec.ruleset is not None:
+        landlock.shut_in(spec.ruleset)
 
 
 def read_job() -> tuple[Job | None, int | None]:

@@ -13,14 +13,19 @@ from collections.abc import Iterator
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
 PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP = 22, 23, 24
-CLONE_NEWPID = 0x20000000
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE = 6, 7, 19, 24
 
 libc = ctypes.CDLL(None, use_errno=True)
+# Looked up once, here, and not in each child.
+_prctl, _capset, _unshare, _mount = libc.prctl, libc.capset, libc.unshare, libc.mount
+_mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
+_CAPS_VERSION, _NO_CAPS = struct.pack("<Ii", 0x20080522, 0), bytes(24)
 
 
 def prctl(option: int, value: int = 0) -> bool:
-    return bool(libc.prctl(option, value, 0, 0, 0) == 0)
+    return bool(_prctl(option, value, 0, 0, 0) == 0)
 
 
 def has_cap(number: int) -> bool:
@@ -35,18 +40,19 @@ def can_have_cap(number: int) -> bool:
 
 
 def drop_caps() -> None:
-    """For a child that keeps its uid: with no capability and none to regain by an exec."""
+    _capset(_CAPS_VERSION, _NO_CAPS)
+
+
+def drop_bounds() -> None:
+    """For a process that keeps its uid: no capability to regain by an exec."""
     for number in range(64):
         if not prctl(PR_CAPBSET_DROP, number):
             break
-    header = struct.pack("<Ii", 0x20080522, 0)
-    libc.capset(header, bytes(24))
 
 
 def new_pid_space() -> None:
     """The next child of this process becomes pid 1 of a namespace. Raises OSError."""
-    if libc.unshare(CLONE_NEWPID) != 0:
-        raise OSError(ctypes.get_errno(), "unshare")
+    unshare(CLONE_NEWPID)
 
 
 def old_pid_space() -> None:
@@ -54,6 +60,37 @@ def old_pid_space() -> None:
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     libc.setns(own, CLONE_NEWPID)
     os.close(own)
+
+
+def own_view(scratch: str, options: str) -> None:
+    """Show this process a file system of its own at `scratch`, mounted with these options, and at
+    /proc the processes of its own pid namespace, read-only. Then enter a user namespace where it
+    is nobody, has no capability and can make no namespace below it. Raises OSError.
+
+    RLIMIT_NPROC counts the processes of that namespace alone (Linux 5.14).
+    """
+    unshare(CLONE_NEWNS)
+    proc = os.open("/proc", os.O_PATH)  # of the worker: the new one can't be written to
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    mount("tmpfs", scratch, flags, options)
+    mount("proc", "/proc", flags | MS_RDONLY)
+    unshare(CLONE_NEWUSER)
+    fd = os.open("sys/user/max_user_namespaces", os.O_WRONLY, dir_fd=proc)
+    os.write(fd, b"0")
+    os.close(fd)
+    os.close(proc)
+    drop_caps()  # with no uid in this namespace an exec regains none
+
+
+def unshare(flags: int) -> None:
+    if _unshare(flags) != 0:
+        raise OSError(ctypes.get_errno(), f"unshare {flags:#x}")
+
+
+def mount(kind: str, target: str, flags: int, options: str = "") -> None:
+    """Mount a new file system. Raises OSError."""
+    if _mount(kind.encode(), target.encode(), kind.encode(), flags, options.encode()) != 0:
+        raise OSError(ctypes.get_errno(), f"mount {target}")
 
 
 def count_oom_kills() -> int:

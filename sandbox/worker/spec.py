@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from sandbox.worker import landlock
 from sandbox.worker.kernel import count_own_processes
+
+UNHIDDEN = "no: a call reads their names and arguments (Landlock, Linux 5.19, would hide them)"
 
 
 class Spec:
@@ -13,6 +16,9 @@ class Spec:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.scratch: str = given["scratch"]
+        #: What follows a lane's number, where its file system lies in a closed directory: else its
+        #: free space and the size of its root would be for all to read.
+        self.inner: str = given.get("inner", "")
         self.levels: list[list[str]] = given.get("levels", [[]])
         self.num_lanes: int = given["lanes"]
         self.ready: int = given.get("ready", 2)
@@ -26,8 +32,20 @@ class Spec:
         self.file_bytes: int = given.get("file_bytes", 32 << 20)
         self.processes: int = given.get("processes", 32)
         self.layers: dict[str, str] = given.get("layers", {})
+        #: Its /proc shows a call no process but its own.
+        self.own_proc: bool = given.get("own_proc", False)
+        #: Calls are shut in by landlock.py; not where each sees mounts of its own.
+        self.fenced: bool = "view" not in given and landlock.abi() >= landlock.LEAST_ABI
+        hidden = self.own_proc or self.fenced
+        self.layers["other calls' processes"] = "hidden" if hidden else UNHIDDEN
         #: How everything of a call dies: by its "uid", with its "pidns", by a walk of its "tree".
         self.kill_by: str = given.get("kill_by", "auto")
+        #: Mount options of a call's directory, where each call mounts its own (kernel.own_view).
+        self.view: str | None = given.get("view")
+        #: RLIMIT_NPROC counts a call's processes alone, though all have one uid.
+        self.counts_apart: bool = given.get("counts_apart", False)
+        #: A descriptor of what calls may open; set by the zygote.
+        self.ruleset: int | None = None
         #: The front may read every process's memory maps; set when it starts.
         self.traces = False
         #: The front is pid 1: with it everything ends.
@@ -39,7 +57,11 @@ class Spec:
             self.others += 256 + count_own_processes()
 
     def lane_dir(self, lane: int) -> str:
-        return f"{self.scratch}/{lane}"
+        return f"{self.scratch}/{lane}{self.inner}"
+
+    def home(self, lane: int) -> str:
+        """The directory that the lane's call finds itself in."""
+        return self.scratch if self.view else self.lane_dir(lane)
 
     def lane_uid(self, lane: int) -> int:
         assert self.uid_base is not None

@@ -189,9 +189,11 @@ def _shared_by(pid: int) -> Iterable[tuple[str, int]]:
 
 
 def scratch_used(path: str) -> int:
-    """Bytes in a file system of memory; 0 for a directory on disk."""
-    info = os.statvfs(path)
-    return (info.f_blocks - info.f_bfree) * info.f_frsize
+    """Bytes in a file system of memory; 0 where its process has ended."""
+    with contextlib.suppress(OSError):
+        info = os.statvfs(path)
+        return (info.f_blocks - info.f_bfree) * info.f_frsize
+    return 0
 
 
 class Gauge:

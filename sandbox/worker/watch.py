@@ -110,8 +110,7 @@ class Watch:
             elif child.call is not None:
                 self.share_out(child, processes)
             most = sum(process.most for process in processes)
-            if self.lanes.empty_bytes is not None:
-                most += scratch_used(self.spec.lane_dir(lane))
+            most += self.in_files(child)
             if most <= self.bound(child):
                 child.used = sum(process.anonymous for process in processes)
             elif not child.doomed:
@@ -157,7 +156,7 @@ class Watch:
         self.lanes.stop(child.lane, pids)
         try:
             helper = self.lanes.start_helper(
-                partial(self.audit_in_helper, child.lane, processes),
+                partial(self.audit_in_helper, child, processes),
                 partial(self.on_audited, child, now, pids),
             )
         except OSError:  # no process to spare: tried again with the next census
@@ -169,14 +168,20 @@ class Watch:
         if child.stopped is None:  # else a session that rests, and shall
             self.lanes.resume(child.lane, pids)
 
-    def audit_in_helper(self, lane: int, processes: list[Process]) -> None:
+    def audit_in_helper(self, child: Forked, processes: list[Process]) -> None:
         if not self.spec.traces:
-            self.lanes.see_as(lane)
+            self.lanes.see_as(child.lane)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        total = audit(processes)
-        if self.lanes.empty_bytes is not None:
-            total += scratch_used(self.spec.lane_dir(lane))
-        _TOTAL.pack_into(self.totals, _TOTAL.size * lane, total)
+        total = audit(processes) + self.in_files(child)
+        _TOTAL.pack_into(self.totals, _TOTAL.size * child.lane, total)
+
+    def in_files(self, child: Forked) -> int:
+        """Bytes in the call's directory, where that is memory."""
+        if self.lanes.empty_bytes is None:
+            return 0
+        if self.spec.view:  # a mount that only the call sees
+            return scratch_used(f"/proc/{child.pid}/root{self.spec.scratch}")
+        return scratch_used(self.spec.lane_dir(child.lane))
 
     def on_audited(self, child: Forked, began: float, pids: list[int], status: int) -> None:
         del self.audits[child.lane]

@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 
-from sandbox.worker import child, warm
+from sandbox.worker import child, landlock, warm
 from sandbox.worker.child import NAME, be_child, open_input, open_output
 from sandbox.worker.kernel import (
     PR_SET_NO_NEW_PRIVS,
@@ -69,6 +69,8 @@ class Zygote:
         poll.register(wake, select.POLLIN)
         warm.freeze()
         limit_address_space(self.spec)
+        if self.spec.fenced:
+            self.spec.ruleset = landlock.make_ruleset(self.spec.scratch, self.spec.own_proc)
         self.front.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
         while True:
             for fd, _ in poll.poll():

@@ -1,8 +1,8 @@
 """What hostile or clumsy programs do, and what must come of it: one table for both forms.
 
 Each row is checked against the answer, and then by a harmless call (`AFTER`), which must find
-nothing of it. `wall` names what a row relies on beyond a process of its own: "uid" (one per call),
-"spaces" (namespaces) or "filter" (system calls).
+nothing of it. `wall` names what a row relies on beyond a process of its own: "uid" (one per call,
+or namespaces), "spaces" (namespaces), "filter" (system calls) or "hidden" (what others run).
 """
 
 from __future__ import annotations
@@ -44,36 +44,54 @@ numbers = dict(unshare_user=272, keyctl=250, ptrace=101, io_uring_setup=425, bpf
                userfaultfd=323, perf_event_open=298, process_vm_readv=310, add_key=248)
 for name, number in numbers.items():
     first = 0x10000000 if name == "unshare_user" else 0
-    if lib.syscall(number, first, 0, 0, 0, 0, 0) >= 0 or ctypes.get_errno() not in (1, 38):
+    # 28: where a user namespace may have none below it.
+    if lib.syscall(number, first, 0, 0, 0, 0, 0) >= 0 or ctypes.get_errno() not in (1, 28, 38):
         print(name, ctypes.get_errno())
 """
 
 SOCKETS = """
+import itertools, socket
+refused = (1, 93, 94, 97)  # EPERM, or as a kernel does that has none of the kind
+for family in range(46):
+    # IPPROTO_TCP, UDP, UDP-Lite, SCTP and MPTCP; SMC and Unix sockets have a 1.
+    for kind, protocol in itertools.product((1, 2, 3, 4, 5, 6), (0, 1, 6, 17, 136, 132, 262)):
+        if (family, kind, protocol) == (1, 1, 0):  # a pair of these is what asyncio needs
+            continue
+        for make in (socket.socket, socket.socketpair):
+            if (family, kind, protocol, make) == (1, 5, 0, socket.socketpair):
+                continue
+            try:
+                make(family, kind, protocol)
+                print(family, kind, protocol, make.__name__)
+            except OSError as error:
+                if error.errno not in refused:
+                    print(family, kind, protocol, make.__name__, error)
+"""
+
+NETWORK = """
 import socket
-for family in (40, 38, 16, 17):  # AF_VSOCK, AF_ALG, AF_NETLINK, AF_PACKET
-    try:
-        socket.socket(family, socket.SOCK_DGRAM if family != 38 else socket.SOCK_SEQPACKET)
-        print(family)
-    except OSError:
-        pass
 for where in ("127.0.0.1", "169.254.169.254", "172.17.0.1", "192.0.2.1"):
-    with socket.socket() as s:
-        s.settimeout(0.5)
-        try:
+    try:
+        with socket.socket() as s:
+            s.settimeout(0.5)
             s.connect((where, 80))
             print(where)
-        except OSError as error:
-            if where != "127.0.0.1" and error.errno != 101:
-                print(where, error)
+    except OSError as error:
+        if error.errno not in (97, 101, 111):
+            print(where, error)
 """
 
 PEEK = """
 import os
+NAMES = False
 fds = [f"fd/{n}" for n in range(40)]
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if pid == os.readlink("/proc/self"):
         continue
-    for path in ("environ", "mem", "maps", "auxv", "stack", "syscall", "cwd", "root", "exe", *fds):
+    names = ("comm", "cmdline", "status", "stat", "statm", "limits", "sched", "oom_score_adj",
+             "autogroup", "wchan", "cgroup", "mountinfo", "net/unix", "setgroups")
+    secrets = ("environ", "mem", "maps", "auxv", "stack", "syscall", "cwd", "root", "exe", *fds)
+    for path in secrets + (names if NAMES else ()):
         try:
             fd = os.open(f"/proc/{pid}/{path}", os.O_RDONLY)
             if os.read(fd, 1):  # a zombie's can be opened, and are empty
@@ -114,6 +132,8 @@ MORE_SYSCALLS = """
 import ctypes
 lib = ctypes.CDLL(None, use_errno=True)
 lib.syscall.argtypes = [ctypes.c_long] * 7
+words = [ctypes.create_string_buffer(word) for word in (b"tmpfs", b".")]
+kind, place = map(ctypes.addressof, words)
 calls = dict(
     mount=(165,), umount2=(166,), pivot_root=(155,), chroot=(161,), setns=(308,),
     unshare_files=(272, 0x400), unshare_net=(272, 0x40000000), unshare_pid=(272, 0x20000000),
@@ -126,8 +146,11 @@ calls = dict(
     shmget=(29, 0, 4096, 0o1666), semget=(64, 0, 1, 0o1666), msgget=(68, 0, 0o1666),
     mq_open=(240,), request_key=(249,), io_uring_enter=(426,), io_uring_register=(427,),
     bind=(49,), listen=(50,), accept=(43,), accept4=(288,), quotactl=(179,), nfsservctl=(180,),
+    unshare_mounts=(272, 0x20000), mount_flags=(165, kind, place, kind, 14),
+    mount_read_only=(165, kind, place, kind, 15),
+    inotify_init=(253,), inotify_init1=(294,), inotify_add_watch=(254,), fanotify_mark=(301,),
     open_tree=(428,), move_mount=(429,), fsopen=(430,), fsmount=(432,), mount_setattr=(442,),
-    memfd_secret=(447,), flock=(73,), personality=(135, 0x40000),
+    memfd_secret=(447,), personality=(135, 0x40000),
     sched_setscheduler=(144,), vhangup=(153,),
 )
 for name, (number, *given) in calls.items():
@@ -148,18 +171,6 @@ print("called", ctypes.CFUNCTYPE(ctypes.c_int)(address)(), flush=True)
 # Datagram sockets get names without bind(): by sending, or (SO_PASSCRED) by connecting.
 MEETING = """
 import socket
-for family, kind in ((1, 2), (1, 5), (2, 2), (10, 2), (2, 3)):
-    try:
-        socket.socket(family, kind)
-        print(family, kind)
-    except PermissionError:
-        pass
-for kind in (2, 3):
-    try:
-        socket.socketpair(1, kind)
-        print("pair", kind)
-    except (PermissionError, OSError):
-        pass
 with socket.socket(socket.AF_UNIX) as s:
     try:
         s.bind("\\0meet")
@@ -169,6 +180,128 @@ with socket.socket(socket.AF_UNIX) as s:
 a, b = socket.socketpair()
 a.send(b"x")
 assert b.recv(1) == b"x"
+"""
+
+# A request that only its last bits make another one would pass a filter that looks at all of them.
+REQUESTS = """
+import ctypes, os
+lib = ctypes.CDLL(None, use_errno=True)
+lib.syscall.argtypes = [ctypes.c_long] * 4
+FCNTL, IOCTL = 72, 16
+calls = {"F_SETOWN": (FCNTL, 8), "F_SETSIG": (FCNTL, 10), "F_SETOWN_EX": (FCNTL, 15),
+         "F_SETLEASE": (FCNTL, 1024), "F_NOTIFY": (FCNTL, 1026), "F_SET_RW_HINT": (FCNTL, 1036),
+         "TIOCSTI": (IOCTL, 0x5412), "TIOCSPTLCK": (IOCTL, 0x40045431),
+         "TIOCLINUX": (IOCTL, 0x541C),
+         "TIOCGPTN": (IOCTL, 0x80045430), "TIOCGPTPEER": (IOCTL, 0x5441),
+         "FIOASYNC": (IOCTL, 0x5452),
+         "FS_IOC_SETFLAGS": (IOCTL, 0x40086602), "TUNSETIFF": (IOCTL, 0x400454CA)}
+open("f", "w").close()
+fd = os.open("f", os.O_RDONLY)
+os.unlink("f")
+for name, (number, request) in calls.items():
+    for more in (0, 1 << 32, -1 << 32):
+        if lib.syscall(number, fd, request + more, 0) != -1 or ctypes.get_errno() != 1:
+            print(name, more, ctypes.get_errno())
+"""
+
+TERMINALS = """
+import os
+for name in ("/dev/ptmx", "/dev/pts/ptmx", "/dev/tty", "/dev/console", "/dev/tty0", "/dev/ttyS0"):
+    try:
+        print(name, os.open(name, os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        pass
+if os.path.isdir("/dev/pts"):
+    print(*os.listdir("/dev/pts"))
+"""
+
+# Every file of the kernel's, opened to write. Its own directory in /proc is another row; what is a
+# device is /dev/null, by which an engine hides a file.
+SETTINGS = """
+import os, stat
+for top in ("/proc", "/sys"):
+    for folder, folders, files in os.walk(top):
+        if folder == "/proc":
+            folders[:] = [f for f in folders if not f.isdigit() and not f.endswith("self")]
+        for name in files:
+            path = f"{folder}/{name}"
+            for mode in (os.O_WRONLY, os.O_RDWR):
+                try:
+                    with open(os.open(path, mode | os.O_NONBLOCK), "rb", 0) as f:
+                        if not stat.S_ISCHR(os.fstat(f.fileno()).st_mode):
+                            print(path)
+                except OSError:
+                    pass
+"""
+
+SCORE = """
+import ctypes
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # dumpable: its files in /proc are its own again
+for score in (-1000, 0, 499):
+    try:
+        with open("/proc/self/oom_score_adj", "w") as f:
+            f.write(str(score))
+        print(score)
+    except OSError:
+        pass
+try:
+    with open("/proc/1/autogroup", "w") as f:
+        f.write("19")
+    print("the front's priority")
+except OSError:
+    pass
+"""
+
+# Locks are granted and lock nothing: what all can read and lock, all would talk by.
+LOCKS = """
+import fcntl, os
+open("own", "w").close()
+for path in ("own", "/dev/zero", os.__file__):
+    for lock in (fcntl.lockf, fcntl.flock):
+        lock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fork() == 0:
+            lock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os._exit(0)
+        assert os.wait()[1] == 0, (path, lock)
+print("granted")
+"""
+
+DATABASE = """
+import os, sqlite3
+for mode in ("delete", "wal"):
+    name = f"{mode}.db"
+    one, two = sqlite3.connect(name), sqlite3.connect(name)
+    print(one.execute(f"pragma journal_mode={mode}").fetchone()[0])
+    one.execute("create table t (n)")
+    with one:
+        one.executemany("insert into t values (?)", [(n,) for n in range(1000)])
+    print(two.execute("select sum(n) from t").fetchone()[0])
+    pid = os.fork()
+    if pid == 0:
+        with sqlite3.connect(name) as three:
+            three.execute("insert into t values (500)")
+        three.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(two.execute("select sum(n) from t").fetchone()[0])
+    one.close()
+    two.close()
+"""
+
+ASYNC = """
+import asyncio, multiprocessing, sys
+async def main():
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "print(input())", stdin=-1, stdout=-1)
+    return (await process.communicate(b"hello\\n"))[0].decode().strip()
+def work(pipe):
+    pipe.send(41)
+print(asyncio.run(main()))
+here, there = multiprocessing.Pipe()
+process = multiprocessing.get_context("fork").Process(target=work, args=(there,))
+process.start()
+print(here.recv() + 1)
+process.join()
 """
 
 X32 = """
@@ -215,14 +348,16 @@ for name in names:
 """
 
 PRIVILEGES = """
-import os
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print(status["NoNewPrivs"].strip(), status["Seccomp"].strip(), int(status["CapEff"], 16),
-      int(status["CapPrm"], 16), int(status["CapInh"], 16), int(status["CapAmb"], 16))
+import ctypes, os, struct
+lib = ctypes.CDLL(None)
+caps = ctypes.create_string_buffer(24)
+lib.capget(struct.pack("<Ii", 0x20080522, 0), caps)
+ambient = sum(lib.prctl(47, 1, number, 0, 0) == 1 for number in range(64))
+print(lib.prctl(39, 0, 0, 0, 0), lib.prctl(21, 0, 0, 0, 0), *struct.unpack("<6I", caps), ambient)
 for become in (os.setuid, os.setgid, os.seteuid, os.setegid):
     try:
         become(0)
-        if os.getuid() == 0 and open("/proc/self/uid_map").read().split()[1] == "0":
+        if os.getuid() == 0:
             print("root")
     except OSError:
         pass
@@ -230,30 +365,36 @@ for become in (os.setuid, os.setgid, os.seteuid, os.setegid):
 
 # What a call tells of itself lies in memory that it shares with the worker: it may write anything.
 FORGED = """
-import ctypes, json, os, struct
-for line in open("/proc/self/maps"):
-    if "memfd:report" in line or "memfd:" in line:
-        first, last = (int(x, 16) for x in line.split()[0].split("-"))
-        try:  # to shrink it under the worker's hands
-            os.truncate(f"/proc/self/map_files/{first:x}-{last:x}", 0)
+import ctypes, json, os, struct, sys
+try:
+    for line in open("/proc/self/maps"):
+        if "memfd:" in line:
+            path = f"/proc/self/map_files/{line.split()[0]}"
+            os.truncate(path, 0)  # to shrink it under the worker's hands
             print("shrunk")
-        except OSError:
-            pass
-        said = json.dumps({"result": 5, "error": {"type": [], "line": 1e999}, "exit_code": "x",
-                           "status": "ok", "op": "done", "id": 1}).encode()
-        data = struct.pack("<qi", -1, len(said)) + said
-        ctypes.memmove(first, data, len(data))
-print("forged", flush=True)
+except OSError:
+    pass
+said = json.dumps({"result": 5, "error": {"type": [], "line": 1e999}, "exit_code": "x",
+                   "status": "ok", "op": "done", "id": 1}).encode()
+data = struct.pack("<qi", -1, len(said)) + said
+frame = sys._getframe()
+while frame:
+    if "area" in frame.f_locals:
+        frame.f_locals["area"][:len(data)] = data
+        print("forged", flush=True)
+    frame = frame.f_back
 os._exit(3)
 """
 
 GARBAGE = """
-import ctypes, os
-for line in open("/proc/self/maps"):
-    if "memfd:" in line:
-        first, last = (int(x, 16) for x in line.split()[0].split("-"))
-        ctypes.memset(first, 0xFF, last - first)
-print("garbage", flush=True)
+import os, sys
+frame = sys._getframe()
+while frame:
+    if "area" in frame.f_locals:
+        area = frame.f_locals["area"]
+        area[:] = bytes([0xFF]) * len(area)
+        print("garbage", flush=True)
+    frame = frame.f_back
 os._exit(0)
 """
 
@@ -265,19 +406,6 @@ if os.fork() == 0:
         os.write(1, b"x" * 1000)
 print("parent", flush=True)
 os._exit(0)
-"""
-
-HELD_LOCK = """
-import fcntl, os, time
-here, there = os.pipe()
-if os.fork() == 0:
-    os.setsid()
-    f = open("/dev/zero", "w")
-    fcntl.lockf(f, fcntl.LOCK_EX)
-    os.write(1, b"locked")
-    os.write(there, b"x")
-    time.sleep(600)
-os.read(here, 1)
 """
 
 MEMORY_FILES = """
@@ -326,6 +454,16 @@ area = mmap.mmap(-1, 120 << 20)
 for n in range(120):
     area[n << 20 : (n + 1) << 20] = b"x" * (1 << 20)
 area.madvise(mmap.MADV_DONTNEED)
+time.sleep(60)
+"""
+
+# Neither is too much by itself.
+FILES_AND_MEMORY = """
+import os, time
+with open("f", "wb") as f:
+    f.write(bytes(31 << 20))
+os.fork()
+hoard = b"1" * 262_000_000
 time.sleep(60)
 """
 
@@ -441,16 +579,19 @@ for _ in range(8):
 time.sleep(60)
 """
 
-# The next call: it sees an empty directory, no process of the last one's and no lock that it held.
+# The next call: it sees an empty directory and no process of the last one's. Hidden ones can
+# be told from such as are not there, too.
 AFTER = """
-import fcntl, os
-lock = "free"
-try:
-    with open("/dev/zero", "w") as f:
-        fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except BlockingIOError:
-    lock = "held"
-print(6 * 7, os.listdir("."), sum(name.isdigit() for name in os.listdir("/proc")), lock)
+import os
+def is_there(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+print(6 * 7, os.listdir("."), sum(map(is_there, range(1, min(os.getpid() + 100, 20_000)))))
 """
 
 
@@ -459,18 +600,20 @@ async def check_after(pool: Pool, num_processes: int | None) -> None:
     for _ in range(150):
         result = await pool.run(AFTER)
         assert result.ok, result
-        number, files, seen, lock = result.stdout.split()
+        number, files, seen = result.stdout.split()
         assert (number, files) == ("42", "[]")
         # Children forked ahead come and go, and what was killed takes a moment to be gone.
-        if lock == "free" and (num_processes is None or int(seen) < num_processes + 8):
+        if num_processes is None or int(seen) < num_processes + 8:
             return
         await anyio.sleep(0.1)
-    raise AssertionError(f"{seen} processes are left of {num_processes}, the lock is {lock}")
+    raise AssertionError(f"{seen} processes are left of {num_processes}")
 
 
 def num_seen(result: CallResult) -> int:
     return int(result.stdout.split()[2])
 
+
+SUMS = "delete\n499500\n500000\nwal\n499500\n500000"
 
 ATTACKS = [
     Attack(
@@ -494,6 +637,7 @@ ATTACKS = [
     Attack("many small memory bombs", SMALL_BOMBS, (OOM,)),
     Attack("memory bombs that hide", SECRET_BOMBS, (OOM,)),
     Attack("memory that is shared and not mapped", SHARED_MEMORY, (OOM,)),
+    Attack("files and memory", FILES_AND_MEMORY, (OOM,), wall="spaces"),
     Attack("processes without their first thread", HEADLESS, (OOM,)),
     Attack("memory in sockets", SOCKET_BUFFERS, (OOM,)),
     Attack(
@@ -521,28 +665,43 @@ ATTACKS = [
     ),
     Attack("write to the root", "open('/x', 'w')", (ERROR,), says("Read-only")),
     Attack("other processes", PEEK, (OK,), prints("")),
+    Attack(
+        "what other processes are",
+        PEEK.replace("NAMES = False", "NAMES = True"),
+        (OK,),
+        prints(""),
+        wall="hidden",
+    ),
     Attack("kill everybody", KILLS, (OK,), prints("alive"), wall="uid"),
     Attack("kill the group", "import os; os.kill(0, 9)", (KILLED, OK)),
     Attack("stop itself", "import os; os.kill(0, 19)", (TIMEOUT, OK), timeout_s=1),
     Attack("become root", "import os; os.setuid(0)", (ERROR,), wall="uid"),
-    Attack("privileges", PRIVILEGES, (OK,), prints("1 2 0 0 0 0"), wall="filter"),
+    Attack("privileges", PRIVILEGES, (OK,), prints("1 2" + 7 * " 0"), wall="filter"),
     Attack("limits", LIMITS, (OK,), prints("")),
     Attack(
         "the worker's priority",
         "import os\nfor way in ('os.setpriority(os.PRIO_PROCESS, 1, 5)',\n"
         '            \'open("/proc/1/oom_score_adj", "w")\'):\n'
-        "  try: exec(way); print(way)\n"
+        "  try: exec(way); print(way * (os.getpid() != 1))  # else it is pid 1 itself\n"
         "  except OSError: pass",
         (OK,),
         prints(""),
         wall="uid",
     ),
     Attack("files of the kernel", KERNEL_FILES, (OK,), prints(""), wall="spaces"),
+    Attack("settings of the kernel", SETTINGS, (OK,), prints(""), wall="spaces"),
+    Attack("the killer's choice", SCORE, (OK,), prints(""), wall="spaces"),
+    Attack("terminals", TERMINALS, (OK,), prints(""), wall="spaces"),
+    Attack("requests to files", REQUESTS, (OK,), prints(""), wall="filter"),
+    Attack("file locks", LOCKS, (OK,), prints("granted"), wall="filter"),
+    Attack("a database", DATABASE, (OK,), prints(SUMS)),
+    Attack("pairs of sockets", ASYNC, (OK,), prints("hello\n42")),
     Attack("system calls", SYSCALLS, (OK,), prints(""), wall="filter"),
     Attack("more system calls", MORE_SYSCALLS, (OK,), prints(""), wall="filter"),
     Attack("32-bit system calls", I386, (KILLED,), prints(""), wall="filter"),
     Attack("x32 system calls", X32, (OK, KILLED), prints(""), wall="filter"),
-    Attack("sockets", SOCKETS, (OK,), prints(""), wall="spaces"),
+    Attack("sockets", SOCKETS, (OK,), prints(""), wall="filter"),
+    Attack("the network", NETWORK, (OK,), prints(""), wall="spaces"),
     Attack("sockets to meet at", MEETING, (OK,), prints(""), wall="filter"),
     Attack("environment", "import os; print(*os.environ)", (OK,), prints("PATH")),
     Attack(
@@ -587,7 +746,6 @@ ATTACKS = [
         (OK, FLOOD),
         lambda r: "parent" in r.stdout or r.truncated,
     ),
-    Attack("a lock that a daemon holds", HELD_LOCK, (OK,), prints("locked")),
     Attack("memory in files", MEMORY_FILES, (OK,), prints("38 38")),
     Attack(
         "zombies",
@@ -650,12 +808,18 @@ for pid in {int(name) for name in os.listdir("/proc") if name.isdigit()} - own:
         except OSError:
             pass
 home = os.getcwd()
-top = os.path.dirname(home)
+parts = home.split("/")
+last = max((n for n, part in enumerate(parts) if part.isdigit()), default=None)
 for name in map(str, range(200)):
-    path = f"{top}/{name}"
+    if last is None:  # its directory has the same name as all others'
+        path = f"{home}/{name}"
+    else:
+        path = "/".join(parts[:last] + [name] + parts[last + 1:])
     if path != home:
         for attempt in (lambda: os.listdir(path), lambda: open(f"{path}/secret").read(),
-                        lambda: open(f"{path}/planted", "w"), lambda: os.chdir(path)):
+                        lambda: open(f"{path}/planted", "w"), lambda: os.chdir(path),
+                        lambda: os.stat(path), lambda: os.statvfs(path),
+                        lambda: os.chmod(path, 0)):
             try:
                 print(path, attempt())
             except OSError:
@@ -665,7 +829,7 @@ for name in map(str, range(200)):
 
 async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
     """A session holds a secret in memory and on disk; calls beside it look for both. Files are
-    apart where each call has a uid."""
+    apart where each call has a uid or a view of its own."""
     found: list[str] = []
 
     async def seek() -> None:
@@ -681,6 +845,80 @@ async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
                 group.start_soon(seek)
         assert (await keeper.run("secret.value")).result == "b's3cret'"
     assert found == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """A way by which a call might tell another one, which runs at the same time, the word "s3cret".
+    Each part is a cell of a session: the receiver's first, the sender's, the receiver's second."""
+
+    name: str
+    send: str
+    receive: str
+    prepare: str = ""
+    wall: str = "filter"
+
+
+# A bit of the word for each byte of a file that is locked, or not.
+LOCK_BITS = """
+import fcntl, os, struct
+bits = "".join(f"{byte:08b}" for byte in b"s3cret")
+places = (("/dev/null", os.O_RDWR), (os.__file__, os.O_RDONLY))
+files = [os.open(path, mode) for path, mode in places]
+def ask(fd, command, at):
+    flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 1_000_000 + at, 1, 0)
+    return struct.unpack("hhqqi4x", fcntl.fcntl(fd, command, flock))[0]
+"""
+
+CHANNELS = [
+    Channel(
+        "locks",
+        LOCK_BITS + "for fd, kind in zip(files, (fcntl.LOCK_EX, fcntl.LOCK_SH)):\n"
+        "    for at, bit in enumerate(bits):\n"
+        "        if bit == '1': fcntl.lockf(fd, kind | fcntl.LOCK_NB, 1, 1_000_000 + at, 0)",
+        LOCK_BITS + "for fd in files:\n  for command in (fcntl.F_GETLK, 36):\n"
+        "    locked = [ask(fd, command, at) != fcntl.F_UNLCK for at in range(len(bits))]\n"
+        "    got = ''.join('01'[bit] for bit in locked)\n"
+        "    print(bytes(int(got[at:at + 8], 2) for at in range(0, len(got), 8)))",
+    ),
+    Channel(
+        "names and arguments of processes",
+        "import ctypes, subprocess, sys\n"
+        "ctypes.CDLL(None).prctl(15, b's3cret', 0, 0, 0)\n"
+        "child = subprocess.Popen(['/bin/sh', '-c', 'sleep 600 # s3cret'])",
+        "import glob\nfor path in glob.glob('/proc/[0-9]*/c[om]*'):\n"
+        "  try: print(open(path).read())\n"
+        "  except OSError: pass",
+        wall="hidden",
+    ),
+    Channel(
+        "a terminal",
+        "import fcntl, os, struct\nfd = os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY)\n"
+        "fcntl.ioctl(fd, 0x40045431, struct.pack('i', 0))\n"
+        "n = struct.unpack('i', fcntl.ioctl(fd, 0x80045430, b'0000'))[0]\n"
+        "os.chmod(f'/dev/pts/{n}', 0o666)\nos.write(fd, b's3cret\\n')",
+        "import glob, os\nfor path in glob.glob('/dev/pts/[0-9]*'):\n"
+        "  try: print(os.read(os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK), 100))\n"
+        "  except OSError: pass",
+        wall="spaces",
+    ),
+    Channel(
+        "files that are watched",
+        "import os\nopen(os.path.dirname(os.__file__) + '/colorsys.py').close()",
+        "import os\nif fd >= 0:\n  print('s3cret' * (b'colorsys' in os.read(fd, 1 << 16)))",
+        "import ctypes, os\nlib = ctypes.CDLL(None)\nfd = lib.inotify_init1(os.O_NONBLOCK)\n"
+        "lib.inotify_add_watch(fd, os.path.dirname(os.__file__).encode(), 0x21)",
+    ),
+]
+
+
+async def check_channel(pool: Pool, channel: Channel) -> None:
+    async with pool.session() as receiver, pool.session() as sender:
+        await receiver.run(channel.prepare or "1")
+        await sender.run(channel.send)
+        result = await receiver.run(channel.receive)
+        assert result.ok or result.error, result
+        assert "s3cret" not in result.stdout, result.stdout
 
 
 async def check_that_the_next_finds_nothing(pool: Pool) -> None:

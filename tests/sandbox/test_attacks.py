@@ -1,18 +1,28 @@
-"""The table of attacks against local workers, with what this form promises."""
+"""The table of attacks against local workers, with what each form promises."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
-from sandbox import Pool
+from sandbox import Pool, process
+from sandbox.isolation import missing_walls
 from tests.sandbox.attacks import (
     AFTER,
     ATTACKS,
+    CHANNELS,
     Attack,
+    Channel,
     check_after,
+    check_channel,
     check_neighbours,
     check_that_disks_are_apart,
     check_that_the_next_finds_nothing,
@@ -21,6 +31,47 @@ from tests.sandbox.attacks import (
 from tests.sandbox.conftest import BARE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
+
+SYSTEM_PYTHON = "/usr/bin/python3"  # every user can read it
+BECOME_SOMEBODY = """
+import os, sys
+uid = 23_456  # nobody has it
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module", params=["own", "user"])
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As whoever runs the tests; and, where that is root, as an ordinary user starts workers."""
+    if request.param == "own":
+        yield "own"
+        return
+    if os.getuid() != 0:
+        pytest.skip("the tests are run by an ordinary user: the other form is this one")
+    code = "import sys; sys.exit(sys.version_info < (3, 11))"
+    if subprocess.call([SYSTEM_PYTHON, "-c", code], stderr=subprocess.DEVNULL):
+        pytest.skip(f"{SYSTEM_PYTHON} is not 3.11 or newer, and an ordinary user can't read ours")
+    start = anyio.open_process
+
+    def start_as_somebody(command: list[str], **options: Any) -> Any:
+        return start([SYSTEM_PYTHON, "-c", BECOME_SOMEBODY, SYSTEM_PYTHON, *command[1:]], **options)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        os.chmod(folder, 0o755)
+        confine = Path(shutil.copy(process.CONFINE, folder))
+        confine.chmod(0o644)
+        patch.setattr(process, "CONFINE", confine)
+        patch.setattr(anyio, "open_process", start_as_somebody)
+        yield "user"
+
+
+@pytest.fixture(scope="module")
+async def pool(form: str, anyio_backend: str) -> AsyncIterator[Pool]:
+    async with Pool(BARE) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +88,10 @@ def lacks(pool: Pool, wall: str) -> bool:
     layers = pool.stats()["layers"]
     missing = {
         "": False,
-        "uid": os.getuid() != 0,
+        "uid": layers["uid"].startswith("no"),
         "spaces": layers["processes apart"].startswith("no") or layers["root"].startswith("no"),
         "filter": layers["system calls"].startswith("no"),
+        "hidden": layers["other calls' processes"].startswith("no"),
     }
     return bool(missing[wall])
 
@@ -59,13 +111,20 @@ async def test_attack(pool: Pool, attack: Attack, num_processes: int | None) -> 
     assert pool.stats()["replaced"] == replaced
 
 
+@pytest.mark.parametrize("channel", CHANNELS, ids=lambda channel: channel.name)
+async def test_calls_beside_each_other_can_not_talk(pool: Pool, channel: Channel) -> None:
+    if lacks(pool, channel.wall):
+        pytest.skip(f"local workers of this user have no {channel.wall}")
+    await check_channel(pool, channel)
+
+
 async def test_calls_beside_each_other_see_nothing(pool: Pool) -> None:
     if lacks(pool, "uid") and lacks(pool, "spaces"):
         pytest.skip("local workers of this user share their uid and processes")
     await check_neighbours(pool, files_apart=not lacks(pool, "uid"))
 
 
-async def test_the_next_call_finds_nothing() -> None:
+async def test_the_next_call_finds_nothing(form: str) -> None:
     settings = BARE.model_copy(update={"slots_per_worker": 1, "sessions_per_worker": 0})
     async with Pool(settings) as pool:
         await check_that_the_next_finds_nothing(pool)
@@ -76,3 +135,12 @@ async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
     if lacks(pool, "spaces"):
         pytest.skip("this machine refuses file systems of their own")
     await check_that_disks_are_apart(pool)
+
+
+async def test_every_form_of_this_machine_keeps_calls_apart(pool: Pool) -> None:
+    """Here, where the tests may make namespaces. A layer that begins with "no" is no wall."""
+    layers = pool.stats()["layers"]
+    if layers["processes apart"].startswith("no"):
+        pytest.skip("this machine refuses namespaces")
+    assert missing_walls(layers) == []
+    assert layers["other calls' processes"] == "hidden"

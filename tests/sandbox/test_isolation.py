@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 import sandbox.process
 from sandbox import Pool, PoolSettings, SandboxUnavailable
 from sandbox.__main__ import CONTROLS, for_terminal, main
+from sandbox.confine import why_refused
 from sandbox.container import LAYERS
 from sandbox.isolation import NEEDED, missing_walls
 
@@ -90,7 +93,7 @@ def test_doctor_says_it_in_words_and_by_its_status(
     local_workers_say |= WEAK
     assert main(["doctor"]) == 1
     said = capfd.readouterr().out
-    assert f"network          {WEAK['network']}" in said
+    assert re.search(f"network +{WEAK['network']}\n", said)
     assert "By default a pool does not start here: calls would not be isolated" in said
     assert main(["doctor", "--json"]) == 1
     told = json.loads(capfd.readouterr().out)
@@ -103,6 +106,20 @@ def test_doctor_says_it_in_words_and_by_its_status(
     assert "By default a pool runs its calls in local processes here" in said
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["backend"] == "process"
+
+
+def test_the_setting_that_refuses_namespaces_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user").mkdir()
+    setting = tmp_path / "user" / "max_user_namespaces"
+    setting.write_text("0\n")
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert why_refused("No space left", str(tmp_path)) == "user.max_user_namespaces=0"
+    setting.write_text("1000\n")
+    assert why_refused("No space left", str(tmp_path)) == "No space left"
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert "CAP_SYS_ADMIN" in why_refused("Operation not permitted")
 
 
 @given(st.text())

@@ -481,8 +481,8 @@ def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Let what workers fork do this instead of going to its directory."""
     sources = dict(_read_worker())
     code = sources["sandbox.worker.child"]
-    assert "    os.chdir(spec.lane_dir(lane))\n" in code
-    code = code.replace("    os.chdir(spec.lane_dir(lane))\n", f"    {fault}\n")
+    assert "    os.chdir(spec.home(lane))\n" in code
+    code = code.replace("    os.chdir(spec.home(lane))\n", f"    {fault}\n")
     sources["sandbox.worker.child"] = code
     monkeypatch.setattr("sandbox.backend._read_worker", lambda: sources)
 
