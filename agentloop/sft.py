@@ -223,6 +223,8 @@ def main(arguments: list[str]) -> int:
 
 async def _sft(arguments: list[str], resume: Path | None) -> int:
     settings = told(SftSettings, arguments, resume)
+    model_folder(settings.model)  # files first: a missing package takes longer to put right
+    settings.data.require_files()
     require_learner(settings.learner)
     with console.Progress("Starting to train") as progress:
         model = await sft(settings, progress, resume=resume)

@@ -543,6 +543,9 @@ def _require_packages(settings: TrainSettings) -> None:
 
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
     settings = told(TrainSettings, arguments, resume)
+    _whole(settings)  # settings first: a missing package takes longer to put right
+    if settings.start is not None:
+        settings.start.data.require_files()
     _require_packages(settings)
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)

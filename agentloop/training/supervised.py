@@ -82,6 +82,18 @@ class DialoguesSettings(pydantic.BaseModel):
         "budget.max_tool_response_tokens of the rollouts that follow.",
     )
 
+    def require_files(self) -> None:
+        """Check that the files exist, without reading them.
+
+        Raises:
+            DataError: one does not; names it.
+        """
+        for path in self.paths:
+            try:
+                path.stat()
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}") from error
+
 
 class SupervisedSettings(pydantic.BaseModel):
     """How long to imitate, and how fast."""
