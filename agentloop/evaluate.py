@@ -36,6 +36,7 @@ from agentloop.events import (
 from agentloop.groups.problems import GENERATORS
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.tasks import Task, TaskSource, TasksSettings, read_tasks
+from agentloop.inference.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
 from agentloop.scene import Scene
@@ -378,6 +379,8 @@ async def _plan(settings: EvaluateSettings) -> int:
 
 async def _evaluate(read: Any, resume: Path | None, as_json: bool) -> int:
     settings: EvaluateSettings = read()
+    if not settings.endpoint.url and not settings.servers:
+        require_device(settings.server)
     with console.Progress("Starting to evaluate") as progress:
         if settings.sampling.temperature == 0 and settings.evaluate.num_samples > 1:
             progress.say("At temperature 0 the samples of a task are as good as all the same")

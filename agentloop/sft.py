@@ -16,6 +16,7 @@ from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import require
 from agentloop.errors import SettingsError
+from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.models import SMALL, not_a_model
 from agentloop.training.batch import Sample
 from agentloop.training.learner import KeptLearner, RanksSettings
@@ -115,11 +116,15 @@ def model_folder(path: Path | str) -> Path:
 
 
 def require_learner(settings: LearnerSettings) -> None:
-    """Check that the learner's packages are installed.
+    """Check that the learner's packages are installed, and that there is a GPU if it needs one.
 
     Raises:
-        SettingsError: some are not; names them and the command to install them.
+        SettingsError: something is missing; names it and what to do.
     """
+    if settings.attention.startswith("flash_attention") and not has_accelerator():
+        raise SettingsError(
+            f"learner.attention: {settings.attention}, but {NO_ACCELERATOR}; or set it to packed"
+        )
     modules = {"torch": "the learner", "deepspeed": "the learner", "matplotlib": "plots"}
     if settings.lora.rank > 0:
         modules["peft"] = "learner.lora"

@@ -27,6 +27,7 @@ from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.server_log import NOT_INSTALLED
 from agentloop.inference.sglang import Sampling
+from agentloop.inference.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.observe.journal import JournalSettings
 from agentloop.observe.sinks import SinksSettings
@@ -522,22 +523,27 @@ def _refusal(settings: TrainSettings) -> str:
 
 
 def _missing(settings: TrainSettings) -> str:
-    """Return which packages a start on this machine would lack, and how to install them."""
+    """Return what a start on this machine would lack, and how to get it."""
     try:
-        _require_packages(settings)
+        _require_machine(settings)
     except SettingsError as error:
         return str(error)
     return ""
 
 
-def _require_packages(settings: TrainSettings) -> None:
-    """Check for the packages of the learner and of the servers that this process would start.
+def _require_machine(settings: TrainSettings) -> None:
+    """Check for the packages and the GPU that the learner needs, and the servers that this process
+    would start.
 
     Raises:
-        SettingsError: some are not installed; names them and the command to install them.
+        SettingsError: some are missing; names them and what to do.
     """
-    require_learner(settings.learner)
-    if not settings.servers and not settings.fleet.redis and not is_installed("sglang"):
+    starts_servers = not settings.servers and not settings.fleet.redis
+    if starts_servers:
+        require_device(settings.server)
+    for learner in (settings.learner, *([settings.start.learner] if settings.start else ())):
+        require_learner(learner)
+    if starts_servers and not is_installed("sglang"):
         raise SettingsError(NOT_INSTALLED)
 
 
@@ -546,7 +552,7 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
     _whole(settings)  # settings first: a missing package takes longer to put right
     if settings.start is not None:
         settings.start.data.require_files()
-    _require_packages(settings)
+    _require_machine(settings)
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
         progress.say(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")
