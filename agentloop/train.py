@@ -180,7 +180,7 @@ async def _run(
     try:
         async with elsewhere, scene.shown(settings.serve) if settings.page else nullcontext():
             if settings.start is not None:
-                model = await _start(settings, settings.start, folder, progress)
+                model = await _start(settings, settings.start, scene, progress)
                 learner = settings.learner.model_copy(update={"model": model})
                 settings = settings.model_copy(update={"model": str(model), "learner": learner})
             await _roll_out_and_learn(settings, tasks, queue, scene, progress)
@@ -190,16 +190,17 @@ async def _run(
 
 
 async def _start(
-    settings: TrainSettings, start: StartSettings, folder: RunFolder, progress: console.Progress
+    settings: TrainSettings, start: StartSettings, scene: Scene, progress: console.Progress
 ) -> Path:
     """The model that the rollouts begin with; it is made once, and gone on with where it was."""
+    folder = scene.folder
     made = folder.path / "start" / "model"
     if not (made / "config.json").is_file():  # it appears when it is whole
         model, chat = settings.learner.model, settings.chat
         samples = await samples_of(start, model, chat, progress)
         part = folder.within("start")
         tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
-        await imitate(start, model, chat, tuning, part, progress)
+        await imitate(start, model, chat, tuning, part, progress, scene.measured_start)
     checkpoints = made.with_name("checkpoints")  # nothing goes on from them any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made

@@ -199,6 +199,7 @@
     ["held_out/reward", "held-out reward", short],
     ["tool_errors_in_correct", "tool errors in correct", percent],
     ["length_mean", "tokens of a rollout", short],
+    ["learner/loss", "loss", short],
     ["learner/entropy", "entropy, nats per token", short],
     ["step_s", "time of a step", span],
   ];

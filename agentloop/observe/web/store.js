@@ -37,7 +37,7 @@
   const thinned = (rows, max = MAX_STEPS) => {
     if (rows.length <= max) return rows;
     const border = rows.length - Math.floor(max / 5);
-    const isRare = (row) => !("reward" in row) && !("learner/loss" in row);
+    const isRare = (row) => !["reward", "learner/loss", "start/step"].some((name) => name in row);
     const half = (keeps) => rows.filter((row, i) => i >= border || i % 2 === 0 || keeps(row));
     const left = half(isRare);
     return left.length <= max ? left : half(() => false);
