@@ -64,9 +64,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> No
     """
     fleet = settings.fleet
     if not fleet.redis or not fleet.run:
-        raise SettingsError(
-            "fleet.redis, fleet.run: name the Redis server and the run: --redis URL --run NAME"
-        )
+        raise SettingsError("fleet.redis, fleet.run: missing: --redis URL and --run NAME")
     if not settings.servers:
         require_device(settings.server)
     async with Link.open(fleet, fleet.run) as link:

@@ -219,7 +219,9 @@ def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
     if resume is not None:
         config = resume / "config.toml"
         if not config.is_file():
-            raise SettingsError(f"--resume: {resume}: no run is there (config.toml)")
+            raise SettingsError(
+                f"--resume: {resume} is not a run (no config.toml). Try `agentloop ls`."
+            )
         files = [str(config), *files]
     return load_settings(kind, files, overrides)
 

@@ -437,7 +437,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="say what the run would take, in tokens, memory and disk, and end",
+        help="print the tokens, memory and disk that the run would take, and exit",
     )
     parser.add_argument(
         "--json", action="store_true", help="with --dry-run: print the plan as JSON"

@@ -80,8 +80,8 @@ class Budget(pydantic.BaseModel):
     timeout_s: float = pydantic.Field(
         600.0,
         gt=0,
-        description="Wall time, queues included. A rollout that runs out of it is scored if its own "
-        "tool calls ran for half of it or more, and has no reward otherwise.",
+        description="Wall time, queues included. A rollout that runs out of it is scored if its "
+        "own tool calls ran for half of it or more, and has no reward otherwise.",
     )
 
 

@@ -181,8 +181,8 @@
         if (isNew && store.about.kind !== "train") // there it is every step
           store.say(`Policy version ${now.policy_version}`);
         for (const [name, on, off] of [
-          ["paused", "Paused", "Goes on after the pause"],
-          ["draining", "Draining: nothing new starts", "No longer draining"],
+          ["paused", "Paused", "Resumed"],
+          ["draining", "Draining: no new rollouts start", "No longer draining"],
         ])
           if (Boolean(now[name]) !== Boolean(was[name])) store.say(now[name] ? on : off, { kind: "warn" });
         const refused = (now.refusals ?? 0) - (was.refusals ?? 0);
