@@ -17,11 +17,11 @@ _COMMANDS = {
     "train": "train a model by rollouts",
     "rollouts": "roll out for a training run on another machine",
     "evaluate": "measure a model, or an endpoint, on tasks",
-    "export": "make a model folder for others of a run's weights",
-    "view": "show a run as a page, or make one HTML file of it",
+    "export": "export a run's weights as a Hugging Face model folder",
+    "view": "show a run as a page, or export it as one HTML file",
     "ls": "list the runs below a folder",
-    "plot": "draw what became of runs, one over another",
-    "analyze": "look into a run's rollouts: where the policy hesitates",
+    "plot": "plot metrics of one or more runs",
+    "analyze": "analyze a run's rollouts: where the policy is uncertain",
     "data": "prepare problems to train and to measure on, and dialogues to start from",
 }
 

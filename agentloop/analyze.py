@@ -405,7 +405,7 @@ def main(arguments: list[str]) -> int:
 async def _entropy(options: argparse.Namespace) -> int:
     run = options.run.expanduser()
     if not (run / "config.toml").is_file():
-        raise SettingsError(f"{run}: no run is there (config.toml)")
+        raise SettingsError(f"{run} is not a run (no config.toml). Try `agentloop ls`.")
     told = load_known(EntropySettings, run / "config.toml")
     settings = load_settings(EntropySettings, (), options.settings, base=told)
     with console.Progress("Starting to analyze") as progress:

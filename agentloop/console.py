@@ -63,7 +63,9 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings files, later ones win, and dotted overrides, such as server.count=2",
     )
     parser.add_argument(
-        "--list-settings", action="store_true", help="print every setting with its default, and end"
+        "--list-settings",
+        action="store_true",
+        help="print every setting with its default, and exit",
     )
     parser.add_argument(
         "--explain",

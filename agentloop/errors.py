@@ -90,7 +90,7 @@ class Unsupported(RequestError):
 
 
 class NotThere(AgentLoopError):
-    """A rollout, a group or a run that a reader asked for is not kept any more, or never was."""
+    """A rollout, group or run that was asked for does not exist, or is no longer kept."""
 
 
 class DataError(AgentLoopError):

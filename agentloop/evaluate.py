@@ -36,6 +36,7 @@ from agentloop.events import (
 from agentloop.groups.problems import GENERATORS
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.tasks import Task, TaskSource, TasksSettings, read_tasks
+from agentloop.inference.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
 from agentloop.scene import Scene
@@ -302,8 +303,8 @@ class _Showing:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop evaluate",
-        description="Sample each task k times and estimate avg@k and pass@k. Ends with 1 where "
-        "samples are missing that --resume would take.",
+        description="Sample each task k times and estimate avg@k and pass@k. Exits with status "
+        "1 if samples are missing; --resume retries them.",
     )
     console.add_settings_arguments(parser)
     parser.add_argument(
@@ -328,7 +329,9 @@ def main(arguments: list[str]) -> int:
         help="go on with the evaluation in this folder: what has a reward is not sampled again",
     )
     parser.add_argument("--json", action="store_true", help="print the results as a JSON object")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be sampled, and end")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be sampled, and exit"
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
         print(console.settings_text(EvaluateSettings))
@@ -348,7 +351,9 @@ def _told(
     base: dict[str, Any] = {}
     if resume is not None:
         if not (resume / "config.toml").is_file():
-            raise SettingsError(f"--resume: {resume}: no run is there (config.toml)")
+            raise SettingsError(
+                f"--resume: {resume} is not a run (no config.toml). Try `agentloop ls`."
+            )
         files = [str(resume / "config.toml"), *files]
     if run is not None:
         base = load_known(EvaluateSettings, run / "config.toml")
@@ -378,6 +383,8 @@ async def _plan(settings: EvaluateSettings) -> int:
 
 async def _evaluate(read: Any, resume: Path | None, as_json: bool) -> int:
     settings: EvaluateSettings = read()
+    if not settings.endpoint.url and not settings.servers:
+        require_device(settings.server)
     with console.Progress("Starting to evaluate") as progress:
         if settings.sampling.temperature == 0 and settings.evaluate.num_samples > 1:
             progress.say("At temperature 0 the samples of a task are as good as all the same")

@@ -1,4 +1,4 @@
-"""`agentloop plot`: what became of runs, as pictures."""
+"""`agentloop plot`: metrics of runs, as pictures."""
 
 from __future__ import annotations
 

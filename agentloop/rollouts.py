@@ -22,7 +22,7 @@ from agentloop.errors import SettingsError
 from agentloop.groups.reward import RewardSettings, Scorer
 from agentloop.groups.roc import RocSettings
 from agentloop.inference.router import RouterSettings
-from agentloop.inference.supervise import ServerSettings
+from agentloop.inference.supervise import ServerSettings, require_device
 from agentloop.observe.otel import OtelSettings, Traces
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.fleet_link import FleetSettings, Link
@@ -64,7 +64,9 @@ async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> No
     """
     fleet = settings.fleet
     if not fleet.redis or not fleet.run:
-        raise SettingsError("fleet.redis, fleet.run: which run, and where (--redis, --run)")
+        raise SettingsError("fleet.redis, fleet.run: missing: --redis URL and --run NAME")
+    if not settings.servers:
+        require_device(settings.server)
     async with Link.open(fleet, fleet.run) as link:
         word = await heard(link, within_s=fleet.give_up_s, say=progress.say)
         recipe = word.recipe

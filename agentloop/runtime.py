@@ -50,6 +50,7 @@ from agentloop.inference.sglang import Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import (
     ServerProcess,
     ServerSettings,
+    require_device,
     sglang_servers,
 )
 from agentloop.models import SMALL
@@ -445,6 +446,8 @@ class Runtime:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
+        if not self.settings.servers:
+            require_device(self.settings.server)
         started: dict[str, Any] = {}
         try:
             async with anyio.create_task_group() as keepers:

@@ -21,7 +21,7 @@ from agentloop.api.guard import Guard, ServeSettings
 from agentloop.api.http import bind, serving
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, sole
-from agentloop.events import Emit
+from agentloop.events import Emit, Event, Measured
 from agentloop.inference.router import ServerView
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.ask import asking
@@ -32,6 +32,7 @@ from agentloop.observe.metrics import Metrics
 from agentloop.observe.otel import OtelSettings, Traces
 from agentloop.observe.page import Page
 from agentloop.observe.readers import Readers
+from agentloop.observe.runs import of_start, start_metrics
 from agentloop.observe.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls
 from agentloop.runtime import Runtime
@@ -52,7 +53,7 @@ class Scene:
         progress: console.Progress,
         *,
         readers: Sequence[Emit] = (),
-        kind: Literal["train", "evaluate"] = "train",
+        kind: Literal["train", "sft", "evaluate"] = "train",
         has_runtime: bool = True,
     ) -> None:
         """Without a runtime, ever, nobody can be asked, and nothing can be cancelled."""
@@ -77,8 +78,13 @@ class Scene:
         self._last_chat: ChatFormat | None = None
         self._was_draining = False
         self._answers: set[anyio.CancelScope] = set()  # to visitors
-        for row in folder.metrics():
-            self.board.steps.append(row)
+        self.board.steps.extend([*start_metrics(folder.path), *folder.metrics()])
+
+    def measured_start(self, event: Event) -> None:
+        """Show the metrics of a step of the supervised start. Its steps count by themselves, so
+        other readers of events, to whom they would be steps of the run, are not told."""
+        if isinstance(event, Measured):
+            self.board.seen(Measured(of_start(event.row)))
 
     @asynccontextmanager
     async def told_elsewhere(

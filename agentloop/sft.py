@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -13,10 +14,14 @@ import pydantic
 
 from agentloop import console
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.api.guard import ServeSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import require
 from agentloop.errors import SettingsError
+from agentloop.events import Emit, ignore
+from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.models import SMALL, not_a_model
+from agentloop.scene import Scene
 from agentloop.training.batch import Sample
 from agentloop.training.learner import KeptLearner, RanksSettings
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
@@ -80,6 +85,12 @@ class SftSettings(StartSettings):
     )
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     run: RunSettings = pydantic.Field(default_factory=RunSettings)
+    serve: ServeSettings = pydantic.Field(default_factory=lambda: ServeSettings())
+    page: bool = pydantic.Field(
+        True,
+        description="Whether the run is shown as a page, at serve.host and serve.port, or at a "
+        "free port if that one is taken.",
+    )
 
 
 async def sft(
@@ -99,8 +110,12 @@ async def sft(
     if resume:
         folder.tell(config)  # not before: what is refused leaves the run as it was
     try:
+        scene = Scene(folder, progress, kind="sft", has_runtime=False)
         with folder.noting_failure():
-            return await imitate(settings, model, settings.chat, tuning, folder, progress)
+            async with scene.shown(settings.serve) if settings.page else nullcontext():
+                return await imitate(
+                    settings, model, settings.chat, tuning, folder, progress, scene.emit
+                )
     except anyio.get_cancelled_exc_class():
         progress.say(how_to_go_on("sft", folder.path))
         raise
@@ -115,11 +130,15 @@ def model_folder(path: Path | str) -> Path:
 
 
 def require_learner(settings: LearnerSettings) -> None:
-    """Check that the learner's packages are installed.
+    """Check that the learner's packages are installed, and that there is a GPU if it needs one.
 
     Raises:
-        SettingsError: some are not; names them and the command to install them.
+        SettingsError: something is missing; names it and what to do.
     """
+    if settings.attention.startswith("flash_attention") and not has_accelerator():
+        raise SettingsError(
+            f"learner.attention: {settings.attention}, but {NO_ACCELERATOR}; or set it to packed"
+        )
     modules = {"torch": "the learner", "deepspeed": "the learner", "matplotlib": "plots"}
     if settings.lora.rank > 0:
         modules["peft"] = "learner.lora"
@@ -151,9 +170,10 @@ async def imitate(
     tuning: FineTuning,
     folder: RunFolder,
     progress: console.Progress,
+    emit: Emit = ignore,
 ) -> Path:
     """Start a learner of `model`, train it, stop it; returns the new model's folder. Where the
-    model is done already, nothing is started."""
+    model is done already, nothing is started. `emit` is told of each step's metrics."""
     if tuning.model is not None:
         return tuning.model
     learner_settings = settings.learner.model_copy(
@@ -170,7 +190,9 @@ async def imitate(
         on_progress=progress,
     ) as learner:
         restarts = settings.ranks.max_restarts
-        return await tuning.run(learner, report=progress, kept=learner, max_restarts=restarts)
+        return await tuning.run(
+            learner, report=progress, kept=learner, max_restarts=restarts, emit=emit
+        )
 
 
 def how_to_go_on(command: str, path: Path) -> str:
@@ -197,7 +219,9 @@ def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
     if resume is not None:
         config = resume / "config.toml"
         if not config.is_file():
-            raise SettingsError(f"--resume: {resume}: no run is there (config.toml)")
+            raise SettingsError(
+                f"--resume: {resume} is not a run (no config.toml). Try `agentloop ls`."
+            )
         files = [str(config), *files]
     return load_settings(kind, files, overrides)
 
@@ -223,6 +247,8 @@ def main(arguments: list[str]) -> int:
 
 async def _sft(arguments: list[str], resume: Path | None) -> int:
     settings = told(SftSettings, arguments, resume)
+    model_folder(settings.model)  # files first: a missing package takes longer to put right
+    settings.data.require_files()
     require_learner(settings.learner)
     with console.Progress("Starting to train") as progress:
         model = await sft(settings, progress, resume=resume)

@@ -27,6 +27,7 @@ from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.server_log import NOT_INSTALLED
 from agentloop.inference.sglang import Sampling
+from agentloop.inference.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.observe.journal import JournalSettings
 from agentloop.observe.sinks import SinksSettings
@@ -179,7 +180,7 @@ async def _run(
     try:
         async with elsewhere, scene.shown(settings.serve) if settings.page else nullcontext():
             if settings.start is not None:
-                model = await _start(settings, settings.start, folder, progress)
+                model = await _start(settings, settings.start, scene, progress)
                 learner = settings.learner.model_copy(update={"model": model})
                 settings = settings.model_copy(update={"model": str(model), "learner": learner})
             await _roll_out_and_learn(settings, tasks, queue, scene, progress)
@@ -189,16 +190,17 @@ async def _run(
 
 
 async def _start(
-    settings: TrainSettings, start: StartSettings, folder: RunFolder, progress: console.Progress
+    settings: TrainSettings, start: StartSettings, scene: Scene, progress: console.Progress
 ) -> Path:
     """The model that the rollouts begin with; it is made once, and gone on with where it was."""
+    folder = scene.folder
     made = folder.path / "start" / "model"
     if not (made / "config.json").is_file():  # it appears when it is whole
         model, chat = settings.learner.model, settings.chat
         samples = await samples_of(start, model, chat, progress)
         part = folder.within("start")
         tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
-        await imitate(start, model, chat, tuning, part, progress)
+        await imitate(start, model, chat, tuning, part, progress, scene.measured_start)
     checkpoints = made.with_name("checkpoints")  # nothing goes on from them any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made
@@ -435,7 +437,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="say what the run would take, in tokens, memory and disk, and end",
+        help="print the tokens, memory and disk that the run would take, and exit",
     )
     parser.add_argument(
         "--json", action="store_true", help="with --dry-run: print the plan as JSON"
@@ -522,28 +524,36 @@ def _refusal(settings: TrainSettings) -> str:
 
 
 def _missing(settings: TrainSettings) -> str:
-    """Return which packages a start on this machine would lack, and how to install them."""
+    """Return what a start on this machine would lack, and how to get it."""
     try:
-        _require_packages(settings)
+        _require_machine(settings)
     except SettingsError as error:
         return str(error)
     return ""
 
 
-def _require_packages(settings: TrainSettings) -> None:
-    """Check for the packages of the learner and of the servers that this process would start.
+def _require_machine(settings: TrainSettings) -> None:
+    """Check for the packages and the GPU that the learner needs, and the servers that this process
+    would start.
 
     Raises:
-        SettingsError: some are not installed; names them and the command to install them.
+        SettingsError: some are missing; names them and what to do.
     """
-    require_learner(settings.learner)
-    if not settings.servers and not settings.fleet.redis and not is_installed("sglang"):
+    starts_servers = not settings.servers and not settings.fleet.redis
+    if starts_servers:
+        require_device(settings.server)
+    for learner in (settings.learner, *([settings.start.learner] if settings.start else ())):
+        require_learner(learner)
+    if starts_servers and not is_installed("sglang"):
         raise SettingsError(NOT_INSTALLED)
 
 
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
     settings = told(TrainSettings, arguments, resume)
-    _require_packages(settings)
+    _whole(settings)  # settings first: a missing package takes longer to put right
+    if settings.start is not None:
+        settings.start.data.require_files()
+    _require_machine(settings)
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
         progress.say(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")

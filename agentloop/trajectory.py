@@ -36,7 +36,7 @@ class StopReason(StrEnum):
     CALLER_TOOLS = "caller_tools"  # it called tools that the caller runs
     TURN_BUDGET = "turn_budget"
     TOKEN_BUDGET = "token_budget"  # response tokens, or the model's context
-    TIME_BUDGET = "time_budget"
+    TIME_BUDGET = "time_budget"  # wall time: see `Trajectory.used_its_time`
     INFRASTRUCTURE = "infrastructure"  # broken by us, not by the model: has no reward
     STRAGGLER = "straggler"  # stopped by us, for enough of its group had ended: has no reward
     CANCELLED = "cancelled"  # by a person: has no reward
@@ -240,6 +240,24 @@ class Trajectory:
     @property
     def results(self) -> list[ToolResult]:
         return [result for turn in self.turns for result in turn.results]
+
+    @property
+    def tool_run_s(self) -> float:
+        """Seconds during which at least one of its tool calls ran: their queues are left out, and
+        so is a call that the end of the rollout cut off."""
+        spans = sorted((result.started_s, result.ended_s) for result in self.results)
+        total = until = 0.0
+        for start, end in spans:
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
+
+    @property
+    def used_its_time(self) -> bool:
+        """Whether its own tool calls ran for half of the time that it took, or more. A rollout that
+        ran out of time (`TIME_BUDGET`) did so by the model's doing then; else it waited for servers
+        and the sandbox."""
+        return self.tool_run_s >= self.elapsed_s / 2 > 0
 
     @property
     def text(self) -> str:

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         "--export",
         metavar="FILE.html",
         type=Path,
-        help="write the page with all that it shows into one file, and end",
+        help="write the page and its data into one HTML file, and exit",
     )
     parser.add_argument(
         "--rollouts",
@@ -116,7 +116,7 @@ def _quoted(name: str) -> str:
 
 
 async def _opened(run: Path) -> Archive:
-    """Raises SettingsError: no run is there."""
+    """Raises SettingsError: it is not a run."""
     return await anyio.to_thread.run_sync(_open, run)
 
 
@@ -124,7 +124,7 @@ def _open(run: Path) -> Archive:
     folder = run.expanduser().resolve()
     config = folder / "config.toml"
     if not config.is_file():
-        raise SettingsError(f"{run}: no run is there (config.toml)")
+        raise SettingsError(f"{run} is not a run (no config.toml). Try `agentloop ls`.")
     about = {
         "kind": "view",
         "of": str(summarize(folder).kind),

@@ -117,7 +117,7 @@ class HostBackend:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             why = str(error) or "no answer in time"
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
-                why = "it wants another token; see hosts_token"
+                why = "wrong token; see hosts_token"
             raise SandboxUnavailable(f"the host {self._url} gave no connection: {why}") from error
 
     def _connect(self, http: aiohttp.ClientSession) -> Any:

@@ -77,7 +77,12 @@ class Budget(pydantic.BaseModel):
     max_tool_response_tokens: int = pydantic.Field(
         512, ge=8, description="A longer tool response keeps its head and its tail."
     )
-    timeout_s: float = pydantic.Field(600.0, gt=0, description="Wall time, queues included.")
+    timeout_s: float = pydantic.Field(
+        600.0,
+        gt=0,
+        description="Wall time, queues included. A rollout that runs out of it is scored if its "
+        "own tool calls ran for half of it or more, and has no reward otherwise.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

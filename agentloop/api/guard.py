@@ -43,7 +43,9 @@ class ServeSettings(pydantic.BaseModel):
         1024, ge=1, description="Rollouts in flight; more wait their turn."
     )
     stall_after_s: float = pydantic.Field(
-        60.0, gt=0, description="When nothing has moved for so long, the log says who waits."
+        60.0,
+        gt=0,
+        description="When nothing has progressed for so long, the log lists what is waiting.",
     )
     max_body_mib: int = pydantic.Field(8, ge=1, description="A larger request is refused.")
     io_timeout_s: float = pydantic.Field(

@@ -139,7 +139,7 @@ def service(*, rollouts: type[pydantic.BaseModel], waits: Any) -> list[Operation
         Operation(
             "get",
             "/v1/waits",
-            "Who waits for what, and since when; the servers",
+            "What is waiting for what, and since when; the servers",
             {200: _gives("As the router knows them.", waits)},
         ),
         *(

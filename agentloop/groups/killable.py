@@ -22,13 +22,33 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-__all__ = ["CallDied", "CallFailed", "CallRaised", "CallTimedOut", "KillableProcesses"]
+__all__ = [
+    "CallDied",
+    "CallFailed",
+    "CallNotStarted",
+    "CallRaised",
+    "CallTimedOut",
+    "KillableProcesses",
+]
 
 _MAX_REPLY_BYTES = 1 << 20
+# Sent by people, supervisors and the kernel's OOM killer; a program that crashes gets others.
+_FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 
 class CallFailed(Exception):
-    """A call came to nothing; the message says why."""
+    """A call came to nothing; the message says why.
+
+    `from_outside` says that neither the function nor its arguments can be the reason.
+    """
+
+    from_outside = False
+
+
+class CallNotStarted(CallFailed):
+    """No process could be started for it, or what it preloads could not be imported."""
+
+    from_outside = True
 
 
 class CallRaised(CallFailed):
@@ -40,7 +60,11 @@ class CallTimedOut(CallFailed):
 
 
 class CallDied(CallFailed):
-    """Its process ended: out of memory, or by a crash."""
+    """Its process ended: out of memory, by a crash, or killed from outside."""
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside
 
 
 class KillableProcesses:
@@ -74,15 +98,24 @@ class KillableProcesses:
         for child in list(self._alive):
             await self._kill(child)
 
-    async def call(self, function: str, *arguments: object, timeout_s: float) -> Any:
+    async def call(
+        self, function: str, *arguments: object, timeout_s: float, fresh: bool = False
+    ) -> Any:
         """What `function` (`module:name`, sync or async) returns, as JSON gives it back.
+
+        Args:
+            fresh: call it in a process that has served no other call.
 
         Raises:
             CallFailed: as its subclasses say. The start of a process is not part of `timeout_s`.
         """
         request = pickle.dumps((function, arguments))
         async with self._places:  # no deadline: each call has one
-            child = self._idle.pop() if self._idle else await self._start()
+            if fresh and self._idle:
+                await self._kill(self._idle.pop())  # in its place: there are `count` at most
+                child = await self._start()
+            else:
+                child = self._idle.pop() if self._idle else await self._start()
             try:
                 with anyio.fail_after(timeout_s):
                     reply = await child.ask(request)
@@ -120,13 +153,16 @@ class KillableProcesses:
                 ready = await child.read()
         except TimeoutError:
             await self._kill(child)
-            raise CallTimedOut(f"not started after {self._start_timeout_s:g} s") from None
+            raise CallNotStarted(f"not started after {self._start_timeout_s:g} s") from None
+        except CallDied as error:
+            await self._kill(child)
+            raise CallNotStarted(str(error)) from error
         except BaseException:
             await self._kill(child)
             raise
         if "error" in ready:
             await self._kill(child)
-            raise CallRaised(ready["error"])
+            raise CallNotStarted(ready["error"])
         return child
 
     async def _kill(self, child: _Child) -> None:
@@ -152,17 +188,20 @@ class _Child:
             # no deadline: call() has one, and _start()
             line = await self._replies.receive_until(b"\n", _MAX_REPLY_BYTES)
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
-            raise CallDied(f"its process ended {await self._ending()}") from None
+            raise await self._death() from None
         except anyio.DelimiterNotFound:
             raise CallRaised(f"it returned more than {_MAX_REPLY_BYTES} bytes") from None
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    async def _ending(self) -> str:
+    async def _death(self) -> CallDied:
         with anyio.move_on_after(5):
             status = await self._process.wait()
-            return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        return "its output"  # closed by the function
+            if status >= 0:
+                return CallDied(f"its process ended with status {status}")
+            by = signal.Signals(-status)
+            return CallDied(f"its process ended by {by.name}", from_outside=by in _FROM_OUTSIDE)
+        return CallDied("its process ended its output")  # closed by the function
 
     async def kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -4,9 +4,10 @@
                                  ├──a puzzle: its own scorer, in the sandbox──────> 1 or 0
                                  └──else: math-verify, in a process that can be killed──> 1 or 0
 
-A rollout that infrastructure broke, or whose check hung or crashed, has no reward: its value is
-None. It is never 0, for that would teach the model that it was wrong. A puzzle's answer that breaks
-its scorer is wrong, see puzzles.py.
+A rollout that infrastructure broke has no reward: its value is None. It is never 0, which would
+teach the model that it was wrong. An answer that makes its own check hang or crash is wrong, or a
+model could learn to take back bad rollouts that way: see `_verified`, and puzzles.py for puzzles.
+For the same reason a rollout that ran out of time is scored if its own tool calls took the time.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ class RewardSettings(pydantic.BaseModel):
     )
     timeout_s: float = pydantic.Field(10.0, gt=0, description="For one check.")
     retries: int = pydantic.Field(
-        1, ge=0, description="How often a check is made again that hung, crashed or raised."
+        1,
+        ge=0,
+        description="How often a check that hung, crashed or raised is made again. An answer that "
+        "breaks math-verify twice is wrong; so there it is made again at least once.",
     )
     memory_mib: int = pydantic.Field(
         2048, ge=0, description="What a check may allocate, in MiB; 0: no limit."
@@ -156,9 +160,9 @@ class Scorer:
             return Reward(None, None, "it was cancelled")
         if trajectory.stop_reason.infrastructure:
             return Reward(None, None, f"infrastructure: {trajectory.error or 'no error was given'}")
-        if trajectory.stop_reason is StopReason.TIME_BUDGET:
+        if trajectory.stop_reason is StopReason.TIME_BUDGET and not trajectory.used_its_time:
             # How fast it went was up to the servers and the sandbox, not to the model.
-            return Reward(None, None, "it ran out of time")
+            return Reward(None, None, "it ran out of time, mostly waiting for servers and sandbox")
         return await self._check(trajectory, task)
 
     async def _check_answer(self, trajectory: Trajectory, task: Task) -> Reward:
@@ -169,16 +173,36 @@ class Scorer:
         if "reasoning_gym" in task.extra and not same:
             return await self._check_puzzle(answer, task)
         if same is not None:
-            return Reward(float(same), answer, "the same" if same else "another number")
+            verdict = "matches" if same else "is a different number than"
+            return Reward(float(same), answer, f"{verdict} the reference answer")
         if self._settings.function == "exact":
-            return Reward(0.0, answer, "not the same")
+            return Reward(0.0, answer, "differs from the reference answer")
         if len(answer) > _MAX_ANSWER_CHARS:
             return Reward(0.0, answer, f"longer than {_MAX_ANSWER_CHARS} characters")
+        return await self._verified(answer, task)
+
+    async def _verified(self, answer: str, task: Task) -> Reward:
+        """Ask math-verify. Where it fails on the answer in two processes, the second a fresh one,
+        and not on the task's own answer, the answer is to blame and wrong."""
+        timeout_s = self._settings.timeout_s
+        call = partial(self._processes.call, _VERIFIED, task.answer, timeout_s=timeout_s)
+        failures: list[CallFailed] = []
+        for _ in range(1 + max(1, self._settings.retries)):
+            try:
+                same = await call(answer, fresh=bool(failures))
+            except CallFailed as error:
+                failures.append(error)
+            else:
+                verdict = "equal to" if same else "different from"
+                return Reward(float(same), answer, f"math-verify: {verdict} the reference answer")
+        why = f"math-verify: {failures[-1]} ({len(failures)} tries)"
+        if sum(not failure.from_outside for failure in failures) < 2:
+            return Reward(None, answer, why)
         try:
-            same = await self._call(_VERIFIED, task.answer, answer)
-        except CallFailed as error:
-            return Reward(None, answer, f"math-verify: {error}")
-        return Reward(float(same), answer, f"math-verify: {'' if same else 'not '}the same")
+            await call(task.answer, fresh=True)
+        except CallFailed:
+            return Reward(None, answer, f"{why}; on the reference answer it fails, too")
+        return Reward(0.0, answer, f"{why}: the answer breaks the check, so it is wrong")
 
     async def _check_puzzle(self, answer: str, task: Task) -> Reward:
         if self._pool is None:

@@ -28,8 +28,8 @@ import orjson
 from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
-from agentloop.errors import ModelError, ServerStartError
-from agentloop.inference.cpu import OVERLAY, PRIVATE, has_accelerator
+from agentloop.errors import ModelError, ServerStartError, SettingsError
+from agentloop.inference.cpu import NO_ACCELERATOR, OVERLAY, PRIVATE, has_accelerator
 from agentloop.inference.server_log import NOT_INSTALLED, ServerLog
 from agentloop.models import not_a_model
 from agentloop.openmp import wait_policy
@@ -39,6 +39,7 @@ __all__ = [
     "ServerProcess",
     "ServerSettings",
     "plan",
+    "require_device",
     "running",
     "sglang_servers",
 ]
@@ -52,7 +53,7 @@ _PORTS = range(20_000, 30_000)
 _CPU_KV_TOKENS = 65_536
 _CPU_KV_BYTES = 2 * 1024**3
 _OURS = (
-    *("--model-path", "--host", "--port", "--nccl-port"),
+    *("--device", "--model-path", "--host", "--port", "--nccl-port"),
     *("--tp-size", "--dp-size", "--base-gpu-id"),
 )
 
@@ -363,6 +364,16 @@ async def _answers(client: httpx.AsyncClient) -> bool:
         return (await client.get("/ready")).status_code == httpx.codes.OK
     except httpx.HTTPError:  # also what is no answer at all: another program may have the port
         return False
+
+
+def require_device(settings: ServerSettings) -> None:
+    """Check that this machine has the device that the settings ask for.
+
+    Raises:
+        SettingsError: it has no GPU.
+    """
+    if settings.device == "cuda" and not has_accelerator():
+        raise SettingsError(f"server.device: cuda, but {NO_ACCELERATOR}; or set it to auto or cpu")
 
 
 def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> list[Launch]:

@@ -19,7 +19,7 @@ import anyio
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
 from agentloop.observe.record import Telling, trajectory_of
-from agentloop.observe.runs import curves, read_metrics, runs_beside
+from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import dumps, loads
 from agentloop.trajectory import CallStatus
 
@@ -118,7 +118,7 @@ class Archive:
             "now": _results(self.folder) or _moment(self.folder, steps),
             "rollouts": rollouts,
             "groups": groups,
-            "steps": steps,
+            "steps": [*start_metrics(self.folder), *steps],
         }
 
 

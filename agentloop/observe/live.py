@@ -180,7 +180,7 @@ class Live:
         if self.sources.read_rollout is not None:
             found = await self.sources.read_rollout(key)
         if found is None:
-            raise NotThere(f"rollout {key!r}: it is not kept any more, or never was")
+            raise NotThere(f"rollout {key!r}: not found (only the newest rollouts are kept)")
         return found
 
     async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
@@ -214,7 +214,7 @@ class Live:
             if found is not None:
                 return found
         if group is None:
-            raise NotThere(f"group {name!r}: it is not kept any more, or never was")
+            raise NotThere(f"group {name!r}: not found (only the newest groups are kept)")
         members = [row for key in group.members if (row := rows.get(key)) is not None]
         return {
             **group.told(),

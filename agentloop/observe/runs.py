@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentloop.errors import NotThere
 from agentloop.plain_json import loads
 
-__all__ = ["curves", "runs_beside"]
+__all__ = ["curves", "of_start", "read_metrics", "runs_beside", "start_metrics"]
 
 _MAX_RUNS = 100
 _MAX_ROWS = 5_000
@@ -45,7 +46,19 @@ def curves(folder: Path, run: str) -> list[dict[str, Any]]:
     """
     if run not in {one["name"] for one in runs_beside(folder)}:  # no path of a stranger's
         raise NotThere(f"run {run!r}: there is none in {folder.parent}")
-    return read_metrics(folder.parent / run)
+    path = folder.parent / run
+    return [*start_metrics(path), *read_metrics(path)]
+
+
+def of_start(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the supervised start's metrics beside those of the rollouts, whose steps count
+    anew: each name has `start/` in front."""
+    return {f"start/{name}": value for name, value in row.items()}
+
+
+def start_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's supervised start, as `of_start` names them; none if it has none."""
+    return [of_start(row) for row in read_metrics(folder / "start")]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -42,7 +42,9 @@ class WatchdogSettings(pydantic.BaseModel):
         60.0, ge=0, description="Between two records of that; what is left out is counted."
     )
     no_progress_s: float = pydantic.Field(
-        300.0, gt=0, description="Nothing has moved for so long: the log says who waits for what."
+        300.0,
+        gt=0,
+        description="When nothing has progressed for so long, the log lists what is waiting.",
     )
     give_up_s: float = pydantic.Field(
         7200.0,

@@ -82,7 +82,10 @@ class CollapseSettings(pydantic.BaseModel):
         0.9, description="From this reward on a policy may be as sure of itself as it likes."
     )
     entropy_low: float = pydantic.Field(
-        0.02, ge=0, lt=1, description="Share of its highest that is no entropy; 0: never."
+        0.02,
+        ge=0,
+        lt=1,
+        description="Entropy below this fraction of its maximum counts as collapsed; 0 disables.",
     )
     entropy_high: float = pydantic.Field(
         5.0, gt=1, description="Entropy, in multiples of what it was at the best reward."

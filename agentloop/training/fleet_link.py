@@ -90,8 +90,8 @@ class FleetSettings(pydantic.BaseModel):
     max_tries: int = pydantic.Field(
         5,
         ge=1,
-        description="Tries of a group whose runtimes or servers die, or whose rollouts cannot be "
-        "read, before it ends the run.",
+        description="Attempts per group before the run fails: its runtimes or servers died, or "
+        "its rollouts could not be read.",
     )
     give_up_s: float = pydantic.Field(
         600.0,

@@ -26,7 +26,7 @@ class LoopSettings(pydantic.BaseModel):
         ge=0,
         le=64,
         description="Versions by which a rollout's oldest weights may be behind those that learn "
-        "from it. 0: rollouts and learner take turns; 1 and more: both go on at once.",
+        "from it. 0: synchronous training; 1 and more: rollouts and learner run at once.",
     )
     dynamic_sampling: bool = pydantic.Field(
         False,

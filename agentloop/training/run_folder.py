@@ -185,7 +185,7 @@ class RunFolder:
         for folder in (*newest, path / "model", path / "start" / "model"):
             if (folder / "config.json").is_file():
                 return folder
-        raise SettingsError(f"{path}: no run with a model is there")
+        raise SettingsError(f"{path} is not a run with a model. Try `agentloop ls`.")
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Raises SettingsError: the file cannot be written, such as on a disk that is full."""

@@ -32,6 +32,7 @@ from agentloop.agent.rollout import truncated
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema
 from agentloop.errors import DataError, RequestError, SettingsError
+from agentloop.events import Emit, Measured, ignore
 from agentloop.groups.tasks import read_jsonl
 from agentloop.groups.teacher import lessons
 from agentloop.training.batch import Sample, write_batch
@@ -81,6 +82,18 @@ class DialoguesSettings(pydantic.BaseModel):
         description="A longer tool response keeps its head and its tail; as "
         "budget.max_tool_response_tokens of the rollouts that follow.",
     )
+
+    def require_files(self) -> None:
+        """Check that the files exist, without reading them.
+
+        Raises:
+            DataError: one does not; names it.
+        """
+        for path in self.paths:
+            try:
+                path.stat()
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}") from error
 
 
 class SupervisedSettings(pydantic.BaseModel):
@@ -332,10 +345,12 @@ class FineTuning:
         report: Report,
         kept: KeptLearner | None = None,
         max_restarts: int = 0,
+        emit: Emit = ignore,
     ) -> Path:
         """Train on all samples, `settings.epochs` times; returns the folder of the published model.
 
-        `kept` is the learner, where it may be started again, so often in ten minutes.
+        `kept` is the learner, where it may be started again, so often in ten minutes; `emit` is
+        told of each step's metrics (`Measured`).
 
         Raises:
             LearnerError: it failed, or an answer is late.
@@ -356,6 +371,7 @@ class FineTuning:
             max_restarts=max_restarts,
         )
         self._say = report.say
+        self._emit = emit
         try:
             return await self._run(report)
         finally:
@@ -406,6 +422,7 @@ class FineTuning:
             tell_other_loss(self._say, step, self._losses[step], loss)
         else:
             self._folder.add_metrics(metrics)
+            self._emit(Measured(metrics))
             self._losses[step] = loss
         return metrics
 

@@ -217,7 +217,7 @@ def test_an_evaluation_is_scored_by_its_model(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["nowhere"], "nowhere: no run is there (config.toml)"),
+        (["nowhere"], "nowhere is not a run (no config.toml)"),
         (["{run}", "--weights", "{run}"], "--weights: {run} is no model folder"),
         (["{run}", "ranks.counts=2"], "unknown setting 'ranks.counts'"),
     ],

@@ -259,7 +259,7 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
         (["endpoint.url=a"], "endpoint.url: 'a' is not of the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
         (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),
-        (["--resume", "/no/such/run"], "--resume: /no/such/run: no run is there"),
+        (["--resume", "/no/such/run"], "--resume: /no/such/run is not a run (no config.toml)"),
         (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: files of one kind"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 from agentloop import console
 from agentloop.api.guard import ServeSettings
 from agentloop.api.http import bind
-from agentloop.events import Emit, RolloutAbandoned, RolloutStarted
+from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
 from agentloop.inference.router import ServerView
 from agentloop.runtime import Runtime
 from agentloop.scene import Scene
@@ -154,6 +154,39 @@ async def test_from_its_first_moment_there_is_a_page(tmp_path: Path) -> None:
         assert (frame["servers"], frame["sandbox"]["calls"]) == ([], {})
         assert [row["step"] for row in frame["steps"]] == [1]
         assert "control token: sesame" in at.told.said[0]
+
+
+async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> None:
+    """Those of before a restart, too. No other reader takes its steps for those of the run."""
+    heard: list[Event] = []
+
+    def before(run: RunFolder) -> None:
+        run.within("start").add_metrics({"step": 1, "learner/loss": 2.0})
+
+    async with scene(tmp_path, before=before, readers=[heard.append]) as at:
+        at.scene.measured_start(Measured({"step": 2, "learner/loss": 1.0}))
+        at.scene.emit(Measured({"step": 1, "reward": 0.5}))
+        _, frame = await at.get("/api/frame")
+        assert frame["steps"] == [
+            {"start/step": 1, "start/learner/loss": 2.0},
+            {"start/step": 2, "start/learner/loss": 1.0},
+            {"step": 1, "reward": 0.5},
+        ]
+    assert heard == [Measured({"step": 1, "reward": 0.5})]
+
+
+async def test_a_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> None:
+    told = Told()
+    folder = RunFolder(tmp_path / "run", "")
+    made = Scene(folder, cast(console.Progress, told), kind="sft", has_runtime=False)
+    settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
+    async with made.shown(settings), aiohttp.ClientSession() as http:
+        made.emit(Measured({"step": 1, "learner/loss": 1.5}))
+        url = told.said[0].removeprefix("Watch it: ")
+        async with http.get(f"{url}api/frame") as response:
+            frame = await response.json()
+        assert (frame["about"]["kind"], frame["about"]["controls"]) == ("sft", [])
+        assert frame["steps"] == [{"step": 1, "learner/loss": 1.5}]
 
 
 async def test_a_group_of_before_a_restart_is_read_from_the_folder(tmp_path: Path) -> None:

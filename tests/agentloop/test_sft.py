@@ -60,6 +60,36 @@ def test_what_is_wrong_is_named_before_anything_starts(
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train", "--restarts=0", "server.device=cuda"], "server.device: cuda, but no GPU"),
+        (["evaluate", "server.device=cuda"], "server.device: cuda, but no GPU"),
+        (["chat", "hello", "server.device=cuda"], "server.device: cuda, but no GPU"),
+        (
+            ["rollouts", "fleet.redis=redis://x", "fleet.run=x", "server.device=cuda"],
+            "server.device: cuda, but no GPU",
+        ),
+        (
+            ["sft", "data.teacher=9", "learner.attention=flash_attention_2"],
+            "learner.attention: flash_attention_2, but no GPU",
+        ),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
+    command: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_runs_own_settings_can_be_used_again(tmp_path: Path) -> None:
     settings = load_settings(SftSettings, overrides=["data.teacher=9", "learner.init=random"])
     again = tmp_path / "config.toml"

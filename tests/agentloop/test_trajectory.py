@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentloop.trajectory import (
     CallStatus,
@@ -75,3 +77,34 @@ def test_the_model_is_not_blamed_for_what_others_did(status: CallStatus) -> None
 def test_only_what_we_broke_or_stopped_goes_unscored() -> None:
     ours = {StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED}
     assert {reason for reason in StopReason if reason.infrastructure} == ours
+
+
+def ran(*spans: tuple[float, float], elapsed_s: float = 10.0) -> Trajectory:
+    results = [ToolResult("c", "f", CallStatus.OK, "", 0.0, *span) for span in spans]
+    return Trajectory("t", [1], [Turn(results=results)], elapsed_s=elapsed_s)
+
+
+@pytest.mark.parametrize(
+    ("spans", "seconds"),
+    [
+        ((), 0.0),
+        (((1.0, 3.0), (5.0, 6.0)), 3.0),
+        (((1.0, 4.0), (2.0, 3.0), (2.0, 6.0)), 5.0),  # side by side
+    ],
+)
+def test_time_in_which_tools_ran(spans: tuple[tuple[float, float], ...], seconds: float) -> None:
+    assert ran(*spans).tool_run_s == seconds
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted), max_size=8))
+@settings(deadline=None)
+def test_time_in_which_tools_ran_is_that_of_any(spans: list[list[int]]) -> None:
+    seconds = {second for start, end in spans for second in range(start, end)}
+    assert ran(*((float(start), float(end)) for start, end in spans)).tool_run_s == len(seconds)
+
+
+def test_whose_doing_it_is_that_time_ran_out() -> None:
+    assert ran((0.0, 2.0), (4.0, 7.0)).used_its_time
+    assert not ran((0.0, 4.9)).used_its_time  # the rest was waited for
+    assert not ran(elapsed_s=10.0).used_its_time
+    assert not ran(elapsed_s=0.0).used_its_time  # nothing is known

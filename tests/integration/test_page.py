@@ -304,6 +304,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         row = {"step": step, "reward": step / 4, "tool_errors_in_correct": 0.1}
         folder.add_metrics(row | {"pass_at_k": 0.9})
     folder.add_metrics({"step": 4, "reward": 0.875, "tool_errors_in_correct": None})
+    folder.within("start").add_metrics({"step": 1, "learner/loss": 2.5, "learner/lr": 0.001})
     command = [sys.executable, "-m", "agentloop", "view", str(folder.path)]
     out = tmp_path / "run.html"
     done = subprocess.run([*command, "--export", str(out)], capture_output=True, text=True)
@@ -328,6 +329,11 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         errors = page.get_by_role("region", name="Tool errors in correct rollouts").locator("b")
         expect(errors.first).to_have_text("–")
         expect(page.get_by_role("heading", name="@k")).to_have_text("pass@k")  # there is no avg@k
+        page.get_by_label("Phase").select_option("supervised start")
+        loss = page.get_by_role("region", name="Loss").locator("b")
+        expect(loss).to_have_text("2.5")
+        expect(shown.first).not_to_be_visible()
+        assert violations(page) == []
     process = subprocess.Popen([*command, "serve.port=0"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -370,7 +376,7 @@ def test_a_question_while_nobody_answers_says_so_until_somebody_does(
         page.goto(f"{service.url}/?again#/ask")
         page.get_by_role("textbox").fill(QUESTION)
         page.get_by_role("button", name="Ask", exact=True).click()
-        said = page.locator("#view").get_by_text("nobody answers")
+        said = page.locator("#view").get_by_text("the server is not responding")
         expect(said).to_be_visible()
         page.unroute("**/api/**")
         expect(said).not_to_be_visible()

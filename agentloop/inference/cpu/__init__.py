@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-__all__ = ["INSTALL_COMMAND", "OVERLAY", "PRIVATE", "has_accelerator"]
+__all__ = ["INSTALL_COMMAND", "NO_ACCELERATOR", "OVERLAY", "PRIVATE", "has_accelerator"]
 
 OVERLAY = Path(__file__).parent / "overlay"
 # torchvision's wheels are built for CUDA. In the environment itself, beside a PyTorch for the CPU,
@@ -21,6 +21,10 @@ PRIVATE = Path(sys.prefix) / "share" / "agentloop" / "sglang-cpu"
 INSTALL_COMMAND = "python -m agentloop.inference.install"
 
 _DEVICE_FILES = ("nvidia0", "kfd")  # NVIDIA, AMD
+NO_ACCELERATOR = (
+    "no GPU is visible here: check the driver, the container's devices and CUDA_VISIBLE_DEVICES "
+    "(AGENTLOOP_ACCELERATOR=1 says that there is one)"
+)
 
 
 def has_accelerator(dev: Path = Path("/dev")) -> bool:

@@ -59,7 +59,7 @@
       if (token) sent.Authorization = `Bearer ${token}`;
       if (kind === "control") sent["X-Control-Token"] = control;
       const response = await fetch(path, { cache: "no-store", ...options, headers: sent }).catch((error) => {
-        throw error instanceof TypeError ? new ApiError(0, "nobody answers; it may be down") : error;
+        throw error instanceof TypeError ? new ApiError(0, "the server is not responding") : error;
       });
       if (response.ok) return response;
       const error = await failure(response);

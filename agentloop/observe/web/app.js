@@ -55,7 +55,7 @@
         root.append(h("p", { class: "bad" }, `This view failed: ${error.message}`));
       }
     } else {
-      root.append(h("p", {}, "There is no view of that name. ", h("a", { href: "#/" }, "Go to the first one.")));
+      root.append(h("p", {}, "This view does not exist. ", h("a", { href: "#/" }, "Go to Now.")));
     }
     for (const enter of app.entered) enter(params);
     for (const link of $("nav").querySelectorAll("a")) {
@@ -166,7 +166,7 @@
     const { ended } = store.now;
     if (ended) parts.push(h("span", {}, ended.text));
     else if (state === "lost" && lostSince && Date.now() - lostSince > 1500) {
-      const what = retryMs === null ? "Not connected" : "The connection is lost";
+      const what = retryMs === null ? "Not connected" : "Connection lost";
       const old = store.ready ? " What is shown is old." : "";
       parts.push(h("span", {}, `${what}${error ? `: ${error}` : ""}.${old} `));
       const text = retryMs === null ? "Connect" : "Connect now";
@@ -210,7 +210,7 @@
           return true; // nobody will answer any more
         }
         if (store.connection.state !== "open") {
-          if (lostSince && Date.now() - lostSince > 1500) store.say("This page is connected again");
+          if (lostSince && Date.now() - lostSince > 1500) store.say("Reconnected");
           lostSince = 0;
           store.connected("open");
         }
@@ -254,16 +254,16 @@
     });
     const why =
       kind === "control"
-        ? "Whoever controls a run says who they are. The token was printed in the terminal when it started."
-        : "This service wants a token: that of serve.token.";
+        ? "Controlling a run requires the control token. It was printed in the terminal when the run started."
+        : "This service requires a token (serve.token).";
     const body = [
       h("p", { id: "token-why" }, why),
-      reason ? h("p", { class: "bad", role: "alert" }, "That was another token; it was refused.") : null,
+      reason ? h("p", { class: "bad", role: "alert" }, "Wrong token.") : null,
       h("label", { for: "token" }, "Token"),
       input,
       h("p", { class: "muted" }, "It is kept in this tab alone, until the tab is closed."),
     ];
-    const pressed = await dialog("Token", body, [["ok", "Use it", "primary"], ["", "Cancel"]]);
+    const pressed = await dialog("Token", body, [["ok", "Continue", "primary"], ["", "Cancel"]]);
     return pressed === "ok" ? input.value.trim() || null : null;
   };
 
@@ -291,11 +291,11 @@
   };
 
   const keys = () => [
-    [`1 – ${navigation.length}`, "the views, in the order of the bar at the top"],
-    ["/", "to the view's search field or question"],
-    ["t", "dark or light"],
-    ["?", "this list"],
-    ["Esc", "closes what is open"],
+    [`1 – ${navigation.length}`, "switch to a view, in the order of the navigation bar"],
+    ["/", "go to the search field or the question"],
+    ["t", "switch between dark and light"],
+    ["?", "show this list"],
+    ["Esc", "close the dialog or menu"],
   ];
 
   const showKeys = async () => {

@@ -54,14 +54,14 @@
         button.disabled = true;
         setText(said, "");
         unanswered = false;
-        setText(state, "It is being started.");
+        setText(state, "Starting…");
         try {
           const { rollout } = await api.post("api/ask", { question });
           draft = "";
           remember(rollout, question);
           if (!closed) app.go(parts.hash("rollout", rollout));
         } catch (error) {
-          setText(said, `It was not started: ${error.message}`);
+          setText(said, `Could not send the question: ${error.message}`);
           unanswered = error.status === 0;
           field.focus();
         } finally {
@@ -111,11 +111,11 @@
         before.hidden = !kept.length;
         // A training run that is paused answers visitors all the same.
         const refuses = store.now.paused && store.about.kind === "serve";
-        setText(paused, refuses ? "It is paused: questions are refused until it goes on." : "");
+        setText(paused, refuses ? "The service is paused: questions are refused until it is resumed." : "");
         const make = ({ id, question }) => h("li", {}, h("a", { href: parts.hash("rollout", id) }, question), h("span", { class: "muted" }));
         keyed(list, kept, ({ id }) => id, make, (node, { id }) => {
           const row = store.rollouts.get(id);
-          setText(node.lastChild, row ? (row.state === "live" ? "goes on" : parts.words(row.stop ?? row.state)) : "");
+          setText(node.lastChild, row ? (row.state === "live" ? "running" : parts.words(row.stop ?? row.state)) : "");
         });
       };
       show();

@@ -34,7 +34,7 @@
 
     const press = async ({ name, text, sure }) => {
       if (sure) {
-        const pressed = await app.dialog(`${text}?`, [h("p", {}, sure)], [["ok", text, "primary"], ["", "Leave it"]]);
+        const pressed = await app.dialog(`${text}?`, [h("p", {}, sure)], [["ok", text, "primary"], ["", "Cancel"]]);
         if (pressed !== "ok") return;
       }
       for (const button of row.children) button.disabled = true;

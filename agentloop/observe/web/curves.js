@@ -21,9 +21,13 @@
     dashed: { width: 1.25, dash: [5, 4] },
   };
   const SMOOTH = [
-    ["1", "as it is"],
-    ["5", "over 5 steps"],
-    ["20", "over 20 steps"],
+    ["1", "none"],
+    ["5", "5 steps"],
+    ["20", "20 steps"],
+  ];
+  const PHASES = [
+    ["start", "supervised start"],
+    ["run", "rollouts"],
   ];
 
   // `series`: [key, label, stroke]. `text`: a value as the reader sees it.
@@ -38,7 +42,7 @@
       most: 1,
       text: percent,
     },
-    { title: "Length", note: "sampled tokens of a rollout", series: both("length_mean") },
+    { title: "Tokens per rollout", note: "sampled tokens, mean", series: both("length_mean") },
     { title: "Truncated", note: "rollouts that a budget ended", series: both("truncated"), most: 1, text: percent },
     { title: "Entropy", note: "nats per token", series: [["learner/entropy", "entropy", "thin"]] },
     {
@@ -46,28 +50,40 @@
       note: "engine and learner, nats per token",
       series: [["learner/mismatch_kl", "mismatch", "thin"]],
     },
+    { title: "Loss", note: "mean of the step", series: [["learner/loss", "loss", "thin"]] },
+    { title: "Learning rate", series: [["learner/lr", "learning rate", "thin"]] },
+    { title: "Gradient norm", note: "before clipping", series: [["learner/grad_norm", "norm", "thin"]] },
     {
       title: "Staleness",
-      note: "versions behind, of what is learned from",
+      note: "versions behind, of the rollouts used",
       series: [["staleness_mean", "mean", "thin"], ["staleness_max", "largest", "dashed"]],
     },
     {
-      title: "Seconds of a step",
-      note: "who waited for whom",
+      title: "Step time",
+      note: "where it went",
       stack: [
         ["wait_s", "waiting for rollouts", "lane-wait"],
         ["learn_s", "learning", "lane-decode"],
         ["hand_over_s", "loading weights", "lane-prefill"],
-        ["rest_s", "the rest", "lane-tool"],
+        ["rest_s", "other", "lane-tool"],
       ],
       text: span,
     },
-    { title: "Another measure", any: true },
+    { title: "Other metrics", any: true },
   ];
 
   // --- rows ---------------------------------------------------------------------------------------
 
   const AT_K = /^(held_out\/)?(avg|pass)(?:@(\d+)|_at_k)?$/;
+
+  // The supervised start has steps of its own, whose names have start/ in front; `agentloop sft` has no others.
+  const START = "start/";
+  const isOfStart = (row) => isNumber(row[`${START}step`]);
+  const ofPhase = (rows, phase) => {
+    if (phase !== "start") return rows;
+    const plain = (row) => Object.fromEntries(Object.entries(row).map(([name, value]) => [name.slice(START.length), value]));
+    return rows.some(isOfStart) ? rows.filter(isOfStart).map(plain) : rows.filter((row) => isNumber(row.epoch));
+  };
 
   // A row per step: what is told of it at different times belongs together.
   const bySteps = (rows) => {
@@ -75,7 +91,7 @@
     for (const row of rows) if (isNumber(row.step)) steps.set(row.step, { ...steps.get(row.step), ...row });
     for (const row of steps.values()) {
       const known = ["wait_s", "learn_s", "hand_over_s"].reduce((sum, name) => sum + (row[name] ?? 0), 0);
-      if (isNumber(row.step_s) && row.step_s - known > 0.001) row.rest_s = row.step_s - known;
+      if (known && isNumber(row.step_s) && row.step_s - known > 0.001) row.rest_s = row.step_s - known;
     }
     return new Map([...steps].sort(([a], [b]) => a - b));
   };
@@ -127,7 +143,7 @@
       const head = h("h2", {}, this.name);
       this.note = h("p", { class: "muted" }, spec.note ?? "");
       if (spec.any) {
-        this.chosen = h("select", { "aria-label": "Measure", onchange: () => page.draw() });
+        this.chosen = h("select", { "aria-label": "Metric", onchange: () => page.draw() });
         head.append(" ", this.chosen);
       }
       this.node = h(
@@ -164,7 +180,7 @@
 
     offer(keys) {
       const left = [...keys].filter((key) => !this.page.shownElsewhere.has(key)).sort();
-      const before = this.chosen.value || "learner/grad_norm";
+      const before = this.chosen.value;
       if (left.join() !== this.offered) {
         this.offered = left.join();
         this.chosen.replaceChildren(...left.map((key) => h("option", { value: key }, key.replaceAll("_", " "))));
@@ -244,7 +260,7 @@
       return {
         ...this.size(),
         legend: { show: false },
-        padding: [8, 8, 0, 0],
+        padding: [8, 16, 0, 0],
         cursor: {
           sync: { key: "curves", scales: ["x", null], setSeries: false },
           drag: { x: true, y: false },
@@ -353,13 +369,17 @@
       const smooth = h("select", { id: "cv-smooth", onchange: () => ((this.window = Number(smooth.value)), this.draw()) });
       for (const [value, text] of SMOOTH) smooth.append(h("option", { value }, text));
       this.all = h("button", { type: "button", hidden: true, onclick: () => this.unzoom() }, "All steps");
+      this.phases = h("select", { id: "cv-phase", onchange: () => this.enter(this.phases.value) });
+      for (const [value, text] of PHASES) this.phases.append(h("option", { value }, text));
+      this.phaseBox = h("span", { hidden: true }, h("label", { for: "cv-phase" }, "Phase"), " ", this.phases);
       this.bar = h(
         "div",
         { class: "cv-bar" },
         h("label", { for: "cv-step" }, "Step"),
         this.step,
         this.at,
-        h("label", { for: "cv-smooth" }, "Means"),
+        this.phaseBox,
+        h("label", { for: "cv-smooth" }, "Smoothing"),
         smooth,
         this.all,
       );
@@ -397,13 +417,13 @@
 
     async add(name) {
       const used = new Set([...this.compared.values()].map((run) => run.color));
-      const run = { name, rows: new Map(), color: COLORS.slice(1).find((one) => !used.has(one)) };
+      const run = { name, raw: [], rows: new Map(), color: COLORS.slice(1).find((one) => !used.has(one)) };
       this.compared.set(name, run);
       this.say("");
       try {
         const { rows } = await this.app.api.get(`api/curves?run=${encodeURIComponent(name)}`);
-        run.rows = bySteps(rows);
-        if (!run.rows.size) this.say(`${name} has no metrics yet.`);
+        run.raw = rows;
+        if (!rows.length) this.say(`${name} has no metrics yet.`);
       } catch (error) {
         this.compared.delete(name);
         if (!this.closed) this.say(`${name} cannot be shown: ${error.message}`);
@@ -451,7 +471,12 @@
 
     draw() {
       const { store } = this.app;
-      const own = { name: this.own, rows: bySteps(store.steps), color: COLORS[0] };
+      const own = { name: this.own, raw: store.steps, color: COLORS[0] };
+      const hasStart = store.steps.some(isOfStart);
+      this.phaseBox.hidden = !hasStart;
+      const phase = !hasStart ? "run" : (this.phase ?? (store.steps.some(({ step }) => isNumber(step)) ? "run" : "start"));
+      this.phases.value = phase;
+      for (const run of [own, ...this.compared.values()]) run.rows = bySteps(ofPhase(run.raw, phase));
       this.runs = [own, ...this.compared.values()].filter((run, i) => !i || run.rows.size);
       const keys = keysOf(this.runs);
       this.shownElsewhere = new Set(CHARTS.flatMap((spec) => [...(spec.series ?? []), ...(spec.stack ?? [])].map(([key]) => key)));
@@ -460,15 +485,23 @@
       this.steps = steps;
       if (this.index !== null && this.index >= steps.length) this.index = null;
       this.showRuns();
-      for (const one of [this.bar, this.grid, this.table]) one.hidden = !keys.size;
+      for (const one of [this.grid, this.table]) one.hidden = !keys.size;
+      this.bar.hidden = !keys.size && !hasStart;
       this.none.hidden = keys.size > 0;
-      setText(this.none, store.ready ? "No step has been measured yet." : "Waiting for the first numbers.");
+      setText(this.none, store.ready ? "No step has finished yet." : "Waiting for the first numbers.");
       this.drawing = true; // cursors move meanwhile, and mean nothing by it
       for (const chart of this.charts) chart.draw(this.runs, keys, steps);
       this.drawing = false;
       this.step.max = Math.max(steps.length - 1, 0);
       this.point(this.index);
       this.fill();
+    }
+
+    // Show another phase: its steps are others.
+    enter(phase) {
+      [this.phase, this.zoom, this.index] = [phase, null, null];
+      this.all.hidden = true;
+      this.redraw();
     }
 
     redraw() {

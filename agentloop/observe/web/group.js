@@ -12,7 +12,7 @@
     ["id", "Rollout", "", (row) => row.id],
     ["reward", "Reward", "", (row) => row.reward],
     ["advantage", "Advantage", "num", (row) => row.advantage],
-    ["kept", "Learned from", "", (row) => (row.kept ? 0 : 1) + (row.dropped ?? "")],
+    ["kept", "Used in update", "", (row) => (row.kept ? 0 : 1) + (row.dropped ?? "")],
     ["tokens", "Tokens", "num", (row) => row.tokens],
     ["turns", "Turns", "num", (row) => row.turns],
     ["failed", "Failed calls", "num", (row) => row.failed_calls],

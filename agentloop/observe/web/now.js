@@ -18,7 +18,7 @@
       text: whole,
       note: ({ now }) => isNumber(now.rollouts_done) && `${whole(now.rollouts_done)} done`,
     },
-    { name: "num_waiting", label: "wait for room", value: ({ now }) => now.num_waiting, text: whole, note: () => "turns" },
+    { name: "num_waiting", label: "waiting for KV space", value: ({ now }) => now.num_waiting, text: whole, note: () => "turns" },
     {
       name: "groups_open",
       label: "groups open",
@@ -64,7 +64,7 @@
       href: "#/sandbox",
       value: ({ sandbox }) => sandbox?.busy,
       text: whole,
-      note: ({ sandbox }) => `of ${whole(sandbox.slots)}${sandbox.waiting ? `, ${whole(sandbox.waiting)} wait` : ""}`,
+      note: ({ sandbox }) => `of ${whole(sandbox.slots)}${sandbox.waiting ? `, ${whole(sandbox.waiting)} queued` : ""}`,
     },
     {
       name: "refusals",
@@ -153,7 +153,7 @@
       setText(sentence, waits && waits[0].toUpperCase() + waits.slice(1));
       sentence.hidden = !waits;
       still.hidden = Boolean(now.ended) || !(now.still_s >= 10);
-      if (!still.hidden) setText(still, `Nothing has moved for ${span(now.still_s)}.`);
+      if (!still.hidden) setText(still, `No progress for ${span(now.still_s)}.`);
       node.hidden = !now.stage && !facts.textContent && !waits && still.hidden;
     };
     return { node, update };
@@ -161,11 +161,11 @@
 
   const mountWaits = (store) => {
     const { table: node, body } = table(
-      "Who waits for what, the longest first",
-      [{ text: "Who" }, { text: "Waits for" }, { text: "For", class: "num" }],
+      "What is waiting for what, the longest first",
+      [{ text: "What" }, { text: "Waiting for" }, { text: "Since", class: "num" }],
       "waits",
     );
-    const none = h("p", { class: "muted" }, "Nobody waits.");
+    const none = h("p", { class: "muted" }, "Nothing is waiting.");
     let all = false;
     const more = h("button", { type: "button", class: "quiet", onclick: () => ((all = !all), update()) });
     const make = () => {
@@ -190,7 +190,7 @@
       more.hidden = store.waits.length <= SHOWN_WAITS;
       setText(more, all ? "Fewer" : `All ${store.waits.length}`);
     };
-    return { node: panel("Who waits for whom", node, none, more), update };
+    return { node: panel("Waiting", node, none, more), update };
   };
 
   // Of a run from disk, what it measured of its last step has to do: in a row, or in two where it was evaluated.
@@ -198,9 +198,10 @@
     ["reward", "reward", short],
     ["held_out/reward", "held-out reward", short],
     ["tool_errors_in_correct", "tool errors in correct", percent],
-    ["length_mean", "tokens of a rollout", short],
+    ["length_mean", "tokens per rollout", short],
+    ["learner/loss", "loss", short],
     ["learner/entropy", "entropy, nats per token", short],
-    ["step_s", "time of a step", span],
+    ["step_s", "step time", span],
   ];
   const valuesOf = (store) => {
     if (store.now.values && (!store.now.ended || isEvaluation(store.about))) return Object.entries(store.now.values);
@@ -211,11 +212,11 @@
 
   const mountValues = (store) => {
     const list = h("dl", { class: "values" });
-    const node = panel("The last step", list);
+    const node = panel("Last step", list);
     const title = node.querySelector("h2");
     const make = ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}));
     const update = () => {
-      setText(title, isEvaluation(store.about) ? "Results" : "The last step");
+      setText(title, isEvaluation(store.about) ? "Results" : "Last step");
       const values = valuesOf(store);
       keyed(list, values, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, String(value)));
       node.hidden = !values.length;
@@ -225,7 +226,7 @@
 
   const mountLog = (store) => {
     const list = h("ol", { class: "log" });
-    const none = h("p", { class: "muted" }, "Nothing yet.");
+    const none = h("p", { class: "muted" }, "No events yet.");
     const make = ({ t, text, kind, href }) =>
       h(
         "li",
@@ -237,8 +238,8 @@
       keyed(list, store.log, ({ id }) => id, make, () => {});
       none.hidden = store.log.length > 0;
     };
-    const scroll = h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "What has changed, the newest first" }, list);
-    return { node: panel("What has changed", none, scroll), update };
+    const scroll = h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Events, the newest first" }, list);
+    return { node: panel("Events", none, scroll), update };
   };
 
   view("now", {

@@ -4,11 +4,11 @@
   const { h, format, color } = window.agentloop;
 
   const LANES = [
-    ["wait", "Waiting", "for room on a server; in a run from disk, until the first token"],
-    ["prefill", "Prefill", "on a server until the first token: its queue, and reading the prompt"],
+    ["wait", "Waiting", "for KV space on a server; in a run from disk, until the first token"],
+    ["prefill", "Prefill", "on a server until the first token: queue and prefill"],
     ["decode", "Decode", "sampling"],
     ["tool", "Tool", "calls that run after the turn's last token"],
-    ["siblings", "Waiting for its group", "until the others of its group have ended, too"],
+    ["siblings", "Waiting for group", "until all rollouts of its group have ended"],
     ["reward", "Reward", "its answer is checked"],
   ];
   // Lanes differ in height as well as in colour: [top, height] as shares of the bar's height.
@@ -174,7 +174,7 @@
   const link = (kind, id) => h("a", { href: hash(kind, id) }, id);
 
   const WHY_DROPPED = {
-    infrastructure: "no reward: broken by us",
+    infrastructure: "no reward: infrastructure failure",
     group_rejected: "the whole group is rejected",
     negative: "wrong, over the quota",
     positive: "right, over the quota",

@@ -130,9 +130,9 @@
         this.aligning,
         h(
           "div", { class: "v-cluster", role: "group", "aria-label": "Time" },
-          parts.button("−", "Longer span of time", () => this.zoom(1)),
+          parts.button("−", "Zoom out", () => this.zoom(1)),
           this.spanText,
-          parts.button("+", "Shorter span of time", () => this.zoom(-1)),
+          parts.button("+", "Zoom in", () => this.zoom(-1)),
           parts.button("Fit", "Fit the rows in view", () => this.fitAll()),
           parts.button("‹", "Earlier", () => this.pan(-0.5)),
           parts.button("›", "Later", () => this.pan(0.5)),
@@ -165,7 +165,7 @@
           "section", { class: "v ro" }, bar,
           h("div", { class: "ro-under" }, parts.legend(), this.found),
           h("p", { class: "v-hidden", id: "ro-keys" },
-            "Up and down arrows choose a rollout, Enter opens it. Left and right arrows move in time, plus and minus zoom, F follows now."),
+            "Up and down arrows select a rollout, Enter opens it. Left and right arrows move in time, plus and minus zoom, F follows now."),
           h("div", { class: "ro-panel" }, this.scroll, this.empty, this.readout),
         ),
       );
@@ -697,7 +697,7 @@
 
   // -- groups
 
-  const GROUP_STATES = [["all", "All"], ["live", "In flight"], ["teach", "Teach"], ["idle", "Teach nothing"]];
+  const GROUP_STATES = [["all", "All"], ["live", "In flight"], ["teach", "Has signal"], ["idle", "No signal"]];
 
   window.agentloop.view("groups", {
     title: "Groups",
@@ -712,7 +712,7 @@
         draw();
       });
       const body = h("tbody");
-      const names = ["Group", "Task", "State", "Mean reward", "Kept", "Teaches", "Time"];
+      const names = ["Group", "Task", "State", "Mean reward", "Kept", "Has signal", "Time"];
       const classes = ["", "gr-wide", "", "", "", "", "gr-wide num"];
       const head = h("tr", null, names.map((name, i) => h("th", { scope: "col", class: classes[i] || null }, name)));
       const empty = h("p", { class: "v-empty" });

@@ -6,7 +6,7 @@
 
   // How a call ends: [status, what it means, kind]. The order is that of the table.
   const ENDS = [
-    ["ok", "the program ran to its end", "good"],
+    ["ok", "the program finished", "good"],
     ["error", "the tool or the program raised", ""],
     ["timeout", "killed: over its time", "bad"],
     ["oom", "killed: over its memory", "bad"],
@@ -14,11 +14,11 @@
     ["killed", "killed: by a signal, or for what it tried", "bad"],
     ["malformed", "the call could not be decoded; it never ran", ""],
     ["unknown_tool", "there is no such tool; it never ran", ""],
-    ["bad_arguments", "arguments that the tool does not take; it never ran", ""],
-    ["caller", "left to the caller to run", ""],
+    ["bad_arguments", "the tool does not accept the arguments; it never ran", ""],
+    ["caller", "the caller runs it", ""],
     ["cancelled", "the rollout ended first", ""],
-    ["infrastructure", "broken by us; it does not count", "warn"],
-    ["sandbox_error", "broken by us; it does not count", "warn"],
+    ["infrastructure", "infrastructure failure; does not count", "warn"],
+    ["sandbox_error", "infrastructure failure; does not count", "warn"],
     ["overloaded", "refused: too many waited", "warn"],
   ];
   const MEANS = new Map(ENDS.map(([name, means, kind], place) => [name, { means, kind, place }]));
@@ -30,9 +30,9 @@
     const replaced = ({ replaced: count }) => count > 0 && `${whole(count)} replaced`;
     const TILES = [
       ["slots busy", "sandbox_busy", (one) => one.busy, (one) => `of ${whole(one.slots)}`],
-      ["calls wait", "sandbox_waiting", (one) => one.waiting, () => "for a slot", (one) => one.waiting > 0 && "warn"],
+      ["calls queued", "sandbox_waiting", (one) => one.waiting, () => "for a slot", (one) => one.waiting > 0 && "warn"],
       ["workers", null, (one) => one.workers, replaced, (one) => one.workers === 0 && "bad"],
-      ["sessions", null, (one) => one.sessions, () => "that keep their state"],
+      ["sessions", null, (one) => one.sessions, () => "open notebooks"],
       ["kills", null, kills, () => "by limits and signals"],
     ];
     const make = ([label]) => {
@@ -59,12 +59,12 @@
   };
 
   const mountLatency = (store) => {
-    const columns = [{ text: "Of the last calls" }, { text: "Half", class: "num" }, { text: "90%", class: "num" }, { text: "99%", class: "num" }];
-    const { table: node, body } = table("How long calls took", columns, "sb-latency");
+    const columns = [{ text: "Recent calls" }, { text: "p50", class: "num" }, { text: "p90", class: "num" }, { text: "p99", class: "num" }];
+    const { table: node, body } = table("Latency of recent calls", columns, "sb-latency");
     const make = ([name]) => h("tr", {}, h("th", { scope: "row" }, name), ["p50", "p90", "p99"].map(() => h("td", { class: "num" })));
     const update = () => {
       const { latency_ms: latency, queued_ms: queued } = store.sandbox ?? {};
-      const rows = [["took at most", latency], ["of it, waited for a slot", queued]].filter(([, of]) => of);
+      const rows = [["total time", latency], ["time in queue", queued]].filter(([, of]) => of);
       keyed(body, rows, ([name]) => name, make, (row, [, of]) => {
         ["p50", "p90", "p99"].forEach((name, i) => setText(row.children[i + 1], ms(of[name])));
       });
@@ -76,7 +76,7 @@
 
   const mountEnds = (store) => {
     const columns = [{ text: "Ended by" }, { text: "Meaning" }, { text: "Calls", class: "num" }, { text: "Share", class: "num" }];
-    const { table: node, body } = table("Calls by how they ended", columns, "sb-ends");
+    const { table: node, body } = table("Calls by status", columns, "sb-ends");
     const none = h("p", { class: "muted" }, "No call has ended yet.");
     const total = h("p", { class: "muted" });
     const make = ([name]) => {
@@ -107,14 +107,14 @@
       none.hidden = calls.length > 0;
       setText(total, calls.length ? `${plural(all, "call")} since the start` : "");
     };
-    return { node: panel("How calls ended", none, node, total), update };
+    return { node: panel("Call status", none, node, total), update };
   };
 
   const mountLayers = (store) => {
     const list = h("dl", { class: "values" });
     const make = ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}));
     const backend = h("p", { class: "sb-backend" });
-    const box = panel("What holds a call in", backend, list);
+    const box = panel("Isolation", backend, list);
     const update = () => {
       const { layers, backend: name } = store.sandbox ?? {};
       const rows = Object.entries(layers ?? {});
@@ -138,7 +138,7 @@
         const isKnown = store.sandbox !== null;
         empty.hidden = isKnown;
         columns.hidden = !isKnown;
-        setText(empty, store.ready ? "Nothing is known of a sandbox here." : "Waiting for the first numbers.");
+        setText(empty, store.ready ? "This run has no sandbox." : "Waiting for the first numbers.");
         if (["sandbox", "history"].some((key) => changed.has(key))) tiles.update(changed);
         if (changed.has("sandbox")) for (const part of parts) part.update();
       };

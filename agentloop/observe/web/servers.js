@@ -9,7 +9,7 @@
     { name: "held", label: "held" },
     { name: "reserved", label: "reserved" },
     { name: "parked", label: "waiting at a tool" },
-    { name: "others", label: "of others" },
+    { name: "others", label: "other clients" },
     { name: "cached", label: "reusable cache" },
   ];
 
@@ -94,11 +94,11 @@
         const kv = store.kvShare();
         const parts = [`${healthy} of ${plural(servers.length, "server")} healthy`, `${whole(running)} running`];
         if (isNumber(kv)) parts.push(`${percent(kv)} of the KV cache held or reserved`);
-        if (isNumber(now.num_waiting)) parts.push(`${plural(now.num_waiting, "turn waits", "turns wait")} for room`);
+        if (isNumber(now.num_waiting)) parts.push(`${plural(now.num_waiting, "turn")} waiting for KV space`);
         setText(sum, parts.join(" · "));
         for (const one of [sum, legend, node]) one.hidden = !servers.length;
         none.hidden = servers.length > 0;
-        setText(none, store.ready ? "No servers are known to this run." : "Waiting for the first numbers.");
+        setText(none, store.ready ? "This run has no servers." : "Waiting for the first numbers.");
       };
       show();
       return store.on((changed) => {

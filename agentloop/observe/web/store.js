@@ -37,7 +37,7 @@
   const thinned = (rows, max = MAX_STEPS) => {
     if (rows.length <= max) return rows;
     const border = rows.length - Math.floor(max / 5);
-    const isRare = (row) => !("reward" in row) && !("learner/loss" in row);
+    const isRare = (row) => !["reward", "learner/loss", "start/step"].some((name) => name in row);
     const half = (keeps) => rows.filter((row, i) => i >= border || i % 2 === 0 || keeps(row));
     const left = half(isRare);
     return left.length <= max ? left : half(() => false);
@@ -181,8 +181,8 @@
         if (isNew && store.about.kind !== "train") // there it is every step
           store.say(`Policy version ${now.policy_version}`);
         for (const [name, on, off] of [
-          ["paused", "Paused", "Goes on after the pause"],
-          ["draining", "Draining: nothing new starts", "No longer draining"],
+          ["paused", "Paused", "Resumed"],
+          ["draining", "Draining: no new rollouts start", "No longer draining"],
         ])
           if (Boolean(now[name]) !== Boolean(was[name])) store.say(now[name] ? on : off, { kind: "warn" });
         const refused = (now.refusals ?? 0) - (was.refusals ?? 0);

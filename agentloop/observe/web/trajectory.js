@@ -220,7 +220,7 @@
         ["Advantage", record.dropped ? `– (dropped: ${parts.whyDropped(record.dropped)})` : format.isNumber(record.advantage) && parts.signed(record.advantage)],
         ["Answer", record.answer],
         ["Tokens", record.turns.every(isCounted)
-          ? `${format.whole(sampled)} sampled, ${format.whole(observed)} observed, ${format.whole(record.prompt_tokens)} of prompt`
+          ? `${format.whole(sampled)} sampled, ${format.whole(observed)} tool output, ${format.whole(record.prompt_tokens)} prompt`
           : `${format.whole(row?.tokens)} sampled`],
         ["Calls", failed ? h("span", { class: "v-bad" }, `${calls}, ${failed} failed`) : format.whole(calls)],
         ["Time", format.span(elapsed)],
@@ -437,7 +437,7 @@
         const link = h("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: `${this.id}.json` });
         link.click();
         setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-        setText(this.copied, "No clipboard here: saved as a file.");
+        setText(this.copied, "The clipboard is not available: saved as a file.");
       }
     }
 
@@ -498,7 +498,7 @@
     drawHead(turn) {
       const isAwaited = !turn.ids.length && !turn.end;
       const said = isAwaited ? ["no token yet"] : isCounted(turn) ? [format.plural(turn.ids.length, "token")] : [];
-      if (turn.first_token_s) said.push(`first after ${format.span(turn.first_token_s - turn.started_s)}`);
+      if (turn.first_token_s) said.push(`TTFT ${format.span(turn.first_token_s - turn.started_s)}`);
       const took = (turn.generated_s || 0) - (turn.first_token_s || 0);
       if (took >= RATE_S && turn.ids.length > 1) said.push(`${parts.number((turn.ids.length - 1) / took, 3)} tokens/s`);
       if (turn.cached_tokens) said.push(`${format.whole(turn.cached_tokens)} cached`);
@@ -641,7 +641,7 @@
       const below = [];
       const input = call?.arguments?.input;
       if (typeof input === "string" && input) below.push(labelled("input", input));
-      if (call?.error && !result?.content.includes(call.error)) below.push(labelled("cannot be decoded", call.error));
+      if (call?.error && !result?.content.includes(call.error)) below.push(labelled("could not be decoded", call.error));
       if (result) below.push(labelled("output", result.content));
       segment.out.replaceChildren(...below);
     }

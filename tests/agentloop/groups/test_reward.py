@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,17 +21,25 @@ from hypothesis import strategies as st
 
 from agentloop.errors import RewardError, SettingsError
 from agentloop.groups.answers import boxed, final_answer, tagged
-from agentloop.groups.killable import CallDied, CallRaised, CallTimedOut, KillableProcesses
+from agentloop.groups.killable import (
+    CallDied,
+    CallNotStarted,
+    CallRaised,
+    CallTimedOut,
+    KillableProcesses,
+)
 from agentloop.groups.math_check import number, same_number
 from agentloop.groups.reward import Reward, RewardSettings, Scorer
 from agentloop.groups.tasks import Task
-from agentloop.trajectory import StopReason, Trajectory, Turn
+from agentloop.trajectory import CallStatus as ToolStatus
+from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn
 from sandbox import CallResult, CallStatus, SandboxError, SandboxUnavailable
 from tests.support import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
 
 FUNCTIONS = "tests.agentloop.groups.reward_functions"
+FRAGILE = "tests.agentloop.groups.fragile_check:verified"
 
 
 def rollout(*texts: str, reason: StopReason = StopReason.ANSWERED) -> Trajectory:
@@ -178,7 +187,18 @@ async def test_a_rollout_cut_short_is_wrong(scorer: Scorer) -> None:
 
 async def test_a_rollout_that_ran_out_of_time_has_no_reward(scorer: Scorer) -> None:
     found = await scorer.score(rollout(r"\boxed{5", reason=StopReason.TIME_BUDGET), task())
-    assert (found.value, found.reason) == (None, "it ran out of time")
+    assert found.value is None
+    assert "ran out of time" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("while I compute", 0.0), (r"\boxed{5}", 1.0), (r"\boxed{6}", 0.0)]
+)
+async def test_one_that_used_up_its_time_is_scored(scorer: Scorer, text: str, value: float) -> None:
+    used = rollout(text, reason=StopReason.TIME_BUDGET)
+    used.elapsed_s = 10.0
+    used.turns[0].results = [ToolResult("c", "sleep", ToolStatus.TIMEOUT, "", 0.0, 1.0, 7.0)]
+    assert (await scorer.score(used, task())).value == value
 
 
 async def test_infrastructure_has_no_reward(scorer: Scorer) -> None:
@@ -196,15 +216,60 @@ async def test_what_a_person_cancelled_has_no_reward_whoever_gives_it(scorer: Sc
         assert (await other.score(cancelled, task())).value is None
 
 
-async def test_a_check_that_hangs_is_killed_and_gives_no_reward() -> None:
-    settings = RewardSettings(num_workers=1, timeout_s=1, retries=1)
+async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
+    settings = RewardSettings(num_workers=1, timeout_s=6, retries=0)
     async with Scorer(settings) as scorer:
         found = await scorer.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
-        assert found.value is None
-        assert re.search(r"not done after 1 s|its process ended", found.reason)
+        assert (found.value, found.answer) == (0.0, "9^{9^{9^{9}}} + x")
+        assert re.search(r"not done after 6 s|its process ended", found.reason)
         assert "(2 tries)" in found.reason
         settings.timeout_s = 60
         assert (await scorer.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "value", "why"),
+    [
+        ("g", "hangs", 0.0, "not done after 3 s (2 tries): the answer breaks the check"),
+        ("g", "crashes", 0.0, "its process ended by SIGSEGV (2 tries): the answer breaks"),
+        ("g", "exits", 0.0, "its process ended with status 71 (2 tries): the answer breaks"),
+        ("g", "raises", 0.0, "RecursionError: too deep (2 tries): the answer breaks the check"),
+        ("g", "raises where it is not the first call", 1.0, "equal to the reference answer"),
+        ("g", "is killed", None, "its process ended by SIGKILL (2 tries)"),
+        ("hangs", "raises", None, "on the reference answer it fails, too"),
+    ],
+)
+async def test_whose_fault_a_failed_check_is(
+    monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
+) -> None:
+    monkeypatch.setattr("agentloop.groups.reward._VERIFIED", FRAGILE)
+    async with Scorer(RewardSettings(num_workers=1, timeout_s=3)) as scorer:
+        assert (await scorer.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
+        found = await scorer.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
+        assert (found.value, found.answer) == (value, answer)
+        assert why in found.reason
+
+
+async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One hang is no proof: the second try has to show it, and was killed from outside."""
+    monkeypatch.setattr("agentloop.groups.reward._VERIFIED", FRAGILE)
+    async with Scorer(RewardSettings(num_workers=1, timeout_s=3)) as scorer:
+        answer = f"hangs, then is killed: {tmp_path / 'mark'}"
+        found = await scorer.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
+        assert found.value is None
+        assert "SIGKILL" in found.reason
+
+
+async def test_a_check_that_cannot_be_started_gives_no_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Scorer(RewardSettings(num_workers=1)) as scorer:
+        monkeypatch.setattr(scorer._processes, "_preload", ["no.such:thing"])
+        found = await scorer.score(rollout(r"\boxed{x}"), task("y"))
+        assert found.value is None
+        assert "No module named 'no'" in found.reason
 
 
 async def test_exact_compares_numbers_and_text_only() -> None:
@@ -436,13 +501,20 @@ async def test_calls_and_processes_one_by_one() -> None:
             await processes.call("math:sqrt", -1, timeout_s=60)
         with pytest.raises(CallTimedOut):
             await processes.call("time:sleep", 100, timeout_s=0.1)
-        with pytest.raises(CallDied):
+        with pytest.raises(CallDied) as caught:
             await processes.call("os:_exit", 0, timeout_s=60)
+        assert not caught.value.from_outside
+        with pytest.raises(CallDied, match="SIGTERM") as caught:
+            await processes.call("signal:raise_signal", int(signal.SIGTERM), timeout_s=60)
+        assert caught.value.from_outside
+        first = await processes.call("os:getpid", timeout_s=60)
+        assert await processes.call("os:getpid", timeout_s=60) == first
+        assert await processes.call("os:getpid", timeout_s=60, fresh=True) != first
         with pytest.raises(TypeError, match="not this one"):
             await processes.call("math:sqrt", Unpicklable(), timeout_s=60)
         assert await processes.call("math:sqrt", 4, timeout_s=60) == 2.0
     async with KillableProcesses(1, preload=["no.such:thing"]) as processes:
-        with pytest.raises(CallRaised, match="No module named 'no'"):
+        with pytest.raises(CallNotStarted, match="No module named 'no'"):
             await processes.call("math:sqrt", 9, timeout_s=60)
 
 

@@ -19,7 +19,7 @@ from anyio.abc import Process, SocketStream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.errors import ModelError, ServerError, ServerStartError
+from agentloop.errors import ModelError, ServerError, ServerStartError, SettingsError
 from agentloop.inference import supervise
 from agentloop.inference.cpu import OVERLAY
 from agentloop.inference.keep_alive import Restarts, keep_alive
@@ -28,6 +28,7 @@ from agentloop.inference.supervise import (
     ServerProcess,
     ServerSettings,
     plan,
+    require_device,
     running,
 )
 
@@ -429,7 +430,18 @@ def test_a_port_in_use(model: Path, tmp_path: Path) -> None:
             plan(model, ServerSettings(port=port, device="cpu"), log_dir=tmp_path)
 
 
-@pytest.mark.parametrize("argument", ["--port", "--host=0.0.0.0"])
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ServerSettings(device="cuda")
+    monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
+    with pytest.raises(SettingsError, match=r"^server\.device: cuda, but no GPU is visible here"):
+        require_device(asked)
+    for device in ("auto", "cpu"):
+        require_device(ServerSettings(device=device))  # type: ignore[arg-type]
+    monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "1")
+    require_device(asked)
+
+
+@pytest.mark.parametrize("argument", ["--port", "--host=0.0.0.0", "--device=cuda"])
 def test_what_we_set_is_not_set_twice(argument: str) -> None:
     with pytest.raises(ValueError, match="is set by the runtime"):
         ServerSettings(extra_args=(argument, "1"))

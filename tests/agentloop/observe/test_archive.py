@@ -101,6 +101,14 @@ async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
     orjson.dumps(whole)
 
 
+async def test_the_supervised_start_is_shown_and_compared(run: RunFolder) -> None:
+    before = (await archive(run).frame())["steps"]
+    run.within("start").add_metrics({"step": 1, "learner/loss": 2.0})
+    whole = [{"start/step": 1, "start/learner/loss": 2.0}, *before]
+    assert (await archive(run).frame())["steps"] == whole
+    assert await archive(run).curves(run.path.name) == whole
+
+
 async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     at = archive(run)
     told = await at.rollout("1-a/b.0")

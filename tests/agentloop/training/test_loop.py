@@ -1057,7 +1057,7 @@ async def test_what_was_undone_is_nobodys_model(tmp_path: Path, how: str, num_st
     assert RunFolder.model_in(path).name == "3"
     del run
     tasks = await gone_back(tmp_path, 1)
-    with pytest.raises(SettingsError, match="no run with a model"):
+    with pytest.raises(SettingsError, match="is not a run with a model"):
         RunFolder.model_in(path)
     with pytest.raises(ModelError, match="no published weights"):
         find(path)

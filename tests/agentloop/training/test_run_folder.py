@@ -138,7 +138,7 @@ def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
         (path / "config.json").write_text("{}")
         return path
 
-    with pytest.raises(SettingsError, match="no run with a model"):
+    with pytest.raises(SettingsError, match="is not a run with a model"):
         RunFolder.model_in(tmp_path)
     for name in ("a", "b"):
         RunFolder.of(RunSettings(folder=tmp_path, name=name), "")

@@ -20,6 +20,7 @@ from agentloop.agent.rollout import Rollout
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tools import RunTool, ToolOutput
 from agentloop.errors import DataError, SettingsError
+from agentloop.events import Event, Measured, ignore
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.groups.teacher import dialogues
 from agentloop.models import SMALL
@@ -364,10 +365,11 @@ async def tune(
     folder: RunFolder, learner: PlayedLearner, said: Said | None = None, **changed: Any
 ) -> Path:
     samples = changed.pop("samples", SAMPLES)
+    emit = changed.pop("emit", ignore)
     settings = SETTINGS.model_copy(update=changed)
     kept = cast(KeptLearner, learner)
     run = FineTuning(settings, samples, folder).run
-    return await run(kept, report=said or Said(), kept=kept, max_restarts=1)
+    return await run(kept, report=said or Said(), kept=kept, max_restarts=1, emit=emit)
 
 
 def losses(folder: RunFolder) -> list[tuple[int, float]]:
@@ -378,7 +380,9 @@ def losses(folder: RunFolder) -> list[tuple[int, float]]:
 async def test_it_asks_writes_down_and_publishes(tmp_path: Path) -> None:
     learner, said = PlayedLearner(), Said()
     folder = RunFolder(tmp_path / "run", "")
-    model = await tune(folder, learner, said)
+    heard: list[Event] = []
+    model = await tune(folder, learner, said, emit=heard.append)
+    assert heard == [Measured(row) for row in folder.metrics()]
     op, published = learner.asked[-1]
     assert (op, published) == ("publish", {"folder": str(model), "version": "sft-6"})
     steps = [told for op, told in learner.asked if op == "step"]
