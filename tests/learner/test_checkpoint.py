@@ -1,4 +1,4 @@
-"""What a checkpoint is refused for, and what is held of one that is still to be written."""
+"""Reasons to refuse a checkpoint, and the copy of a state that is still to be written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -
     read_state(policy(seed=3, lora={"targets": ("v_proj", "q_proj")}), tmp_path)
 
 
-def test_what_is_held_is_as_it_was_and_shares_memory_as_before() -> None:
+def test_the_copy_is_unaffected_by_changes_and_shares_storage_alike() -> None:
     flat = torch.arange(6.0)
     state = {"flat": flat, "groups": [{"part": flat[2:6].view(2, 2).T, "size": flat.shape}, 3]}
     held = _held(state, {})

@@ -1,4 +1,4 @@
-"""The shipped template and tokenizer; no torch here."""
+"""The shipped template and tokenizer; needs no torch."""
 
 from __future__ import annotations
 
