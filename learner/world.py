@@ -26,11 +26,11 @@ _MAX_BEAT_S = 5.0
 
 
 class World:
-    """This process among its peers.
+    """The process group of the learner, as seen by one rank.
 
     Attributes:
         rank, size: RANK and WORLD_SIZE from the environment.
-        device: This rank's accelerator, or the CPU.
+        device: The rank's accelerator, or the CPU.
         beat_s: Seconds between heartbeats.
     """
 

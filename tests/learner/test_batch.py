@@ -39,14 +39,17 @@ def changed(name: str, at: int, value: float) -> Any:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"ids": np.zeros(150, np.int64)}, "ids: int32 [150]"),
+        ({"ids": np.zeros(150, np.int64)}, "ids: expected int32 [150]"),
         (
             {"ids": np.zeros((), np.int32)},
-            "ids: int32 [1], one for each token",
+            "ids: expected int32 [1], one for each token",
         ),
-        ({"lengths": np.zeros((), np.int32)}, "lengths: int32 [1]"),
-        ({"mask": np.zeros(149, np.uint8)}, "mask: uint8 [150], one for each token"),
-        ({"advantages": np.zeros(3, np.float32)}, "advantages: float32 [4], one for each sample"),
+        ({"lengths": np.zeros((), np.int32)}, "lengths: expected int32 [1]"),
+        ({"mask": np.zeros(149, np.uint8)}, "mask: expected uint8 [150], one for each token"),
+        (
+            {"advantages": np.zeros(3, np.float32)},
+            "advantages: expected float32 [4], one for each sample",
+        ),
         ({"lengths": np.asarray([40, 25, 33, 51], np.int32)}, "their sum 150"),
         ({"lengths": np.asarray([149, 1, 0, 0], np.int32)}, "each must be at least 2"),
         ({"ids": changed("ids", 7, -1)}, "must not be negative"),
@@ -91,7 +94,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path) -> None:
         Batch.load(file)
     del arrays["groups"]
     file.write_bytes(save(arrays))
-    with pytest.raises(BatchError, match="without groups"):
+    with pytest.raises(BatchError, match="missing tensor groups"):
         Batch.load(file)
     file.write_bytes(save({**arrays, "groups": arrays["lengths"][:2]}))
     with pytest.raises(BatchError, match=r"batch.safetensors: groups: expected int32 \[4\]"):
