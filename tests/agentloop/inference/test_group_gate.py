@@ -141,14 +141,14 @@ async def test_a_name_is_taken_while_its_group_waits_and_free_afterwards() -> No
         for name in "ab":
             tasks.start_soon(hold, gate, name, inside, end)
         await anyio.wait_all_tasks_blocked()
-        with pytest.raises(ValueError, match="'b' is in flight"):
+        with pytest.raises(ValueError, match="'b' is already in flight"):
             async with gate.group("b", 4, 50):
                 pass
         tasks.cancel_scope.cancel()
     async with gate.group("b", 4, 50), anyio.create_task_group() as tasks:
         for index in range(4):  # all have ended, but the group has not
             gate.ended(f"b.{index}", whole=True)
-        with pytest.raises(ValueError, match="'b' is in flight"):
+        with pytest.raises(ValueError, match="'b' is already in flight"):
             async with gate.group("b", 4, 50):
                 pass
 

@@ -146,7 +146,7 @@ def test_kv_returns_to_its_context_while_that_is_cheaper() -> None:
         placed(books, PLACES[1], f"u{number}", 500)
     decision = choose(books, ask("ks", 5050))
     assert decision.place != PLACES[1]
-    assert decision.why.startswith("it moves")
+    assert decision.why.startswith("moves: ")
 
 
 def test_kv_waits_for_its_server_while_moving_costs_more() -> None:
