@@ -274,7 +274,7 @@ def strike(run: Path, pid: int) -> None:
 
 
 def learner_of(run: Path) -> int:
-    """Its pid; 0: there is none yet."""
+    """Return its process id; 0 if there is none yet."""
     try:
         return int((run / PID).read_text())
     except (FileNotFoundError, ValueError):

@@ -94,11 +94,11 @@ def group(
             process.communicate()
 
 
-def send_all(ranks: Ranks, layout: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    number = layout["num_updates"]
+def send_all(ranks: Ranks, offer: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    number = offer["num_updates"]
     return [
         ranks.ask("send", bucket=index, num_updates=number, **more)
-        for index in range(layout["num_buckets"])
+        for index in range(offer["num_buckets"])
     ]
 
 
