@@ -155,7 +155,7 @@ class Result:
 # --- the learner ----------------------------------------------------------------------------------
 
 
-class _Enough(Exception):
+class _Finished(Exception):
     """All counted steps are done."""
 
 
@@ -216,14 +216,14 @@ class _SleepingLearner:
             )
         )
         if len(self.marks) == self._shape.steps:
-            raise _Enough
+            raise _Finished
 
     async def _work(self, seconds: float) -> None:
         await anyio.sleep(seconds)
         self._busy_s += seconds
 
 
-class _Half:
+class _HalfCorrect:
     """A scorer for which every other rollout is correct."""
 
     async def score(self, trajectory: Trajectory, task: Task) -> Reward:
@@ -348,13 +348,13 @@ async def _train(
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(servers.keep_told)
-            with suppress(_Enough):
+            with suppress(_Finished):
                 await TrainingLoop(
                     settings,
                     rollouts=Rollouts(
                         servers.run_group,
                         servers.has_room,
-                        cast(Scorer, _Half()),
+                        cast(Scorer, _HalfCorrect()),
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,
                         enough=shape.enough,
@@ -371,7 +371,7 @@ async def _train(
     return learner
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 _HEAD = """\
 | regime | staleness | steps/h | to synchronous | s a step | bound s | to the bound | \

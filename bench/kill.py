@@ -116,7 +116,7 @@ _VICTIMS_OF_A_FLEET = {"redis": 5, "member": 2, "runtime": 2, "learner": 1}
 _OUTLIVED = ("redis", "member")  # killing these does not end the runtime
 
 
-# --- what happens ---------------------------------------------------------------------------------
+# --- runs and kills -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +359,7 @@ def run_many(folder: Path, seeds: Sequence[int], *, by_fleet: bool = False) -> i
         num_lives += played.num_lives
         num_failed += bool(played.problems)
         fell.update(f"{variant}|{blow.victim}" for blow in played.blows)
-        _tell(seed, played)
+        _print_result(seed, played)
         if not played.problems:
             shutil.rmtree(played.run)
     print(f"\n{len(seeds)} runs, {num_lives} lives, {num_failed} failed. Killed:")
@@ -379,7 +379,7 @@ def _undisturbed(folder: Path, variant: str) -> Undisturbed:
     return Undisturbed(played.run, ticks, played.seconds)
 
 
-def _tell(seed: int, played: Played) -> None:
+def _print_result(seed: int, played: Played) -> None:
     fell = "; ".join(map(str, played.blows)) or "no kill in time"
     verdict = "FAILED" if played.problems else "ok"
     print(

@@ -121,14 +121,14 @@ class PlayedServer:
         await response.prepare(request)
         for end in {max(had, _NUM_REPLY // 2), _NUM_REPLY}:
             await anyio.sleep(random.uniform(0, _MOST_S))
-            told = reply(ids[:_NUM_PROMPT], self._digest)[had:end]
+            output_ids = reply(ids[:_NUM_PROMPT], self._digest)[had:end]
             meta = {
                 "finish_reason": {"type": "stop"} if end == _NUM_REPLY else None,
                 "weight_version": self._version,
                 "completion_tokens": end - had,
-                "output_token_logprobs": [[-token / 1000, token, None] for token in told],
+                "output_token_logprobs": [[-token / 1000, token, None] for token in output_ids],
             }
-            frame = {"output_ids": told, "meta_info": meta}
+            frame = {"output_ids": output_ids, "meta_info": meta}
             await response.write(b"data: " + json.dumps(frame).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -265,7 +265,7 @@ class Fuse:
 
 
 def strike(run: Path, pid: int) -> None:
-    """Kill it, which is noted before; nothing, where there is nobody (0)."""
+    """Kill a process and record that first; do nothing if `pid` is 0."""
     if pid:
         (run / STRUCK).parent.mkdir(parents=True, exist_ok=True)
         (run / STRUCK).touch()
@@ -274,7 +274,7 @@ def strike(run: Path, pid: int) -> None:
 
 
 def learner_of(run: Path) -> int:
-    """Return its process id; 0 if there is none yet."""
+    """Return the learner's process id; 0 if there is none yet."""
     try:
         return int((run / PID).read_text())
     except (FileNotFoundError, ValueError):

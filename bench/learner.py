@@ -53,7 +53,7 @@ PACKED = ("packed", "chunked", "masked")
 # Hidden size, layers, heads, vocabulary.
 SIZES = {"0.8M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "23M": (512, 6, 8, 8192)}
 
-# --- what is trained on ---------------------------------------------------------------------------
+# --- training data --------------------------------------------------------------------------------
 
 
 def agentic_lengths(seed: int, num_tokens: int) -> list[int]:

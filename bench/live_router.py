@@ -76,7 +76,7 @@ _OWN = 2  # ids that distinguish siblings
 _GREEDY = Sampling(temperature=0.0)
 
 
-# --- what is played -------------------------------------------------------------------------------
+# --- played rollouts ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,8 +526,8 @@ def say(text: str) -> None:
 
 def late_steps(folder: Path) -> tuple[int, int]:
     """Return the numbers of late steps and of all steps of all paced servers so far."""
-    told = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
-    return sum(one["late"] for one in told), sum(one["steps"] for one in told)
+    counts = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
+    return sum(one["late"] for one in counts), sum(one["steps"] for one in counts)
 
 
 def trace_of(args: argparse.Namespace) -> list[RolloutSpec]:
@@ -619,7 +619,7 @@ def _costs_like(other: Pace | ServerParams) -> Costs:
     return Costs(**{name: getattr(other, name) for name in Costs.model_fields})
 
 
-# --- the model of a server, beside a server -------------------------------------------------------
+# --- comparison of the model with a server --------------------------------------------------------
 
 
 async def check(args: argparse.Namespace) -> str:
@@ -652,8 +652,8 @@ async def check(args: argparse.Namespace) -> str:
                 figures = await bench.run(arm)
                 rows.append(_check_row(arm, "real", figures))
                 say(rows[-1])
-    told = ", ".join(f"{name} {value:.3g}" for name, value in asdict(params).items())
-    return f"Calibrated: {told}.\n\n" + "\n".join(rows)
+    fitted_params = ", ".join(f"{name} {value:.3g}" for name, value in asdict(params).items())
+    return f"Calibrated: {fitted_params}.\n\n" + "\n".join(rows)
 
 
 def _check_row(arm: str, kind: str, one: Figures | Result) -> str:
@@ -749,7 +749,7 @@ def fitted(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[flo
     return [float(factor) for factor in factors]
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def table(results: Sequence[Figures]) -> str:

@@ -100,7 +100,7 @@ class Replay:
         self._changed.set()
         self._changed = anyio.Event()
 
-    # --- what happens -----------------------------------------------------------------------------
+    # --- simulation -------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Advance by half a second."""
@@ -172,7 +172,7 @@ class Replay:
         self.board.seen(Measured({"step": step, "step_s": 2.5, "length_mean": 300, **row}))
         self.board.seen(WeightsLoaded(str(step), 0.1, [], []))
 
-    # --- as the page reads it ---------------------------------------------------------------------
+    # --- the interface of `Shown` -----------------------------------------------------------------
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
         """See `Shown`."""

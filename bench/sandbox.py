@@ -128,7 +128,7 @@ def make_mix(text: str) -> dict[str, float]:
     return mix
 
 
-# --- who is asked ------------------------------------------------------------------------------
+# --- targets -----------------------------------------------------------------------------------
 
 Ask = Callable[[str], Awaitable[Answer]]
 
@@ -222,7 +222,7 @@ async def open_service(
         yield Target(name, asks[name], lambda: pids)
 
 
-# --- what the kernel says ----------------------------------------------------------------------
+# --- CPU time and memory -----------------------------------------------------------------------
 
 
 def _children(pid: int) -> list[int]:

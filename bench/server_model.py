@@ -167,7 +167,7 @@ class ServerModel:
         steps = min(self._planned, math.floor(self._steps_until(now))) if self._planned else 0
         return min(job.num_output, job.num_emitted + self._step + steps - job.first_step)
 
-    # --- what goes on ---------------------------------------------------------------------------
+    # --- simulation -----------------------------------------------------------------------------
 
     @property
     def _init_ratio(self) -> float:

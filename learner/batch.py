@@ -208,11 +208,11 @@ def plan(lengths: Sequence[int], budget: int, world_size: int) -> list[list[list
         bins[at].append(index)
         free[at] -= length
     _halve_until_even(bins, lengths, world_size)
-    bins.sort(key=lambda one: -_load(one, lengths))
+    bins.sort(key=lambda one: -_num_tokens(one, lengths))
     ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
     for first in range(0, len(bins), world_size):
         # Each rank takes one; the least loaded rank takes the fullest.
-        turn = sorted(ranks, key=lambda rank: sum(_load(one, lengths) for one in rank))
+        turn = sorted(ranks, key=lambda rank: sum(_num_tokens(one, lengths) for one in rank))
         for rank, one in zip(turn, bins[first : first + world_size], strict=False):
             rank.append(one)
     most = max(map(len, ranks))
@@ -224,15 +224,15 @@ def _halve_until_even(bins: list[list[int]], lengths: Sequence[int], world_size:
         several = [one for one in bins if len(one) > 1]
         if not several:
             return
-        fullest = max(several, key=lambda one: _load(one, lengths))
+        fullest = max(several, key=lambda one: _num_tokens(one, lengths))
         halves: tuple[list[int], list[int]] = ([], [])
         for index in fullest:  # longest first
-            min(halves, key=lambda half: _load(half, lengths)).append(index)
+            min(halves, key=lambda half: _num_tokens(half, lengths)).append(index)
         bins.remove(fullest)
         bins.extend(halves)
 
 
-def _load(one: Sequence[int], lengths: Sequence[int]) -> int:
+def _num_tokens(one: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[index] for index in one)
 
 

@@ -69,11 +69,11 @@ class Saver:
         """
         self.wait()
         try:
-            self._world.beside((lambda: _begin(folder)) if self._world.first else None)
+            self._world.beside((lambda: _create_partial(folder)) if self._world.first else None)
         except NotWritten as error:
             self.failed = str(error)
             raise
-        parts = _parts(self._policy, partial_of(folder), hold=beside)
+        parts = _collect_writes(self._policy, partial_of(folder), hold=beside)
         kept = {"state": state, **self._policy.counters(), **_shape(self._policy)}
         self._world.finish()
         self._phases = _phases(self._policy, folder, parts, kept)
@@ -108,7 +108,7 @@ class Saver:
             self.go_on(self._world.beat_s)
 
 
-def _begin(folder: Path) -> None:
+def _create_partial(folder: Path) -> None:
     with writing(folder):
         for left in folder.parent.glob(".*.partial"):  # by a learner that died
             if (left / _TAG).is_dir():
@@ -144,7 +144,7 @@ def _phases(
         raise
 
 
-def _parts(policy: Policy, partial: Path, *, hold: bool) -> list[Callable[[], None]]:
+def _collect_writes(policy: Policy, partial: Path, *, hold: bool) -> list[Callable[[], None]]:
     """Return the writes that this rank has to do; `hold` copies their state first.
 
     The copy is unaffected by later steps. DeepSpeed itself would write between its collectives,
@@ -154,7 +154,7 @@ def _parts(policy: Policy, partial: Path, *, hold: bool) -> list[Callable[[], No
     writer = engine.checkpoint_engine
 
     def save(state_dict: Any, path: str) -> None:
-        state = _held(state_dict, {}) if hold else state_dict
+        state = _copy_to_host(state_dict, {}) if hold else state_dict
         parts.append(lambda: _write(state, path))
 
     writer.save = save
@@ -168,7 +168,7 @@ def _parts(policy: Policy, partial: Path, *, hold: bool) -> list[Callable[[], No
     return parts
 
 
-def _held(value: Any, storages: dict[int, Any]) -> Any:
+def _copy_to_host(value: Any, storages: dict[int, Any]) -> Any:
     """Copy `value` into the host's memory.
 
     Tensors that share storage still do so in the copy, as they do in the file; `storages` maps the
@@ -185,10 +185,10 @@ def _held(value: Any, storages: dict[int, Any]) -> Any:
     if isinstance(value, dict):
         made = copy.copy(value)
         for key, one in value.items():
-            made[key] = _held(one, storages)
+            made[key] = _copy_to_host(one, storages)
         return made
     if type(value) in (list, tuple):
-        return type(value)(_held(one, storages) for one in value)
+        return type(value)(_copy_to_host(one, storages) for one in value)
     return copy.deepcopy(value)
 
 

@@ -45,10 +45,10 @@ def writing(folder: Path) -> Iterator[None]:
         if cause is None and not isinstance(error, SafetensorError):
             raise
         text = (cause and cause.strerror) or str(error)
-        raise NotWritten(f"{folder}: {text}{_free(folder)}") from error
+        raise NotWritten(f"{folder}: {text}{_free_space(folder)}") from error
 
 
-def _free(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     there = next((one for one in folder.parents if one.is_dir()), Path("/"))
     try:
         return f" ({shutil.disk_usage(there).free} bytes free)"

@@ -50,7 +50,7 @@ def load_model(settings: LearnerSettings) -> Any:
     disable_progress_bar()
     register()
     try:
-        model = _made(settings)
+        model = _create_model(settings)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{settings.model}: {error}") from error
     for name in _UNSUPPORTED:
@@ -63,7 +63,7 @@ def load_model(settings: LearnerSettings) -> Any:
     return model
 
 
-def _made(settings: LearnerSettings) -> Any:
+def _create_model(settings: LearnerSettings) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     how = {
@@ -89,14 +89,14 @@ def _made(settings: LearnerSettings) -> Any:
 
 def config_of(settings: LearnerSettings) -> dict[str, Any]:
     """Return the model's config.json from its folder, updated with `settings.config`."""
-    config = _folders_config(settings)
+    config = _read_config(settings)
     num, types = settings.config.get("num_hidden_layers"), config.get("layer_types")
     if isinstance(num, int) and types:  # additional layers are like the last one
         config["layer_types"] = types[:num] + types[-1:] * (num - len(types))
     return config | settings.config
 
 
-def _folders_config(settings: LearnerSettings) -> dict[str, Any]:
+def _read_config(settings: LearnerSettings) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((settings.model / "config.json").read_text("utf-8"))
     return config
 
@@ -107,7 +107,7 @@ def _check_config(settings: LearnerSettings, kind: Any) -> None:
     Raises:
         ModelError: A key or a value is invalid; the message names the key.
     """
-    usual = kind().to_dict() | _folders_config(settings)
+    usual = kind().to_dict() | _read_config(settings)
     for key, value in settings.config.items():
         where = f"learner.config.{key}"
         if key not in usual:
@@ -320,7 +320,7 @@ class Policy:
             clock.lap("forward_s")
             self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
             clock.lap("backward_s")
-        rate = self._rate() if lr is None else lr
+        rate = self._learning_rate() if lr is None else lr
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
@@ -329,7 +329,7 @@ class Policy:
         if skipped:
             self._drop_gradients()
         norm = None if skipped else float(self.engine.get_global_grad_norm())
-        self._count(skipped)
+        self._count_step(skipped)
         return {**self.world.sums(sums), "grad_norm": norm, "lr": rate, "skipped": skipped}
 
     def _forward_loss(self, micro: MicroBatch) -> tuple[Any, dict[str, Any]]:
@@ -351,7 +351,7 @@ class Policy:
             loss = new.sum() * math.nan
         return loss, sums
 
-    def _count(self, skipped: bool) -> None:
+    def _count_step(self, skipped: bool) -> None:
         if not skipped:
             self.num_updates += 1
             self._skipped_in_row = 0
@@ -374,7 +374,7 @@ class Policy:
         if self.settings.zero_stage < 3 and sums:
             sums.update(dict.fromkeys(sums))
 
-    def _rate(self) -> float:
+    def _learning_rate(self) -> float:
         o = self.settings.optimizer
         done = self.num_updates - self._warm_from
         return o.lr * min(1.0, (done + 1) / max(1, o.warmup_steps))

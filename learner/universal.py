@@ -36,9 +36,9 @@ def convert(policy: Policy, zero: Path, target: Path, *, stage: int) -> None:
         with writing(target):
             remove(target)
             target.mkdir()
-            _convert(zero, _inner(target))
+            _convert(zero, _universal_folder(target))
             if (stage == _WEIGHTS) != (policy.settings.zero_stage == _WEIGHTS):
-                _even_out(_inner(target) / "zero", _shapes(policy), stage)
+                _reconcile_steps(_universal_folder(target) / "zero", _shapes(policy), stage)
     except Exception as error:  # DeepSpeed fails with assertions, missing keys and others
         remove(target)
         if isinstance(error, NotWritten):
@@ -74,7 +74,7 @@ def load(policy: Policy, target: Path) -> None:
     groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
     if not whole:
         optimizer.checkpoint_event_prologue()
-    optimizer.load_state_dict(None, checkpoint_folder=str(_inner(target)))
+    optimizer.load_state_dict(None, checkpoint_folder=str(_universal_folder(target)))
     if whole:
         optimizer.update_lp_params()
     else:
@@ -87,7 +87,7 @@ def load(policy: Policy, target: Path) -> None:
             state["step"] = state["step"].clone()
 
 
-def _inner(target: Path) -> Path:
+def _universal_folder(target: Path) -> Path:
     return target / "universal"  # DeepSpeed also writes next to it
 
 
@@ -97,7 +97,7 @@ def _shapes(policy: Policy) -> dict[str, torch.Size]:
     return {name: shape for group in groups for name, shape in group.items()}
 
 
-def _even_out(zero: Path, shapes: dict[str, Any], stage: int) -> None:
+def _reconcile_steps(zero: Path, shapes: dict[str, Any], stage: int) -> None:
     """Reconcile the step counts of different stages.
 
     Stage 3 writes and reads one count for all parameters; the other stages have one per parameter,

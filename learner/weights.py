@@ -172,12 +172,12 @@ def _tensors(model: Any, dtype: Any) -> Iterator[Published]:
         if layer := layers.get(name):
             yield _merged(name, layer, dtype)
         else:
-            yield _as_it_is(name, parameter, dtype)
+            yield _unchanged(name, parameter, dtype)
     kept = model.state_dict().keys()
-    yield from (_as_it_is(name, one, dtype) for name, one in model.named_buffers() if name in kept)
+    yield from (_unchanged(name, one, dtype) for name, one in model.named_buffers() if name in kept)
 
 
-def _as_it_is(name: str, tensor: Any, dtype: Any) -> Published:
+def _unchanged(name: str, tensor: Any, dtype: Any) -> Published:
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     return Published(name, _shape(tensor), kind, (tensor,), lambda: tensor)
 

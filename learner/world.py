@@ -44,13 +44,13 @@ class World:
         """
         # Ranks exchange heartbeats well within the timeout, so that no idle rank is taken for lost.
         self.beat_s = min(_MAX_BEAT_S, timeout_s / _BEATS_PER_TIMEOUT)
-        self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
-        local_rank = _number("LOCAL_RANK")
+        self.rank, self.size = _int_from_environment("RANK"), _int_from_environment("WORLD_SIZE")
+        local_rank = _int_from_environment("LOCAL_RANK")
         self._cuda = torch.cuda.is_available()
         if self._cuda:
             torch.cuda.set_device(local_rank)
         self.device = torch.device("cuda", local_rank) if self._cuda else torch.device("cpu")
-        _join("nccl" if self._cuda else "gloo", timedelta(seconds=timeout_s))
+        _init_process_group("nccl" if self._cuda else "gloo", timedelta(seconds=timeout_s))
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     @property
@@ -199,14 +199,14 @@ class Clock:
         return time.perf_counter() - self._begun
 
 
-def _number(name: str) -> int:
+def _int_from_environment(name: str) -> int:
     value = os.environ.get(name, "")
     if not value.isdigit():
         raise LearnerError(f"environment variable {name}: expected a number, not {value!r}")
     return int(value)
 
 
-def _join(backend: str, timeout: timedelta) -> None:
+def _init_process_group(backend: str, timeout: timedelta) -> None:
     # ZeRO clones the process group without its timeout, but the clone takes this default.
     dist.distributed_c10d.default_pg_timeout = timeout
     if backend == "gloo":

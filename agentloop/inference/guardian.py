@@ -109,8 +109,7 @@ class Guardian:
         return not self._reap() and not left
 
     def _clean_up(self) -> None:
-        """Remove the server's files: those that it mapped, and orphans of SGLang that nobody
-        maps."""
+        """Remove the server's files: those that it mapped, and unmapped leftovers of SGLang."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         files = {path: inode for path, inode in _shared_memory() if path not in self._foreign}
         in_use = _mapped(int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat"))

@@ -180,7 +180,7 @@ def _candidate(ask: Ask, pool: Pool) -> Candidate:
     return Candidate(pool.place, need <= pool.room, pool.room, need, cached, pool.num_sequences)
 
 
-def _decided(
+def _decide(
     placement: Placement, ask: Ask, pool: Pool, considered: Sequence[Pool], why: str
 ) -> Decision:
     candidates = tuple(_candidate(ask, other) for other in considered)
@@ -202,8 +202,8 @@ def _static(
         home = pools[placement.count % len(pools)]
         placement.count += 1
         placement.homes[name] = home.place
-        return _decided(placement, ask, home, [home], "assigned permanently, in equal shares")
-    return _decided(placement, ask, home, [home], "its group is assigned to this server")
+        return _decide(placement, ask, home, [home], "assigned permanently, in equal shares")
+    return _decide(placement, ask, home, [home], "its group is assigned to this server")
 
 
 def _round_robin(
@@ -211,14 +211,14 @@ def _round_robin(
 ) -> Decision:
     pool = pools[placement.count % len(pools)]
     placement.count += 1
-    return _decided(placement, ask, pool, [pool], "next in rotation")
+    return _decide(placement, ask, pool, [pool], "next in rotation")
 
 
 def _least_requests(
     placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
 ) -> Decision:
     pool = _fewest(placement, pools)
-    return _decided(placement, ask, pool, pools, f"fewest requests ({pool.num_sequences})")
+    return _decide(placement, ask, pool, pools, f"fewest requests ({pool.num_sequences})")
 
 
 def _power_of_two(
@@ -226,7 +226,7 @@ def _power_of_two(
 ) -> Decision:
     two = placement.random.sample(pools, min(2, len(pools)))
     pool = min(two, key=lambda one: one.num_sequences)
-    return _decided(placement, ask, pool, two, "fewer requests of two servers drawn at random")
+    return _decide(placement, ask, pool, two, "fewer requests of two servers drawn at random")
 
 
 def _sticky_least_loaded(
@@ -234,10 +234,10 @@ def _sticky_least_loaded(
 ) -> Decision:
     home = next((pool for pool in pools if pool.place == placement.homes.get(ask.key)), None)
     if home is not None:
-        return _decided(placement, ask, home, [home], "its last turn was on this server")
+        return _decide(placement, ask, home, [home], "its last turn was on this server")
     pool = _fewest(placement, pools)
     placement.homes[ask.key] = pool.place
-    return _decided(placement, ask, pool, pools, f"new; fewest requests ({pool.num_sequences})")
+    return _decide(placement, ask, pool, pools, f"new; fewest requests ({pool.num_sequences})")
 
 
 def _kv(

@@ -236,7 +236,7 @@ class Router:
         if server.url in self._replicas:
             raise ValueError(f"{server.url} was already added")
         self._register(replica)
-        self._admit()
+        self._place_waiting()
         self._gate.admit()
 
     def retire(self, url: str) -> None:
@@ -246,7 +246,7 @@ class Router:
             KeyError: There is no such server.
         """
         self._replicas[url.rstrip("/")].health.retire()
-        self._admit()  # requests that only it could serve must not wait any longer
+        self._place_waiting()  # requests that only it could serve must not wait any longer
 
     def exited(self, url: str, reason: str) -> None:
         """Record that the server's process ended; its turns move to other servers at once."""
@@ -287,7 +287,7 @@ class Router:
             replica.verified_version = None
             if not self._has_weights(replica, replica.weight_version):
                 replica.health.weights_missed()
-        self._admit()
+        self._place_waiting()
 
     def _has_weights(self, replica: _Replica, said: str | None) -> bool:
         """Return whether a server that reports the version `said` has the required weights."""
@@ -310,7 +310,7 @@ class Router:
             self._ledger.flush(place)
         if version == self._weights:
             replica.health.weights_loaded()
-        self._admit()
+        self._place_waiting()
 
     @property
     def servers(self) -> list[SGLangServer]:
@@ -504,7 +504,7 @@ class Router:
                 if chunk.end is None:
                     on_chunk(chunk)
                 elif chunk.end is not TurnEnd.ABORT:
-                    on_chunk(_shifted(chunk, offset))
+                    on_chunk(_shift_versions(chunk, offset))
                 else:  # the server's own abort: its tokens are valid, and the turn goes on
                     aborted.append(chunk)
                     on_chunk(replace(chunk, end=None, versions=()))
@@ -525,7 +525,7 @@ class Router:
                     return
                 raise ServerUnavailable(f"{replica.server.url} aborted: {aborted[0].error}")
             except (ServerUnavailable, ServerRefused) as error:
-                if isinstance(error, ServerRefused) and not _worth_moving(error):
+                if isinstance(error, ServerRefused) and not _is_retryable(error):
                     raise RequestError(str(error)) from error
                 if self._closed:  # our servers end with us: that is not a failure
                     raise ServerUnavailable(_CLOSED) from error
@@ -542,7 +542,7 @@ class Router:
                     self._ledger.park(rest.rid, time.monotonic())
                 else:
                     self._ledger.release(rest.rid, time.monotonic())
-                self._admit()
+                self._place_waiting()
 
     def forget(self, key: str, *, whole: bool = False) -> None:
         """Release the cache of a trajectory that ended; its length counts only if `whole`.
@@ -574,7 +574,7 @@ class Router:
         request = _Request(generation, ask)
         expected = num_tokens + self._ledger.predictor.remaining(generation.group)
         self._queue.enter(Waiting(generation.rid, order, expected, now, request))
-        self._admit()
+        self._place_waiting()
         try:
             with anyio.fail_after(self._settings.wait_timeout_s):
                 await request.placed.wait()
@@ -582,7 +582,7 @@ class Router:
             # It may have been placed at the same moment and so have kept others waiting.
             self._queue.leave(generation.rid)
             self._ledger.release(generation.rid, time.monotonic())
-            self._admit()
+            self._place_waiting()
             if isinstance(error, TimeoutError):
                 why = f": {request.decision.why}" if request.decision else ""
                 raise ServerUnavailable(
@@ -609,7 +609,7 @@ class Router:
                 self._orders.popitem(last=False)
         return order
 
-    def _admit(self) -> None:
+    def _place_waiting(self) -> None:
         """Place waiting turns that fit, in order."""
         if not len(self._queue):
             return
@@ -685,7 +685,7 @@ class Router:
         self._closed = True
         for replica in self._replicas.values():
             replica.server.break_streams(_CLOSED)
-        self._admit()
+        self._place_waiting()
 
     # --- watching -------------------------------------------------------------------------------
 
@@ -722,11 +722,11 @@ class Router:
                         why
                     )  # including streams that began after it was declared dead
                 continue
-            self._admit()  # do not wait for the report, which may be slow or missing
+            self._place_waiting()  # do not wait for the report, which may be slow or missing
             self._gate.admit()
             with contextlib.suppress(ServerError):  # the ledger works without reports for a while
                 await self._take_reports(replica)
-                self._admit()
+                self._place_waiting()
 
     async def _probe(self, replica: _Replica) -> None:
         """Check that the server would take a request, and update its state.
@@ -782,7 +782,7 @@ class Router:
                 replica.server.close_stalled()
 
 
-def _worth_moving(error: ServerRefused) -> bool:
+def _is_retryable(error: ServerRefused) -> bool:
     """Return whether another server, or the same one later, may accept the request."""
     return error.status >= 500 or error.status in (408, 429)
 
@@ -806,7 +806,7 @@ def _missing_end(generation: Generation, received: list[int]) -> Chunk | None:
     return None
 
 
-def _shifted(chunk: Chunk, offset: int) -> Chunk:
+def _shift_versions(chunk: Chunk, offset: int) -> Chunk:
     """Return the chunk with `versions` counted from the turn's first token."""
     if not offset:
         return chunk

@@ -70,7 +70,7 @@ class ServerLog:
         lines = self._lines()
         causes = [found[0] for line in lines if (found := _CAUSE.search(line))]
         advice = _advice("\n".join(lines), exit_status, unexplained=not causes)
-        return "\n".join([_how_it_ended(lines, exit_status) + ".", *causes[-1:], *advice])
+        return "\n".join([_describe_end(lines, exit_status) + ".", *causes[-1:], *advice])
 
     def _lines(self) -> list[str]:
         lines: list[str] = []
@@ -91,7 +91,7 @@ class ServerLog:
             return f"(it cannot be read: {error})"
 
 
-def _how_it_ended(lines: list[str], exit_status: int | None) -> str:
+def _describe_end(lines: list[str], exit_status: int | None) -> str:
     if any(_GAVE_UP in line for line in lines):
         return "gave up"
     if exit_status is not None and exit_status > 128:

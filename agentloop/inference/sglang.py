@@ -462,10 +462,10 @@ class SGLangServer:
         except BaseException:  # it may be paused even if the request failed
             # no deadline: the request has one, ten seconds
             with anyio.CancelScope(shield=True), suppress(ServerError):  # in ten seconds at most
-                await self._go_on()
+                await self._resume()
             raise
-        self._has_loaded(pause)
-        await self._go_on()
+        self._mark_loaded(pause)
+        await self._resume()
         return checksum
 
     async def weights_info(self) -> WeightsInfo:
@@ -572,10 +572,10 @@ class SGLangServer:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         await self._control("POST", "/end_weight_update", {}, timeout)
         checksum = await self._checksum(timeout)
-        self._has_loaded(group.pause)
+        self._mark_loaded(group.pause)
         body = {"group_name": group.name}
         await self._control("POST", "/destroy_weights_update_group", body, timeout)
-        await self._go_on()
+        await self._resume()
         return checksum
 
     async def leave_group(self, group: WeightsGroup) -> None:
@@ -592,7 +592,7 @@ class SGLangServer:
         ):
             with suppress(ServerRefused):  # nothing to end
                 await self._control("POST", path, body)
-        await self._go_on()
+        await self._resume()
 
     def _check_in_place(self, info: Any) -> None:
         if not info.get("disable_overlap_schedule"):
@@ -603,12 +603,12 @@ class SGLangServer:
                 status=200,
             )
 
-    def _has_loaded(self, pause: Pause) -> None:
+    def _mark_loaded(self, pause: Pause) -> None:
         self._is_loading = False
         if pause == "in_place":  # a random key: another run may use the same version
             self._cache_key = uuid.uuid4().hex
 
-    async def _go_on(self) -> None:
+    async def _resume(self) -> None:
         if self._is_loading:
             self.break_streams("its weight update is incomplete")
         await self._control("POST", "/continue_generation", {})
@@ -618,7 +618,7 @@ class SGLangServer:
         try:
             ranks = answer["ranks"]
             whole = " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
-            return Checksum(whole, [_tensors(rank) for rank in ranks])
+            return Checksum(whole, [_rank_checksums(rank) for rank in ranks])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url}/weights_checker: {answer}", status=200) from error
 
@@ -652,7 +652,7 @@ class SGLangServer:
             raise ServerRefused(f"{self.url}{path}: the answer is not JSON", status=200) from error
 
 
-def _tensors(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
     (place, *_) = rank.get("parallelism_info") or [{}]  # a draft model's would follow
     return int(place.get("tp_rank") or 0), dict(rank.get("checksums") or {})
 

@@ -239,7 +239,7 @@ class ServerProcess:
     async def _poll(self, on_progress: Callable[[str], None]) -> None:
         stage = ""
         async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
-            while not await _answers(client):
+            while not await _is_ready(client):
                 if not self.alive:
                     raise ServerStartError(self._describe_end())
                 if (now := self._log.stage()) != stage:
@@ -370,7 +370,7 @@ async def _stop_all(servers: list[ServerProcess]) -> None:
                 tasks.start_soon(server.stop)
 
 
-async def _answers(client: httpx.AsyncClient) -> bool:
+async def _is_ready(client: httpx.AsyncClient) -> bool:
     try:
         return (await client.get("/ready")).status_code == httpx.codes.OK
     except httpx.HTTPError:  # includes invalid HTTP: another program may have the port

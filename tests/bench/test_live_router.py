@@ -99,7 +99,7 @@ async def test_whole_rollouts_are_goodput() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_turn_asks_for_what_is_left_of_the_budget() -> None:
+async def test_a_turn_requests_the_rest_of_the_budget() -> None:
     asked = []
 
     async def send(generation: Generation, on_chunk: OnChunk) -> None:
@@ -225,7 +225,7 @@ class _Batch:
     ("mode", "took_s", "due_s"),
     [("decode", 0.0, 2.27), ("extend", 0.0, 6.0), ("idle", 0.0, 0.0), ("decode", 3.0, 3.0)],
 )
-def test_a_step_lasts_as_modelled_or_as_long_as_it_takes(
+def test_a_step_lasts_at_least_as_long_as_modelled(
     mode: str, took_s: float, due_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 100.0

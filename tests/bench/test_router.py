@@ -153,7 +153,7 @@ def test_the_table_has_a_row_for_each_policy() -> None:
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_help_says_what_is_an_emulation_and_how_a_trace_looks() -> None:
+def test_help_mentions_the_emulation_and_the_trace_format() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench.router", "--help"], capture_output=True, text=True, check=True
     )

@@ -91,7 +91,7 @@ def test_every_job_ends_once_with_all_its_tokens(
     assert server.num_retracted == sum(one.num_retractions for _, one in jobs)
 
 
-def test_a_lone_job_takes_what_the_formula_says() -> None:
+def test_a_single_job_takes_the_computed_time() -> None:
     server = ServerModel(ServerParams())
     params = server.params
     (one,) = run(server, [(1.0, job("a", 100, 50))])

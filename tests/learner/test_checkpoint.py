@@ -15,7 +15,7 @@ import torch
 
 from agentloop.models import SMALL
 from agentloop.training.learner_settings import LearnerSettings
-from learner.checkpoint import _held, _shape, read_state
+from learner.checkpoint import _copy_to_host, _shape, read_state
 from learner.errors import LearnerError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -55,7 +55,7 @@ def test_the_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -
 def test_the_copy_is_unaffected_by_changes_and_shares_storage_alike() -> None:
     flat = torch.arange(6.0)
     state = {"flat": flat, "groups": [{"part": flat[2:6].view(2, 2).T, "size": flat.shape}, 3]}
-    held = _held(state, {})
+    held = _copy_to_host(state, {})
     flat.zero_()
     state["groups"][0]["size"] = None
     assert torch.equal(held["flat"], torch.arange(6.0))

@@ -64,7 +64,7 @@ def test_ranks_wait_for_a_slow_disk_and_hear_of_a_full_one(tmp_path: Path) -> No
     assert said == ["0 folder: full\n", "1 folder: full\n"]
 
 
-def test_a_full_disk_is_named_whoever_writes(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_by_any_writer(tmp_path: Path) -> None:
     """torch's writer and safetensors' raise errors of their own. Here no file may grow beyond 10
     kB."""
     tensors, file = {"a": torch.zeros(1 << 16)}, tmp_path / "x"

@@ -53,7 +53,7 @@ def saved_bytes(config: Any, dtype: str, checkpointing: bool) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_what_autograd_saves(dtype: Any, checkpointing: bool) -> None:
+def test_the_estimate_matches_what_autograd_saves(dtype: Any, checkpointing: bool) -> None:
     from transformers import Qwen3Config
 
     config = Qwen3Config(

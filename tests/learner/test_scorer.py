@@ -160,7 +160,7 @@ def test_whole_logits_never_exist(scorer: Any) -> None:
     assert {rows for rows in shapes.rows if rows != 128} <= set(range(8))
 
 
-def test_packed_attention_refuses_what_it_cannot_do() -> None:
+def test_packed_attention_refuses_unsupported_models() -> None:
     one = torch.zeros(1, 2, 6, 4)
     for more in ({"sliding_window": 3}, {"softcap": 30.0}, {"s_aux": one}):
         with pytest.raises(NotImplementedError, match="packed attention"):

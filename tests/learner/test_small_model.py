@@ -30,7 +30,7 @@ def shipped() -> tuple[Any, Any]:
     return ship.load(SMALL)
 
 
-def test_labels_cover_exactly_what_the_assistant_says(shipped: tuple[Any, Any]) -> None:
+def test_labels_cover_exactly_the_assistants_text(shipped: tuple[Any, Any]) -> None:
     _, tokenizer = shipped
     rng = Random(5)
     episodes = [sample(rng) for _ in range(50)]

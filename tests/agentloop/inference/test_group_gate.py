@@ -119,7 +119,7 @@ async def test_new_capacity_admits_groups_at_the_next_report() -> None:
         end.set()
 
 
-async def test_retractions_cut_what_may_start() -> None:
+async def test_retractions_reduce_admission() -> None:
     gate = gate_of([2000])
     assert gate.observe(10.0, 3, 10.0) == "cut"
     assert gate.observe(11.0, 0, 11.0) == "hold"

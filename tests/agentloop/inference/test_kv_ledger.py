@@ -177,7 +177,7 @@ def test_the_prompt_of_a_group_is_held_and_computed_once() -> None:
     assert pool.num_cached("k3", "g") == 100
 
 
-def test_a_trajectory_that_comes_back_computes_only_what_is_new() -> None:
+def test_a_returning_trajectory_computes_only_new_tokens() -> None:
     made = ledger(1000)
     made.reserve("s1", A, 50, 20, key="k")
     made.grow("s1", 20)

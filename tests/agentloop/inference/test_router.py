@@ -178,7 +178,7 @@ async def test_a_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fa
     assert len(fake.requests) + len(other.requests) == 1
 
 
-async def test_it_gives_up_after_max_moves() -> None:
+async def test_a_turn_fails_after_max_moves() -> None:
     faults = deque(Fault("cut", after=1) for _ in range(10))
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
     async with routed(*fakes, max_moves=3) as router:  # probes keep making them healthy again
@@ -188,7 +188,7 @@ async def test_it_gives_up_after_max_moves() -> None:
     assert len(faults) == 6
 
 
-async def test_with_every_server_dead_it_fails_in_time() -> None:
+async def test_with_every_server_dead_a_turn_fails_in_time() -> None:
     fakes = [FakeSGLang(ANSWER, ready=False) for _ in range(2)]
     for fake in fakes:
         fake.faults.append(Fault("refuse", status=500))
@@ -452,7 +452,7 @@ async def test_a_server_can_be_added() -> None:
         assert (await read(router, generation())).placed == [late.url]
 
 
-async def test_a_retired_server_ends_what_it_has_and_is_forgotten() -> None:
+async def test_a_retired_server_finishes_its_turns_and_is_removed() -> None:
     gate = anyio.Event()
     old, new = FakeSGLang(ANSWER, gate=gate), FakeSGLang(ANSWER, ready=False)
     async with routed(old, new) as router:
@@ -853,7 +853,7 @@ async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
         assert seen.chunks[-1].end is TurnEnd.LENGTH
 
 
-async def test_a_turn_is_not_sent_where_the_context_does_not_hold_what_it_has_received() -> None:
+async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> None:
     large = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=5)]))
     small = FakeSGLang(ANSWER, context_length=len(PROMPT) + 5)
     async with AsyncExitStack() as stack:

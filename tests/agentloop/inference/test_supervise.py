@@ -187,7 +187,7 @@ async def test_cancelled_while_the_guardian_is_forked(
     assert spawned[0].returncode is not None
 
 
-async def test_a_server_is_asked_to_end_where_it_is_given_time(tmp_path: Path) -> None:
+async def test_a_server_gets_sigterm_if_there_is_a_stop_timeout(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", stop_timeout_s=10.0)
     async with running([stub.launch], on_progress=quiet):
         pass
@@ -343,7 +343,7 @@ def _option(launch: Launch, name: str) -> str:
         ({"KMP_BLOCKTIME": "0"}, "None None 0"),
     ],
 )
-async def test_threads_of_what_is_started_sleep_while_they_wait_unless_the_user_chose(
+async def test_threads_of_servers_sleep_while_waiting_unless_configured_otherwise(
     tmp_path: Path, chosen: dict[str, str], seen: str
 ) -> None:
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
