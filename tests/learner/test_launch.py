@@ -119,7 +119,7 @@ async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
 async def test_with_a_fixed_port_another_nodes_line_in_a_loop_rejoins(
     tmp_path: Path,
 ) -> None:
-    """As in docs/recipes/paper.toml: after a restart nobody has to copy the line again."""
+    """The setup of docs/recipes/paper.toml: after a restart nobody has to copy the line again."""
     loops: list[subprocess.Popen[bytes]] = []
 
     def start_other(line: str) -> None:

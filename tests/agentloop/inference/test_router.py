@@ -422,8 +422,7 @@ async def test_a_trajectory_comes_back_to_its_server() -> None:
 
 
 async def test_a_server_that_stops_answering_loses_its_streams() -> None:
-    """Its streams would time out after two minutes; three failed probes show earlier that it is
-    dead."""
+    """Three failed probes show that a server is dead, long before its streams time out."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     well = FakeSGLang(ANSWER, ready=False)  # so that the first server is chosen
     async with routed(silent, well) as router:
@@ -596,7 +595,7 @@ async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
 
 
 async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
-    """Also if its streams stay open, as those of a machine that has vanished do."""
+    """The streams may stay open, as those of a machine that has vanished do."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     other = FakeSGLang(ANSWER, ready=False)
     async with routed(silent, other) as router:
@@ -760,7 +759,7 @@ async def test_an_answer_from_before_a_servers_end_is_ignored() -> None:
 
 
 async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
-    """It was healthy when it was probed, and is healthy again when the answer arrives."""
+    """The server was healthy when it was probed, and is healthy again when the answer arrives."""
     fake = FakeSGLang(ANSWER, version="7")
     asked, answer = anyio.Event(), anyio.Event()
     states: list[ServerState] = []
@@ -805,8 +804,7 @@ async def test_a_restarting_server_is_dead_until_it_answers() -> None:
 
 @pytest.mark.parametrize("in_flight", [True, False])
 async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool) -> None:
-    """If it were admitted later next to the other, that would raise in whichever task frees
-    capacity."""
+    """Admitting it later, next to the other, would raise in whichever task frees capacity."""
     fake = FakeSGLang(ANSWER, load={}, max_total_num_tokens=200, context_length=100)
     async with routed(fake) as router, anyio.create_task_group() as tasks:
 
@@ -874,7 +872,7 @@ async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> No
 
 
 async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
-    """Its server came back with less capacity; the turns behind it go on."""
+    """The server came back with less capacity; the turns behind it go on."""
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, num_prompt=100, gate=gate)
     async with routed(fake) as router, anyio.create_task_group() as tasks:

@@ -568,7 +568,7 @@ async def test_healthy_servers_of_others_keep_the_runtime_alive(stub: Stub) -> N
 
 
 async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
-    """It starts once; after that it exits immediately."""
+    """The server starts once; after that it exits immediately."""
     once = "import os, sys\nif os.path.exists(sys.argv[2]): sys.exit(3)\n" + STUB
     stub = Stub(tmp_path / "stub", once)
     seen = Seen()
@@ -626,7 +626,7 @@ async def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> N
 
 
 async def test_a_slow_restart_is_not_killed(tmp_path: Path) -> None:
-    """It need not answer during the restart, but afterwards."""
+    """The server need not answer during the restart, but afterwards."""
     slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB
     stub = Stub(tmp_path / "stub", slow)
     seen = Seen()
@@ -646,7 +646,7 @@ async def test_a_slow_restart_is_not_killed(tmp_path: Path) -> None:
 
 
 async def test_another_program_has_its_port(tmp_path: Path) -> None:
-    """That program's answers are not even valid HTTP; only the start fails."""
+    """The other program's answers are not even valid HTTP; only the start fails."""
     script = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(.5); sys.exit(3)\n"
     stub = Stub(tmp_path / "stub", script + STUB)
     seen = Seen()
