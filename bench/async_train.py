@@ -1,33 +1,32 @@
-"""What it gains to let rollouts and learner go on at once, by how stale a sample may be.
+"""Benchmark of asynchronous training: rollouts and learner run at once, by maximum staleness.
 
     python -m bench.async_train model                        models of servers, in virtual time
     python -m bench.async_train model --regimes balanced --seeds 1 --staleness 0,1
     python -m bench.async_train real --model runs/latest/start/model      real ones, on this machine
 
-`model`: the training loop itself (slots, queue, run folder, rewards, Resample-on-Correct, gate of
-groups) around what is only played: a learner that sleeps in proportion to the tokens of its batch,
-and models of servers (bench/virtual_servers.py), in virtual time. Rollouts are those of
+`model`: the real training loop (slots, queue, run folder, rewards, Resample-on-Correct, admission
+of groups) with simulated parts around it, in virtual time: a learner that sleeps in proportion to
+the tokens of its batch, and models of servers (bench/virtual_servers.py). Rollouts are those of
 bench/router.py: turns of log-normal lengths with tools between them. New weights stop a server for
-`--load-s`; what ran there is computed again, as SGLang's pause by retraction has it. A token's id
-is the version that sampled it, so a batch says by itself how stale it is.
+`--load-s`; running requests are then recomputed, as with SGLang's pause by retraction. A token's id
+is the version that sampled it, so a batch shows its own staleness.
 
-The regimes say how long the learner is busy with a step (learning and publishing), to how long the
-servers are if they are always full: 0.5, 1 and 2 times as long. The bound by the busier side is the
-longer of
+A regime is the ratio of the learner's time per step (learning and publishing) to the servers' time
+at full load: 0.5, 1 and 2. The bound by the busier side is the larger of
 
-    learner   what it was busy for, for each step of this very run
-    servers   tokens sampled for each step of this run, by the tokens a second of the same servers
-              when groups follow each other without a learner, as fast as the gate lets them in;
-              plus the pause for new weights. What is computed again is not in it.
+    learner   the time that it was busy per step of this run
+    servers   tokens sampled per step of this run, divided by the tokens per second of the same
+              servers when groups follow each other without a learner, as fast as they are admitted;
+              plus the pause for new weights. Recomputation is not included.
 
-so it is what a loop would need that loses nothing but the work itself. Steps count from the end of
-step `--warm-up` to the end of the last one, and the run is broken off there, so that neither the
-filling nor the emptying of the pipeline is measured.
+so it is the time of a loop that loses nothing beyond the work itself. Steps count from the end of
+step `--warm-up` to the end of the last one, where the run is stopped, so that neither filling nor
+draining the pipeline is measured.
 
-With staleness 0 half of the devices always wait. Those who let one set of devices do both in turns
-do not have that loss; the table says nothing of them.
+With staleness 0 half of the devices always wait. Setups that alternate both tasks on one set of
+devices do not have that loss; the table does not cover them.
 
-`real`: `agentloop train` again and again, one run for each staleness, one after the other.
+`real`: runs `agentloop train` once for each staleness, one after the other.
 """
 
 from __future__ import annotations
@@ -72,8 +71,11 @@ _MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all runs have in common. The defaults are near a 14B model on GPUs of 141 GB, with half
-    as many rollouts a step for each GPU as in the paper; of eight such servers they are two."""
+    """The configuration shared by all runs.
+
+    The defaults are near a 14B model on GPUs of 141 GB, with half as many rollouts per step and GPU
+    as in the paper; they are two of eight such servers.
+    """
 
     num_servers: int = 2
     params: ServerParams = field(default_factory=lambda: ServerParams(capacity=600_000))
@@ -84,12 +86,13 @@ class Shape:
     load_s: float = 10.0
     publish_s: float = 10.0
     warm_up: int = 5
-    steps: int = 13  # with those of the warm-up
+    steps: int = 13  # including the warm-up
     evaluate_every: int = 0
-    enough: int = 0  # of a group: then the others are stopped
+    enough: int = 0  # finished rollouts of a group after which the others are stopped; 0: never
 
     def group(self, seed: int, number: int) -> list[RolloutSpec]:
-        """The rollouts of the group that is admitted as the `number`-th, whatever the staleness."""
+        """Return the rollouts of the group admitted as the `number`-th, the same for any
+        staleness."""
         return make_trace(
             1_000_000 * seed + number,
             num_groups=1,
@@ -99,7 +102,7 @@ class Shape:
         )
 
     def servers(self, seed: int) -> Servers:
-        """All of them, still without weights."""
+        """Return all servers, still without weights."""
         each = [
             Server(f"server{index}", self.params, self.load_s) for index in range(self.num_servers)
         ]
@@ -108,12 +111,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """The servers without a learner.
+    """The servers at full load without a learner.
 
     Attributes:
-        tokens_per_s: sampled by all of them together.
-        step_s: for the rollouts of a step, at that rate.
-        num_learned: tokens that a step's batch has, prompts and observations with them.
+        tokens_per_s: Sampled by all servers together.
+        step_s: Time for the rollouts of a step at that rate.
+        num_learned: Tokens of a step's batch, prompts and observations included.
     """
 
     tokens_per_s: float
@@ -123,13 +126,13 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run, for each step of those that count: seconds of virtual time, and shares of it.
+    """The result of a run, per counted step: seconds of virtual time, and fractions of it.
 
     Attributes:
-        bound_s: by the busier side; see the module's docstring.
-        recompute_s: of a server, for what it had in its cache before new weights.
-        length: tokens of a sample, in the mean.
-        staleness: how many samples were so many versions behind, by their oldest token.
+        bound_s: Bound by the busier side; see the module's docstring.
+        recompute_s: Recomputation per server of tokens cached before new weights.
+        length: Mean number of tokens per sample.
+        staleness: Number of samples by the versions that their oldest token is behind.
     """
 
     regime: str
@@ -152,13 +155,13 @@ class Result:
 # --- the learner ----------------------------------------------------------------------------------
 
 
-class _Enough(Exception):
-    """All steps that count are done."""
+class _Finished(Exception):
+    """All counted steps are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where everything stands."""
+    """A snapshot of all counters."""
 
     now_s: float
     learner_s: float
@@ -168,7 +171,7 @@ class _Mark:
 
 
 class _SleepingLearner:
-    """`learn_s_per_token` of a batch, prompts and observations with it."""
+    """A learner that sleeps `learn_s_per_token` for each token of a batch."""
 
     def __init__(self, shape: Shape, servers: Sequence[Server], learn_s_per_token: float) -> None:
         self.staleness: Counter[int] = Counter()  # of samples, by their oldest token
@@ -185,7 +188,7 @@ class _SleepingLearner:
             await self._step(Path(arguments["batch"]))
             return {"loss": 0.0}
         if op == "publish":
-            Path(arguments["folder"]).mkdir(parents=True)  # in memory
+            Path(arguments["folder"]).mkdir(parents=True)  # in /dev/shm
             await self._work(self._shape.publish_s)
         return {}
 
@@ -213,22 +216,22 @@ class _SleepingLearner:
             )
         )
         if len(self.marks) == self._shape.steps:
-            raise _Enough
+            raise _Finished
 
     async def _work(self, seconds: float) -> None:
         await anyio.sleep(seconds)
         self._busy_s += seconds
 
 
-class _Half:
-    """A scorer: every other rollout is right."""
+class _HalfCorrect:
+    """A scorer for which every other rollout is correct."""
 
     async def score(self, trajectory: Trajectory, task: Task) -> Reward:
         return Reward(float(int(trajectory.id.rpartition(".")[2]) % 2), None, "")
 
 
 class _Silent:
-    """Nobody is told."""
+    """A progress that discards all lines."""
 
     def __call__(self, line: str) -> None:
         pass
@@ -244,7 +247,7 @@ class _Silent:
 
 
 def full(shape: Shape, seed: int) -> Full:
-    """What the servers can do, and what a step asks for."""
+    """Measure the servers' throughput and compute the cost of a step."""
     specs = [
         [
             spec
@@ -264,12 +267,12 @@ def full(shape: Shape, seed: int) -> Full:
 
 
 def _num_tokens(spec: RolloutSpec) -> int:
-    """With its prompt, and what its tools answered."""
+    """Return the tokens of a rollout, including its prompt and observations."""
     return spec.num_prompt + spec.num_output + sum(turn.num_tool for turn in spec.turns[:-1])
 
 
 async def _tokens_per_s(shape: Shape, seed: int) -> float:
-    """From the second step's rollouts on, for the length of three steps."""
+    """Measure the rate from the second step's rollouts on, for the length of three steps."""
     servers = shape.servers(seed)
     for server in servers.servers:
         server.version = "0"
@@ -299,7 +302,7 @@ async def _tokens_per_s(shape: Shape, seed: int) -> float:
 
 
 def train(shape: Shape, regime: str, max_staleness: int, seed: int, at_best: Full) -> Result:
-    """The loop, until its last step that counts."""
+    """Run the loop until its last counted step."""
     learner_s = REGIMES[regime] * (at_best.step_s + shape.load_s)
     learn_s_per_token = max(0.0, learner_s - shape.publish_s) / at_best.num_learned
     learner = virtual_time.run(_train, shape, max_staleness, seed, learn_s_per_token)
@@ -330,7 +333,7 @@ async def _train(
     servers = shape.servers(seed)
     learner = _SleepingLearner(shape, servers.servers, learn_s_per_token)
     settings = LoopSettings(
-        steps=shape.steps + max_staleness + 2,  # admission must not run dry before the end
+        steps=shape.steps + max_staleness + 2,  # admission must go on until the end
         tasks_per_step=shape.tasks_per_step,
         group_size=shape.group_size,
         max_staleness=max_staleness,
@@ -345,13 +348,13 @@ async def _train(
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(servers.keep_told)
-            with suppress(_Enough):
+            with suppress(_Finished):
                 await TrainingLoop(
                     settings,
                     rollouts=Rollouts(
                         servers.run_group,
                         servers.has_room,
-                        cast(Scorer, _Half()),
+                        cast(Scorer, _HalfCorrect()),
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,
                         enough=shape.enough,
@@ -362,13 +365,13 @@ async def _train(
                     queue=queue,
                     folder=run,
                     report=_Silent(),
-                    weights=WeightsSettings(verify=False),  # there are none
+                    weights=WeightsSettings(verify=False),  # there are no real weights
                 ).run()
             tasks.cancel_scope.cancel()
     return learner
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 _HEAD = """\
 | regime | staleness | steps/h | to synchronous | s a step | bound s | to the bound | \
@@ -377,7 +380,7 @@ recomputing s | servers idle | learner idle | tokens of a sample | staleness of 
 
 
 def table(results: Sequence[Result]) -> str:
-    """Medians over the seeds, as markdown; ratios are taken seed by seed."""
+    """Return medians over the seeds as markdown; ratios are computed per seed."""
     alone = {(one.regime, one.seed): one.step_s for one in results if not one.max_staleness}
     rows = [_HEAD]
     for regime, max_staleness in dict.fromkeys((one.regime, one.max_staleness) for one in results):
@@ -403,14 +406,14 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _shares(results: Sequence[Result]) -> str:
-    """Such as "1: 20%, 2: 80%", of all samples."""
+    """Return the distribution of all samples, such as "1: 20%, 2: 80%"."""
     counts = sum((Counter(one.staleness) for one in results), Counter[int]())
     total = max(1, counts.total())
     return ", ".join(f"{age}: {100 * count / total:.0f}%" for age, count in sorted(counts.items()))
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Steps an hour over the staleness, and the bound, by regime."""
+    """Plot steps per hour over the staleness, and the bound, by regime."""
     from matplotlib.figure import Figure
 
     regimes = list(dict.fromkeys(one.regime for one in results))
@@ -442,7 +445,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
 def run_real(
     recipe: Path, model: str, max_staleness: int, steps: int, folder: Path, overrides: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """`agentloop train`, and the metrics of its steps. Raises CalledProcessError: it failed."""
+    """Run `agentloop train` and return the metrics of its steps.
+
+    Raises:
+        CalledProcessError: It failed.
+    """
     name = f"staleness-{max_staleness}"
     settings = {
         "model": model,
@@ -467,8 +474,10 @@ tokens/s | staleness mean | max | reward, last quarter |
 
 
 def real_table(runs: dict[int, list[dict[str, Any]]], warm_up: int) -> str:
-    """Means over the steps that count, as markdown: those after the warm-up, and without the last
-    ones, beside which no rollouts start any more."""
+    """Return means over the counted steps as markdown.
+
+    Steps of the warm-up do not count, nor the last ones, beside which no rollouts start any more.
+    """
     rows, alone = [_REAL_HEAD], None
     for max_staleness, metrics in sorted(runs.items()):
         counted = metrics[warm_up : len(metrics) - max_staleness]
@@ -501,33 +510,54 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = commands.add_parser("model", help="models of servers, in virtual time")
     usual = Shape()
     add = model.add_argument
-    add("--regimes", type=_words, default=list(REGIMES), help=f"of {', '.join(REGIMES)}")
-    add("--seeds", type=_numbers, default=[1, 2, 3], help="of lengths, by commas")
+    add("--regimes", type=_words, default=list(REGIMES), help=f"a list of {', '.join(REGIMES)}")
+    add(
+        "--seeds",
+        type=_numbers,
+        default=[1, 2, 3],
+        help="seeds of the lengths, separated by commas",
+    )
     add("--servers", type=int, default=usual.num_servers)
-    add("--capacity", type=int, default=usual.params.capacity, help="tokens of KV of a server")
-    add("--tasks", type=int, default=usual.tasks_per_step, help="of a step")
+    add("--capacity", type=int, default=usual.params.capacity, help="KV tokens per server")
+    add("--tasks", type=int, default=usual.tasks_per_step, help="groups per step")
     add("--group-size", type=int, default=usual.group_size)
     add("--max-turns", type=int, default=usual.max_turns)
-    add("--budget", type=int, default=usual.budget, help="tokens of a rollout at most")
+    add("--budget", type=int, default=usual.budget, help="maximum number of tokens of a rollout")
     add("--load-s", type=float, default=usual.load_s, help="a server's pause for new weights")
-    add("--publish-s", type=float, default=usual.publish_s, help="the learner's, before it")
+    add(
+        "--publish-s",
+        type=float,
+        default=usual.publish_s,
+        help="the learner's time to publish weights",
+    )
     add("--evaluate-every", type=int, default=usual.evaluate_every, help="steps")
-    add("--enough", type=int, default=0, help="rollouts of a group, then the others are stopped")
-    add("--steps", type=int, default=usual.steps, help="with those of the warm-up")
+    add(
+        "--enough",
+        type=int,
+        default=0,
+        help="finished rollouts after which the rest of a group is stopped",
+    )
+    add("--steps", type=int, default=usual.steps, help="steps including the warm-up")
     add("--plot", type=Path, help="a picture (needs matplotlib)")
     real = commands.add_parser("real", help="agentloop train, on this machine")
     real.add_argument("--model", required=True, help="a folder, such as runs/latest/start/model")
     real.add_argument("--recipe", type=Path, default=Path("docs/recipes/laptop-rl.toml"))
-    real.add_argument("--steps", type=int, default=16, help="with all that do not count")
-    real.add_argument("--folder", type=Path, default=Path("runs/async"), help="of the runs")
+    real.add_argument(
+        "--steps", type=int, default=16, help="steps including those that do not count"
+    )
+    real.add_argument("--folder", type=Path, default=Path("runs/async"), help="folder of the runs")
     real.add_argument("overrides", nargs="*", metavar="name=value", help="other settings")
     for one in (model, real):
-        one.add_argument("--staleness", type=_numbers, default=[0, 1, 2, 4], help="by commas")
-        one.add_argument("--warm-up", type=int, default=usual.warm_up, help="of its steps")
+        one.add_argument(
+            "--staleness", type=_numbers, default=[0, 1, 2, 4], help="separated by commas"
+        )
+        one.add_argument(
+            "--warm-up", type=int, default=usual.warm_up, help="steps that do not count"
+        )
         one.add_argument("--out", type=Path, help="a JSON file with all figures")
     args = parser.parse_args(argv)
     if args.steps <= args.warm_up + (args.command == "real") * max(args.staleness):
-        parser.error("--steps: none of them counts")
+        parser.error("--steps: no steps are left after the warm-up and the last ones")
     figures: Any
     if args.command == "model":
         if unknown := set(args.regimes) - set(REGIMES):
@@ -564,7 +594,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_all(
     shape: Shape, regimes: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]
 ) -> list[Result]:
-    """All of them, over the same rollouts for a seed."""
+    """Run all combinations, over the same rollouts for each seed."""
     best = {seed: full(shape, seed) for seed in seeds}
     results = []
     for regime in regimes:

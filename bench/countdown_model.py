@@ -1,17 +1,16 @@
-"""A model that counts down: its reply's length is in its prompt, where no server looks for it.
+"""A model that counts down: the length of its reply is encoded in its prompt, unknown to servers.
 
     python -m bench.countdown_model FOLDER
 
 Token k is followed by token k - 1, and token 0 ends the reply. So a prompt that ends with k is
-answered with exactly k tokens, each of which is known beforehand, while a server knows no more
-than `max_new_tokens`. Everything else is a real Qwen3: keys, values and attention are computed and
-cached. The weights are made, not trained: what attention and MLP add to the residual stream is
-multiplied by zero, so that the last token's embedding reaches the head, whose row k - 1 is the
-embedding of k. Random directions in 256 dimensions are near enough to orthogonal: the right logit
-is 16, any other below 8.
+answered with exactly k known tokens, while a server knows only `max_new_tokens`. Everything else is
+a real Qwen3: keys, values and attention are computed and cached. The weights are constructed, not
+trained: the contributions of attention and MLP to the residual stream are multiplied by zero, so
+that the last token's embedding reaches the head, whose row k - 1 is the embedding of k. Random
+directions in 256 dimensions are nearly orthogonal: the right logit is 16, any other below 8.
 
-Tokens above `LONGEST` are for the rest of a prompt; nothing follows from them. Greedy sampling
-only. There is no tokenizer: serve it with `--skip-tokenizer-init`.
+Tokens above `LONGEST` fill the rest of a prompt and predict nothing. Greedy sampling only. There is
+no tokenizer: serve it with `--skip-tokenizer-init`.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from safetensors.numpy import save_file
 __all__ = ["EOS", "FILLER", "LONGEST", "VOCAB_SIZE", "countdown", "save"]
 
 EOS = 0
-LONGEST = 1535  # tokens of a reply at most
+LONGEST = 1535  # maximum number of tokens of a reply
 VOCAB_SIZE = 2048
-FILLER = range(LONGEST + 1, VOCAB_SIZE)  # ids that mean nothing
+FILLER = range(LONGEST + 1, VOCAB_SIZE)  # ids without meaning
 
 _HIDDEN = 256
 _HEADS = 4
 _KV_HEADS = 2
 _HEAD_DIM = 32
-_INTERMEDIATE = 64  # it adds nothing, so it may cost little
+_INTERMEDIATE = 64  # small, because the MLP contributes nothing
 
 
 def countdown(length: int) -> list[int]:
-    """The reply to a prompt that ends with the id `length`.
+    """Return the reply to a prompt that ends with the id `length`.
 
     Raises:
-        ValueError: there is no such reply.
+        ValueError: There is no such reply.
     """
     if not 1 <= length <= LONGEST:
         raise ValueError(f"a reply has 1 to {LONGEST} tokens, not {length}")
@@ -49,7 +48,7 @@ def countdown(length: int) -> list[int]:
 
 
 def config(*, num_layers: int, context_length: int) -> dict[str, object]:
-    """As in config.json."""
+    """Return the content of config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -73,7 +72,7 @@ def config(*, num_layers: int, context_length: int) -> dict[str, object]:
 
 
 def weights(*, num_layers: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """By their names in a checkpoint of transformers; float32, rows are outputs."""
+    """Return float32 tensors by their names in a checkpoint of transformers; rows are outputs."""
     rng = np.random.default_rng(seed)
 
     def random(rows: int, columns: int) -> np.ndarray:
@@ -108,7 +107,7 @@ def weights(*, num_layers: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def save(folder: Path, *, num_layers: int = 1, context_length: int = 16_384) -> Path:
-    """Write config and weights (some 4 MB) into `folder`, which is made if missing."""
+    """Write config and weights (about 4 MB) into `folder`, which is created if missing."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = config(num_layers=num_layers, context_length=context_length)
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")

@@ -1,18 +1,19 @@
-"""How soon a tool call runs after its last token, and what that saves.
+"""Benchmark of tool dispatch: the latency from a call's last token to its start, and the time
+saved.
 
     python -m bench.dispatch latency     256 rollouts against paced loopback servers
     python -m bench.dispatch saving      real SGLang, real turns with three calls and with one
 
 `latency`: a load generator (bench.streaming's) plays turns that each call the real sandbox once.
-Reported is the time from the moment at which it *sent* the frame that closes a call to the moment
-at which the call's code began in the worker, on one clock: loopback, event loop, parsing, dispatch,
-the pool's queue and the worker's fork are all in it, and so is the time for which the generator
-itself holds the frame back until its loop comes round to writing.
+Reported is the time from the moment it *sent* the frame that closes a call to the moment the call's
+code began in the worker, on one clock. It includes loopback, event loop, parsing, dispatch, the
+pool's queue and the worker's fork, and also the time for which the generator itself delays the
+frame until its own loop writes it.
 
-`saving`: the same greedy turns, dispatched as each call closes and at the end of the turn in turn.
-The call sleeps `--tool-ms` on its way to the sandbox, as a slower tool would. A saving per turn is
-bounded by min(tool time, generation left after the call closes): with one call and nothing after
-it there is none, and the null case shows it.
+`saving`: the same greedy turns, alternately dispatched as each call closes and at the end of the
+turn. The call sleeps `--tool-ms` on its way to the sandbox, as a slower tool would. The saving per
+turn is bounded by min(tool time, generation left after the call closes): with one call and nothing
+after it there is none, which the null case shows.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _rids: ContextVar[list[str]] = ContextVar("rids")
 
 
 class _Logged(SGLangServer):
-    """Notes which requests the rollout of this task has made, in order."""
+    """Records the requests made by the rollout of the current task, in order."""
 
     async def generate(
         self,
@@ -106,7 +107,7 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
             tool = PythonCode(pool)
 
             async def one() -> None:
-                await anyio.sleep(random.random() * 2)  # rollouts do not start as one
+                await anyio.sleep(random.random() * 2)  # spread the starts of the rollouts
                 _rids.set([])
                 messages = [{"role": "user", "content": "x"}]
                 run = Rollout(router, chat, messages, [tool], budget=budget, with_text=False)
@@ -144,7 +145,7 @@ def _spread(earlier: dict[str, float], later: dict[str, float]) -> dict[str, flo
 
 
 class _AtTurnEnd(ToolCallStream):
-    """Holds every call back until the turn has ended, as other loops do."""
+    """Delays every call until the turn has ended, as other loops do."""
 
     def __init__(self, chat: ChatFormat, *, id_prefix: str = "call") -> None:
         super().__init__(chat, id_prefix=id_prefix)
@@ -159,7 +160,7 @@ class _AtTurnEnd(ToolCallStream):
 
 
 class _Slow(PythonCode):
-    """The built-in tool, further away."""
+    """The built-in tool with additional latency."""
 
     delay_s = 0.1
 

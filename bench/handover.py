@@ -1,20 +1,20 @@
-"""How long new weights take to the servers, by disk and by group, and what streams see of it.
+"""Benchmark of weight sync by disk and by process group: its duration, and its effect on streams.
 
     python -m bench.handover load [--layers 8] [--hidden 1024] [--servers 1] [--ranks 2] [--zero 3]
     python -m bench.handover stream [--streams 8] [--prompt 200] [--tokens 400] [--rounds 5]
 
-A model of random weights, in float32, with the small model's tokenizer (`--layers 0`: the small
-model itself); real SGLang servers and a real learner.
+It uses a model of random weights in float32 with the small model's tokenizer (`--layers 0`: the
+small model itself), real SGLang servers and a real learner.
 
-load: each round hands over once by disk (in the temporary folder), once by disk in /dev/shm, and
-once by group, in turn; the servers are idle. What is reported is the time from asking the learner
-until the last server serves again, and of it what the servers took.
+load: each round syncs once by disk (in the temporary folder), once by disk in /dev/shm, and once by
+group, in turn, while the servers are idle. Reported is the time from asking the learner until the
+last server serves again, and the servers' part of it.
 
-stream: on each server so many requests are streamed while weights are handed over, once a round, in
-every way in turn. What is reported: for how long a server is paused (from asking for the pause to
-the answer to going on), the longest time in which it sends no token at all, and the longest silence
-of any of its streams, as ratios to that pause; from the pause on, until each stream has had five
-more tokens. A stream that lacks tokens, or whose version spans do, counts as lost.
+stream: requests are streamed from each server while weights are synced, once per round, in every
+way in turn. Reported is the pause of a server (from requesting it to the answer to resuming); and,
+as ratios to that pause, the longest time without any token of the server and the longest silence of
+any of its streams. Both are measured from the pause until each stream has received five more
+tokens. A stream counts as lost if tokens are missing or its version spans have gaps.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from agentloop.training.learner import Learner, RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings
 
 TIMEOUT_S = 300.0
-AFTER = 5  # tokens of each stream after a hand-over that still belong to it
+AFTER = 5  # tokens of each stream after a weight sync that are still measured
 
 
 def make_model(folder: Path, layers: int, hidden: int) -> None:
-    """Configuration and tokenizer alone: the learner draws the weights."""
+    """Write configuration and tokenizer; the learner creates the weights."""
     if not layers:
         shutil.copytree(SMALL, folder)
         return
@@ -68,7 +68,7 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
 
 
 class TimedServer(SGLangServer):
-    """Notes its pauses; what it generates goes on to the end."""
+    """Records its pauses; its requests ignore the end token."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -100,7 +100,7 @@ class Parts:
 
 @asynccontextmanager
 async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> AsyncIterator[Parts]:
-    """A learner, servers with `tokens` of KV cache, and a router."""
+    """Start a learner, servers with `tokens` of KV cache, and a router."""
     make_model(folder / "model", options.layers, options.hidden)
     learner_settings = LearnerSettings(
         model=folder / "model",
@@ -166,7 +166,7 @@ async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
 
 @dataclass
 class Stream:
-    """One request: when its tokens came, and under which versions they were sampled."""
+    """A request: the times of its tokens, and the versions that sampled them."""
 
     server: str = ""
     came_s: list[float] = field(default_factory=list)
@@ -193,7 +193,8 @@ class Stream:
         )
 
     def is_whole(self, num_tokens: int, num_versions: int) -> bool:
-        """All tokens are there, and every hand-over is in the server's account of them."""
+        """Return whether all tokens arrived and the version spans cover them, one per weight
+        sync."""
         assert self.last is not None
         spans = self.last.versions
         edges = [0, *(edge for span in spans for edge in (span.start, span.end)), num_tokens]
@@ -202,7 +203,7 @@ class Stream:
 
 
 def longest(came_s: Sequence[float], begin_s: float, end_s: float) -> float:
-    """The longest time between two tokens that reaches into these."""
+    """Return the longest time between two tokens that overlaps this interval."""
     pairs = itertools.pairwise(came_s)
     return max(b - a for a, b in pairs if b > begin_s and a < end_s)
 
@@ -210,8 +211,11 @@ def longest(came_s: Sequence[float], begin_s: float, end_s: float) -> float:
 async def stream_once(
     here: Parts, way: WeightsSettings, options: argparse.Namespace
 ) -> tuple[list[tuple[float, float, float, float]], int]:
-    """For each hand-over and server: its pause, its silence, that of a stream of it, and how long
-    a token takes otherwise [s]; and how many streams are lost."""
+    """Stream while weights are synced; return the measurements and the number of lost streams.
+
+    A measurement is, per weight sync and server in seconds: its pause, its silence, the longest
+    silence of its streams, and the usual time between tokens.
+    """
     source = here.publisher(way)
     streams = [Stream() for _ in range(options.streams * options.servers)]
     for server in here.servers:
@@ -261,7 +265,7 @@ async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
                 rows, num_lost = await stream_once(here, way, options)
                 found[name] += rows
                 lost[name] += num_lost
-    print("| by | pause | paused, ms | a token else, ms | server silent | a stream silent | lost |")
+    print("| by | pause | paused, ms | usual token, ms | server silent | a stream silent | lost |")
     print("|---|---|---|---|---|---|---|")
     for (by, pause), rows in found.items():
         paused, _, _, token = (statistics.median(column) for column in zip(*rows, strict=True))

@@ -1,16 +1,15 @@
-"""How often the intervals of `agentloop evaluate` cover the truth, beside others that are in use.
+"""Coverage of the confidence intervals of `agentloop evaluate`, compared with other common ones.
 
     python -m bench.intervals
 
-Tasks are drawn of a population in which the chance to be solved is Beta distributed: alike
-(a + b = 20), of any difficulty (2), or nearly always solved or never (0.5), as competition problems
-are. Each has k samples. An interval of 95% covers the population's mean in 95% of all evaluations,
-if it is what it says.
+Tasks are drawn from a population whose probabilities of success are Beta distributed: similar (a +
+b = 20), of any difficulty (2), or nearly always or never solved (0.5), like competition problems.
+Each has k samples. A correct 95% interval covers the population's mean in 95% of all evaluations.
 
     agentloop    agentloop/evaluation/estimate.py
     t            mean and Student's t of the tasks' means
     bootstrap    percentiles of 2,000 bootstraps over tasks
-    independent  Wilson's of all samples, as if those of one task were of many
+    independent  Wilson's, as if all samples were of different tasks
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def covered(
     repeats: int,
     draw: Any,
 ) -> list[tuple[float, float]]:
-    """Of each method the share of evaluations that cover the mean, and the mean width."""
+    """Return, per method, the fraction of evaluations that cover the mean, and the mean width."""
     hits, widths = [0] * len(methods), [0.0] * len(methods)
     for _ in range(repeats):
         chances = draw.beta(mean * concentration, (1 - mean) * concentration, num_tasks)
@@ -82,7 +81,7 @@ def covered(
 
 def passed(*, num_tasks: int, k: int, at: int, mean: float, concentration: float, repeats: int,
            draw: Any) -> float:  # fmt: skip
-    """The share of evaluations whose interval covers the population's pass@`at`."""
+    """Return the fraction of evaluations whose interval covers the population's pass@`at`."""
     a, b = mean * concentration, (1 - mean) * concentration
     lost = math.exp(
         math.lgamma(b + at) + math.lgamma(a + b) - math.lgamma(b) - math.lgamma(a + b + at)
@@ -109,15 +108,17 @@ def main() -> None:
     for n, k, mean, concentration in itertools.product(
         (10, 30, 100), (1, 4, 16), (0.1, 0.5, 0.9, 0.97), (0.5, 2.0, 20.0)
     ):
-        told: dict[str, Any] = {"num_tasks": n, "k": k, "mean": mean,
+        options_of_case: dict[str, Any] = {"num_tasks": n, "k": k, "mean": mean,
                                 "concentration": concentration, "draw": draw}  # fmt: skip
-        found = covered(list(methods.values()), repeats=options.repeats, **told)
+        found = covered(list(methods.values()), repeats=options.repeats, **options_of_case)
         for name, (share, _) in zip(methods, found, strict=True):
             worst[n, name] = min(worst.get((n, name), 1.0), share)
         cells = "".join(f"{share:>10.3f} ({width:.3f})" for share, width in found)
-        some = f"{passed(at=k // 2, repeats=options.repeats, **told):.3f}" if k > 1 else "-"
+        some = (
+            f"{passed(at=k // 2, repeats=options.repeats, **options_of_case):.3f}" if k > 1 else "-"
+        )
         print(f"{n:>5}  {k:>2}  {mean:.2f}  {concentration:>4}  {cells}   {some:>8}", flush=True)
-    print("\nthe lowest of each:")
+    print("\nlowest coverage:")
     for n in (10, 30, 100):
         print(f"{n:>5} tasks  " + "".join(f"{name}: {worst[n, name]:.3f}  " for name in methods))
 

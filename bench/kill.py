@@ -1,25 +1,25 @@
-"""Training runs that are killed at random moments, gone on with, and held against undisturbed ones.
+"""Training runs that are killed at random moments and resumed, compared with undisturbed ones.
 
-    python -m bench.kill --runs 90      played model and learner, real control loop: a minute for 20
-    python -m bench.kill --fleet 40     the same by a fleet, around a real Redis
+    python -m bench.kill --runs 90      simulated model and learner, real control loop: 20 a minute
+    python -m bench.kill --fleet 40     the same with a fleet and a real Redis
     python -m bench.kill --real 10      all parts real: minutes each
 
-A run is a sequence of lives of the runtime. In each one something is killed by SIGKILL: the
-runtime, its learner, a server; with a fleet Redis, or one of the two that roll out; at a moment of
-the clock's, or between two effects that outlive it (kill_parts.Fuse). A runtime that has ended is
-started again as by `agentloop train --resume`, the others as by whoever has them, until the run is
-through. Then all of this must hold:
+A run consists of several runtime processes ("lives"). In each of them something is killed by
+SIGKILL: the runtime, its learner, or a server; with a fleet also Redis or one of the two rollout
+workers; either at a random time or between two externally visible effects (kill_parts.Fuse). A dead
+runtime is resumed as by `agentloop train --resume`, the others are restarted by their supervisors,
+until the run is complete. Then all of this must hold:
 
-    journal    each group was trained on in one step or given back; the tasks are the source's, none
-               left out, none twice; no sample was too stale
-    lineage    the final weights descend from one update for each step, of that step's groups: the
-               learner's own record, walked back from the last checkpoint; what was learned and lost
-               does not count
-    metrics    a row for each step, a row for each evaluation
-    leftovers  no process, nothing half-written, no weights but the last
+    journal    each group was trained on in exactly one step or discarded; the tasks are those of
+               the source, each once; no sample exceeded the maximum staleness
+    lineage    the final weights result from one update per step, on that step's groups, by the
+               learner's own record, followed back from the last checkpoint; updates that were
+               lost do not count
+    metrics    one row per step, one row per evaluation
+    leftovers  no process, no partial file, no weights but the last
 
-and in synchronous mode weights, batches and all metrics but times are those of a run that nothing
-was killed in. With more staleness what is in a batch depends on timing, and all else holds.
+In synchronous mode, weights, batches and all metrics except times equal those of an undisturbed
+run. With more staleness the content of a batch depends on timing, but everything else must hold.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from bench.kill_real import VICTIMS, play_real
 
 __all__ = ["main"]
 
-_NUM_SERVERS = 2  # in a fleet one for each of those that roll out
+_NUM_SERVERS = 2  # in a fleet, one for each rollout worker
 _LIFE_S = 120.0
 _MAX_LIVES = 12
 _POLL_S = 0.003
@@ -107,21 +107,21 @@ FLEETS = {
     }.items()
     for data in ("forgets", "keeps")
 }  # fmt: skip
-_NARROW = [  # so that tickets wait, and can be lost
+_NARROW = [  # makes tickets wait, so that they can be lost
     "router.admission.target=0.001",
     "router.admission.growth=0",
 ]
-_VICTIMS = {"runtime": 5, "learner": 3, "server": 2}  # how often, among each other
+_VICTIMS = {"runtime": 5, "learner": 3, "server": 2}  # relative frequency
 _VICTIMS_OF_A_FLEET = {"redis": 5, "member": 2, "runtime": 2, "learner": 1}
-_OUTLIVED = ("redis", "member")  # by the runtime
+_OUTLIVED = ("redis", "member")  # killing these does not end the runtime
 
 
-# --- what happens ---------------------------------------------------------------------------------
+# --- runs and kills -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """What is killed in a life, and when: at so many effects, or after so many seconds."""
+    """A kill: the victim, and when: after a number of effects or of seconds."""
 
     victim: str
     at: int | None = None
@@ -143,11 +143,11 @@ class Undisturbed:
 
 @dataclass(slots=True)
 class Played:
-    """A run that is through, or is not."""
+    """The state and the result of a disturbed run."""
 
     run: Path
     variant: str
-    blows: list[Blow] = field(default_factory=list)  # those that fell
+    blows: list[Blow] = field(default_factory=list)  # kills that took place
     num_lives: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -157,7 +157,7 @@ def blows(seed: int, usual: Undisturbed, victims: Mapping[str, int]) -> list[Blo
     draw, found = Random(seed), []
     for life in range(draw.randint(1, 3)):
         victim = draw.choices([*victims], [*victims.values()])[0]
-        share = draw.random() ** (life + 1)  # there is less left to do
+        share = draw.random() ** (life + 1)  # later lives have less left to do
         if draw.random() < 0.75:
             found.append(Blow(victim, at=int(share * usual.num_ticks)))
         else:
@@ -166,17 +166,17 @@ def blows(seed: int, usual: Undisturbed, victims: Mapping[str, int]) -> list[Blo
 
 
 class Around:
-    """Processes that whoever has them starts again at once, at the same address."""
+    """Processes that are restarted at once, at the same address, when they die."""
 
     def __init__(self, log: Path) -> None:
         self.problems: list[str] = []
         self._log = log
         self._works: list[tuple[str, Callable[[], object]]] = []
-        self._pids: list[int] = []  # 0: it has come to its end
+        self._pids: list[int] = []  # 0: ended normally
         self._ports: list[int] = []
 
     def add(self, kind: str, work: Callable[[], object], port: int | None = None) -> None:
-        """Start it; it is ready when `port` is open, where it has one."""
+        """Start a process, which is ready when `port`, if given, is open."""
         self._works.append((kind, work))
         self._pids.append(0)
         self._ports += [] if port is None else [port]
@@ -202,7 +202,8 @@ class Around:
                 time.sleep(_POLL_S)
 
     def keep(self) -> None:
-        """Who has come to an end in peace is not started again before the next life."""
+        """Restart killed processes; those that ended normally are restarted before the next
+        life."""
         for index, pid in enumerate(self._pids):
             ended, status = os.waitpid(pid, os.WNOHANG) if pid else (0, 0)
             if ended:
@@ -230,7 +231,7 @@ def _servers(around: Around) -> list[str]:
 
 
 def _fleet(around: Around, run: Path, *, keeps: bool) -> list[str]:
-    """Redis, and for each server one that rolls out; returns what a trainer is told of it."""
+    """Start Redis and a rollout worker per server; return the trainer's overrides."""
     if (redis := shutil.which("redis-server")) is None:
         raise SystemExit("missing: redis-server: apt-get install redis-server")
     port, folder = free_port(), run.with_name(f"{run.name}.redis")
@@ -240,15 +241,20 @@ def _fleet(around: Around, run: Path, *, keeps: bool) -> list[str]:
     around.add("redis", partial(os.execv, redis, command), port)
     met = [f"fleet.redis=redis://127.0.0.1:{port}/0"]
     for url in _servers(around):
-        told = [*met, f"fleet.run={run.name}", f"fleet.give_up_s={_LIFE_S}", f'servers=["{url}"]']
-        told += [*(one for one in _COMMON if one.startswith("router.")), *_NARROW]
-        around.add("member", partial(roll_out, told))
+        overrides = [
+            *met,
+            f"fleet.run={run.name}",
+            f"fleet.give_up_s={_LIFE_S}",
+            f'servers=["{url}"]',
+        ]
+        overrides += [*(one for one in _COMMON if one.startswith("router.")), *_NARROW]
+        around.add("member", partial(roll_out, overrides))
     return met
 
 
-def play(run: Path, variant: str, told: Sequence[Blow]) -> Played:
-    """From nothing to the end, with a blow in each of the first lives."""
-    played, begun, left = Played(run, variant), time.monotonic(), list(told)
+def play(run: Path, variant: str, planned: Sequence[Blow]) -> Played:
+    """Run to completion, with a kill in each of the first lives."""
+    played, begun, left = Played(run, variant), time.monotonic(), list(planned)
     around = Around(run.with_name(f"{run.name}.around.log"))
     try:
         own = [setting.format(folder=run.parent) for setting in {**VARIANTS, **FLEETS}[variant]]
@@ -264,7 +270,7 @@ def play(run: Path, variant: str, told: Sequence[Blow]) -> Played:
             if blow is not None and fell:
                 played.blows.append(blow)
             if status and (blow is None or not fell or blow.victim in _OUTLIVED):
-                played.problems.append(f"life {played.num_lives} ended with status {status}")
+                played.problems.append(f"life {played.num_lives} ended with exit status {status}")
             if not status or played.problems:
                 break
         played.problems += [*around.problems, *processes_left(around.pids)]
@@ -277,10 +283,10 @@ def play(run: Path, variant: str, told: Sequence[Blow]) -> Played:
 def _live_once(
     played: Played, overrides: list[str], around: Around, blow: Blow | None
 ) -> int | None:
-    """Its exit status, or the signal that ended it, negative; None: it hung."""
+    """Run one life; return its exit status, negative for a signal, or None if it hung."""
     run = played.run
     played.num_lives += 1
-    for name in (PID, STRUCK):  # that process may be another's by now
+    for name in (PID, STRUCK):  # the process id may have been reused
         (run / name).unlink(missing_ok=True)
     victims: Mapping[str, Callable[[Path], int]] = {
         "runtime": lambda _: os.getpid(),
@@ -311,7 +317,7 @@ def _live_once(
 
 
 def _fork(work: Callable[[], object], log: Path) -> int:
-    """A process that does `work` and leaves nothing of ours behind; all is imported already."""
+    """Fork a process for `work` that inherits all imports but none of our state."""
     if pid := os.fork():
         return pid
     status = 1
@@ -331,11 +337,11 @@ def _fork(work: Callable[[], object], log: Path) -> int:
         os._exit(status)
 
 
-# --- told -----------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def run_many(folder: Path, seeds: Sequence[int], *, by_fleet: bool = False) -> int:
-    """How many of them failed."""
+    """Run all seeds with simulated parts; return the number of failures."""
     variants = FLEETS if by_fleet else VARIANTS
     victims = _VICTIMS_OF_A_FLEET if by_fleet else _VICTIMS
     usual: dict[str, Undisturbed] = {}
@@ -353,7 +359,7 @@ def run_many(folder: Path, seeds: Sequence[int], *, by_fleet: bool = False) -> i
         num_lives += played.num_lives
         num_failed += bool(played.problems)
         fell.update(f"{variant}|{blow.victim}" for blow in played.blows)
-        _tell(seed, played)
+        _print_result(seed, played)
         if not played.problems:
             shutil.rmtree(played.run)
     print(f"\n{len(seeds)} runs, {num_lives} lives, {num_failed} failed. Killed:")
@@ -373,8 +379,8 @@ def _undisturbed(folder: Path, variant: str) -> Undisturbed:
     return Undisturbed(played.run, ticks, played.seconds)
 
 
-def _tell(seed: int, played: Played) -> None:
-    fell = "; ".join(map(str, played.blows)) or "nothing in time"
+def _print_result(seed: int, played: Played) -> None:
+    fell = "; ".join(map(str, played.blows)) or "no kill in time"
     verdict = "FAILED" if played.problems else "ok"
     print(
         f"{seed:4} {played.variant:33} {played.num_lives} lives {played.seconds:5.1f} s  {verdict}"
@@ -384,11 +390,11 @@ def _tell(seed: int, played: Played) -> None:
         print(f"     - {problem}")
     if played.problems:
         kind = "--fleet" if played.variant in FLEETS else "--runs"
-        print(f"     again: python -m bench.kill {kind} 1 --seed {seed}; see {played.run}")
+        print(f"     repeat: python -m bench.kill {kind} 1 --seed {seed}; see {played.run}")
 
 
 def run_real(folder: Path, seeds: Sequence[int], *, num_steps: int, victims: Sequence[str]) -> int:
-    """How many of them failed."""
+    """Run all seeds with real parts; return the number of failures."""
     num_failed = num_again = num_lives = 0
     fell: Counter[str] = Counter()
     for seed in seeds:
@@ -401,17 +407,17 @@ def run_real(folder: Path, seeds: Sequence[int], *, num_steps: int, victims: Seq
         num_lives += played.num_lives
         fell.update(one.split()[0] for one in played.fell)
         verdict = "FAILED" if played.problems else "ok"
-        told = f"{played.num_lives} lives, {played.num_again} steps done again"
-        told += f", {played.num_calls} calls of tools, {played.num_broken} rollouts broken"
-        print(f"     {told}, {played.seconds:.0f} s  {verdict}", flush=True)
+        summary = f"{played.num_lives} lives, {played.num_again} repeated steps"
+        summary += f", {played.num_calls} tool calls, {played.num_broken} broken rollouts"
+        print(f"     {summary}, {played.seconds:.0f} s  {verdict}", flush=True)
         for problem in played.problems:
             print(f"     - {problem}")
         if played.problems:
-            print(f"     again: python -m bench.kill --real 1 --seed {seed}; see {run}")
+            print(f"     repeat: python -m bench.kill --real 1 --seed {seed}; see {run}")
         else:
             shutil.rmtree(run)
     killed = ", ".join(f"{victim} {num}" for victim, num in sorted(fell.items()))
-    again = f"{num_again} steps done again with the loss that they had"
+    again = f"{num_again} steps repeated with the same loss"
     print(f"\n{len(seeds)} real runs, {num_lives} lives, {again}, {num_failed} failed")
     print(f"Killed: {killed}")
     return num_failed
@@ -421,15 +427,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=0, help="of played parts")
-    parser.add_argument("--fleet", type=int, default=0, help="of played parts, by a fleet")
-    parser.add_argument("--real", type=int, default=0, help="of real parts")
-    parser.add_argument("--steps", type=int, default=6, help="of each real run")
+    parser.add_argument("--runs", type=int, default=0, help="number of runs with simulated parts")
     parser.add_argument(
-        "--victims", nargs="+", choices=VICTIMS, default=VICTIMS, help="in the real runs"
+        "--fleet", type=int, default=0, help="number of runs with simulated parts and a fleet"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first one; others follow")
-    parser.add_argument("--folder", type=Path, help="for the runs; those that fail stay there")
+    parser.add_argument("--real", type=int, default=0, help="number of runs with real parts")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each real run")
+    parser.add_argument(
+        "--victims",
+        nargs="+",
+        choices=VICTIMS,
+        default=VICTIMS,
+        help="processes to kill in the real runs",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first run; others count up"
+    )
+    parser.add_argument("--folder", type=Path, help="folder of the runs; failed ones are kept")
     options = parser.parse_args()
     adopt_orphans()
     root = str(Path(__file__).resolve().parent.parent)

@@ -1,4 +1,4 @@
-"""What must hold of a run that was killed, gone on with and is through: for bench/kill.py."""
+"""Checks of a run that was killed, resumed and completed: for bench/kill.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def problems(run: Path) -> Iterator[str]:
-    """Of any run."""
+    """Check any run."""
     settings = load_settings(TrainSettings, [run / "config.toml"])
     yield from _leftovers(run, settings)
     journal = Journal.of(run)
@@ -46,30 +46,35 @@ def problems(run: Path) -> Iterator[str]:
 
 
 def played_problems(run: Path, usual: Path) -> Iterator[str]:
-    """Of one with a played learner; `usual` is the undisturbed one in the same mode."""
+    """Check a run with a simulated learner against `usual`, the undisturbed run in the same
+    mode."""
     journal, undisturbed = Journal.of(run), Journal.of(usual)
     yield from _of_lineage(run, journal)
     if load_settings(TrainSettings, [run / "config.toml"]).loop.max_staleness:
         return
     if [one["task"] for one in journal.groups] != [one["task"] for one in undisturbed.groups]:
-        yield "other tasks than undisturbed"
+        yield "the tasks differ from those of the undisturbed run"
     if last_checkpoint(run)["digest"] != last_checkpoint(usual)["digest"]:
-        yield "other weights than undisturbed"
+        yield "the weights differ from those of the undisturbed run"
     yield from _differences(_figures(run), _figures(usual))
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What stands in queue.sqlite, as it stands there."""
+    """The raw content of queue.sqlite."""
 
     groups: list[dict[str, Any]]
-    steps: dict[int, dict[str, Any]]  # their notes
+    steps: dict[int, dict[str, Any]]  # notes by step
     results: dict[int, dict[str, Any]]
 
     @classmethod
     def of(cls, run: Path) -> Journal:
-        """Raises sqlite3.Error: there is none."""
-        # A reader leaves files of its own beside a journal, unless it is told that all is there.
+        """Read the journal.
+
+        Raises:
+            sqlite3.Error: There is none.
+        """
+        # Without `immutable`, a reader leaves files of its own next to the journal.
         is_whole = not (run / "queue.sqlite-wal").exists()
         how = "immutable=1" if is_whole else "mode=ro"
         with closing(sqlite3.connect(f"file:{run / 'queue.sqlite'}?{how}", uri=True)) as db:
@@ -95,11 +100,11 @@ def _of_journal(run: Path, journal: Journal, settings: TrainSettings) -> Iterato
     num_steps = sum(stage.steps for stage in settings.stages.values()) or settings.loop.steps
     if [*journal.steps] != [*range(1, num_steps + 1)]:
         yield f"steps {[*journal.steps]}"
-    if not settings.stages:  # where there is a filter, tasks come from it, over and over
+    if not settings.stages:  # with a filter, tasks repeat in its order
         source = TaskSource.open(settings.tasks)
         expected = [task.id for task in itertools.islice(source, len(journal.groups))]
         if [group["task"] for group in journal.groups] != expected:
-            yield "the tasks are not those of the source, in its order"
+            yield "the tasks differ from those of the source, or are in another order"
     for step, notes in journal.steps.items():
         groups = journal.of_step(step)
         if len(groups) != settings.loop.tasks_per_step:
@@ -107,11 +112,11 @@ def _of_journal(run: Path, journal: Journal, settings: TrainSettings) -> Iterato
         for group in groups:
             oldest = min([group["version"], *_versions(run, group)])
             if not 0 <= notes["version"] - oldest <= settings.loop.max_staleness:
-                yield f"group {group['number']} of version {oldest} is in step {step}"
+                yield f"step {step} trained on group {group['number']} of version {oldest}"
 
 
 def _versions(run: Path, group: Mapping[str, Any]) -> set[int]:
-    """Of the weights that sampled what is learned of a group."""
+    """Return the versions of the weights that sampled the trained part of a group."""
     return {
         int(version)
         for row in _learned_rows(run, group)
@@ -126,7 +131,7 @@ def _learned_rows(run: Path, group: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def last_checkpoint(run: Path) -> dict[str, Any]:
-    """What its state.json says."""
+    """Return the content of its state.json."""
     kept = [json.loads(path.read_bytes()) for path in run.glob("checkpoints/*/state.json")]
     return max(kept, key=lambda one: int(one["state"]["step"]))
 
@@ -136,7 +141,7 @@ def _of_lineage(run: Path, journal: Journal) -> Iterator[str]:
     digest, learned = last_checkpoint(run)["digest"], list[set[tuple[int, ...]]]()
     while digest != FIRST:
         line = made[digest]
-        if line["prompts"]:  # else the optimizer was reset
+        if line["prompts"]:  # otherwise the optimizer was reset
             learned.insert(0, {tuple(prompt) for prompt in line["prompts"]})
         digest = line["before"]
     expected = []
@@ -144,14 +149,14 @@ def _of_lineage(run: Path, journal: Journal) -> Iterator[str]:
         groups = [group for group in journal.of_step(step) if _learned_rows(run, group)]
         expected.append({(one["number"], int(one["task"].rpartition("-")[2])) for one in groups})
     if learned != [groups for groups in expected if groups]:
-        yield f"the weights have learned {learned}, the journal says {expected}"
+        yield f"the weights were trained on {learned}, according to the journal on {expected}"
 
 
 def _of_metrics(run: Path, journal: Journal, settings: TrainSettings) -> Iterator[str]:
     rows = lines(run / "metrics.jsonl")
     steps = [row["step"] for row in rows if "reward" in row]
     if steps != [*journal.steps]:
-        yield f"metrics of the steps {steps}"
+        yield f"there are metrics of the steps {steps}, not {[*journal.steps]}"
     evaluated = Counter(row["step"] for row in rows if "held_out/reward" in row)
     ends = set(itertools.accumulate(stage.steps for stage in settings.stages.values()))
     every = settings.loop.evaluate_every
@@ -161,7 +166,7 @@ def _of_metrics(run: Path, journal: Journal, settings: TrainSettings) -> Iterato
 
     num_filtered = sum("filter/num_tasks" in row for row in rows)
     if num_filtered != sum(stage.filter_tasks > 0 for stage in settings.stages.values()):
-        yield f"tasks were filtered {num_filtered} times"
+        yield f"tasks were filtered {num_filtered} times, not once per stage with a filter"
 
 
 def _leftovers(run: Path, settings: TrainSettings) -> Iterator[str]:
@@ -177,7 +182,7 @@ def _leftovers(run: Path, settings: TrainSettings) -> Iterator[str]:
 
 
 def _figures(run: Path) -> dict[str, dict[str, Any]]:
-    """What metrics.jsonl says of each step, less what depends on time."""
+    """Return the metrics of each step that do not depend on time."""
     rows = lines(run / "metrics.jsonl")
     return {
         f"step {row['step']}" + (" held out" if "held_out/reward" in row else ""): {
@@ -205,8 +210,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def processes_left(ours: Collection[int], *, within_s: float = 30.0) -> list[str]:
-    """Whatever came of a run's processes is ours by now, for orphans are this process's children:
-    who is left after a while, but for `ours`; those are killed."""
+    """Return a problem for each process of a run that still runs, except `ours`; kill them.
+
+    Orphans have become children of this process by now.
+    """
     deadline = time.monotonic() + within_s
     while left := set(_children()) - set(ours):
         for pid in left:
@@ -222,7 +229,7 @@ def processes_left(ours: Collection[int], *, within_s: float = 30.0) -> list[str
 
 
 def adopt_orphans() -> None:
-    """From now on."""
+    """Make this process the parent of orphaned descendants from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

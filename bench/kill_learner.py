@@ -1,9 +1,9 @@
-"""A learner for bench/kill.py: the real protocol and files, and for a model a chain of digests.
+"""A learner for bench/kill.py, with the real protocol and files; the model is a chain of digests.
 
-    step   digest = sha256(digest + sha256(the batch file's bytes)); the loss is read off it
+    step   digest = sha256(digest + sha256(the batch file's bytes)); the loss is derived from it
 
-So two runs have the same losses exactly where they learned the same batches in the same order, and
-`learned.jsonl`, which is only ever appended to, says what was learned on the way to any digest.
+So two runs have the same losses exactly if they trained on the same batches in the same order, and
+`learned.jsonl`, which is append-only, records the batches that led to any digest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from learner.files import appear, fresh_partial
 
 __all__ = ["FIRST", "LOG", "PID"]
 
-FIRST = "0" * 64  # the digest of a model that has learned nothing
+FIRST = "0" * 64  # the digest of the initial model
 LOG = Path("logs/learned.jsonl")  # in the run's folder
 PID = Path("logs/learner.pid")
 _KEEP_CHECKPOINTS = 2
@@ -76,7 +76,7 @@ class PlayedLearner:
         before = self._digest
         self._digest = hashlib.sha256(before.encode() + what).hexdigest()
         line = {"before": before, "after": self._digest, "prompts": prompts}
-        with self._log.open("ab", buffering=0) as file:  # in one write: whole, or not at all
+        with self._log.open("ab", buffering=0) as file:  # a single write is atomic
             file.write(json.dumps(line).encode() + b"\n")
 
     def _write(self, folder: Path, files: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class PlayedLearner:
 
 
 def prompts_in(batch: bytes) -> list[list[int]]:
-    """The first two ids of each sample, which are its group and its task, once each."""
+    """Return the distinct pairs of the first two ids of the samples: group and task."""
     (length,) = struct.unpack("<Q", batch[:8])
     header, data = json.loads(batch[8 : 8 + length]), batch[8 + length :]
 

@@ -1,13 +1,14 @@
-"""Played parts for bench/kill.py, around the real `agentloop.train`: servers, engine, fuse.
-In a fleet the engine is in processes of their own, around the real `agentloop.rollouts`.
+"""Simulated parts for bench/kill.py, around the real `agentloop.train`: servers, engine, fuse.
 
-    train ──> TrainingLoop, GroupQueue, RunFolder, Rollouts, Router, hand-over      real
-                 ├─> PlayedRuntime.run_group ──> serve(): what it says is a function of the prompt
-                 │                                and of the weights that it has loaded
+With a fleet the engine is in processes of its own, around the real `agentloop.rollouts`.
+
+    train ──> TrainingLoop, GroupQueue, RunFolder, Rollouts, Router, weight sync      real
+                 ├─> PlayedRuntime.run_group ──> serve(): its tokens are a function of the prompt
+                 │                                and of the loaded weights
                  └─> Learner ──> guardian ──> bench.kill_learner
 
-The weights are a digest (kill_learner.py), so a rollout depends on all that was learned before it,
-and on nothing else: not on time, nor on the server.
+The weights are a digest (kill_learner.py), so a rollout depends on all training before it and on
+nothing else: neither on time nor on the server.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ from bench.kill_learner import PID
 
 __all__ = ["STRUCK", "TICKS", "Fuse", "learner_of", "live", "roll_out", "serve", "strike"]
 
-TICKS = Path("logs/ticks")  # in the run's folder: how often the fuse was asked
-STRUCK = Path("logs/struck")  # whether anybody was killed in this life
+TICKS = Path("logs/ticks")  # in the run's folder: number of effects so far
+STRUCK = Path("logs/struck")  # exists if something was killed in this life
 _VOCAB_SIZE = 1 << 24
-_NUM_PROMPT = 3  # ids: the group's number, the task's, the sibling's
+_NUM_PROMPT = 3  # ids: numbers of the group, the task and the sibling
 _NUM_REPLY = 6
 _MOST_S = 0.008
 
@@ -68,7 +69,7 @@ _MOST_S = 0.008
 
 
 class PlayedServer:
-    """What the router and the hand-over ask of SGLang. Without weights it serves nothing."""
+    """The part of SGLang that router and weight sync use. Without weights it serves nothing."""
 
     def __init__(self) -> None:
         self._version, self._digest = "default", ""
@@ -82,7 +83,7 @@ class PlayedServer:
         app.router.add_post("/update_weights_from_disk", self._load)
         app.router.add_post("/weights_checker", self._checksum)
         for path in ("/pause_generation", "/continue_generation", "/abort_request"):
-            app.router.add_post(path, _nothing)
+            app.router.add_post(path, _empty_answer)
         return app
 
     async def _server_info(self, _: web.Request) -> web.Response:
@@ -111,23 +112,23 @@ class PlayedServer:
         return web.json_response({"success": True, "ranks": ranks})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """Two frames, each with the weights that are there by then."""
+        """Send two frames, each with the version loaded at that time."""
         if not self._digest:
             return web.json_response({"error": {"message": "loading"}}, status=503)
         ids = (await request.json())["input_ids"]
-        had = len(ids) - _NUM_PROMPT  # more than none: it goes on from another server
+        had = len(ids) - _NUM_PROMPT  # above 0 if it continues from another server
         response = web.StreamResponse()
         await response.prepare(request)
         for end in {max(had, _NUM_REPLY // 2), _NUM_REPLY}:
             await anyio.sleep(random.uniform(0, _MOST_S))
-            told = reply(ids[:_NUM_PROMPT], self._digest)[had:end]
+            output_ids = reply(ids[:_NUM_PROMPT], self._digest)[had:end]
             meta = {
                 "finish_reason": {"type": "stop"} if end == _NUM_REPLY else None,
                 "weight_version": self._version,
                 "completion_tokens": end - had,
-                "output_token_logprobs": [[-token / 1000, token, None] for token in told],
+                "output_token_logprobs": [[-token / 1000, token, None] for token in output_ids],
             }
-            frame = {"output_ids": told, "meta_info": meta}
+            frame = {"output_ids": output_ids, "meta_info": meta}
             await response.write(b"data: " + json.dumps(frame).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -138,12 +139,12 @@ def reply(prompt: list[int], digest: str) -> list[int]:
     return [int.from_bytes(drawn[2 * i : 2 * i + 2]) % 1000 for i in range(_NUM_REPLY)]
 
 
-async def _nothing(_: web.Request) -> web.Response:
+async def _empty_answer(_: web.Request) -> web.Response:
     return web.json_response({})
 
 
 def serve(port: int) -> None:
-    """Until it is killed."""
+    """Serve until killed."""
 
     async def run() -> None:
         runner = web.AppRunner(PlayedServer().app(), handler_cancellation=True, access_log=None)
@@ -158,7 +159,7 @@ def serve(port: int) -> None:
 
 
 class PlayedRuntime:
-    """`agentloop.runtime.Runtime`, as far as training asks it: the real router, no model."""
+    """The part of `agentloop.runtime.Runtime` that training uses: the real router, no model."""
 
     pool = chat = None
 
@@ -186,10 +187,10 @@ class PlayedRuntime:
         at_gate: Callable[[], None],
         **_: Any,
     ) -> list[Trajectory]:
-        """`name` begins with a number and ends with the task's."""
+        """Run a group; `name` begins with its number and ends with the task's."""
         number, task = int(name.partition("-")[0]), int(name.rpartition("-")[2])
         if task % 11 == 5 and "held-out" not in name:
-            raise RequestError(f"task {task} is one of those that cannot be asked")
+            raise RequestError(f"task {task} is one of those that are refused")
         found: dict[int, Trajectory] = {}
 
         async def run(index: int, key: str) -> None:
@@ -224,14 +225,14 @@ class PlayedRuntime:
             return Trajectory(key, prompt, [turn], StopReason.INFRASTRUCTURE, str(error))
         finally:
             self.router.forget(key, whole=True)
-        is_easy = prompt[1] % 7 == 3  # all of such a group are right, and it teaches nothing
+        is_easy = prompt[1] % 7 == 3  # all of such a group are correct: it has no signal
         right, broken, failed = turn.output_ids[0] % 2, turn.output_ids[1], turn.output_ids[2]
         answer = _answer(question) if is_easy or right else "wrong"
         turn.text = f"\\boxed{{{answer}}}"
         status = CallStatus.ERROR if failed % 3 == 0 else CallStatus.OK
         turn.calls = [ToolCall("c", "python", {}, "", 0, 1)]
         turn.results = [ToolResult("c", "python", status, "", 0, 0, 1)]
-        # Held-out tasks are asked once: a fleet would ask again for what is nothing but broken.
+        # Held-out tasks are not retried, but a fleet would retry a group in which all are broken.
         is_broken = broken % 13 == 0 and "held-out" not in group
         reason = StopReason.INFRASTRUCTURE if is_broken else StopReason.ANSWERED
         return Trajectory(key, prompt, [turn], reason)
@@ -248,8 +249,10 @@ def _answer(question: str) -> str:
 
 @dataclass
 class Fuse:
-    """Kills `victim` when it is asked for the `at`-th time: before and after each effect that
-    outlives the runtime. Never, where `at` is none."""
+    """Kills `victim` at the `at`-th check; never if `at` is None.
+
+    It is checked before and after each effect that outlives the runtime.
+    """
 
     at: int | None = None
     victim: Callable[[Path], int] = lambda _: os.getpid()
@@ -262,7 +265,7 @@ class Fuse:
 
 
 def strike(run: Path, pid: int) -> None:
-    """Kill it, which is noted before; nothing, where there is nobody (0)."""
+    """Kill a process and record that first; do nothing if `pid` is 0."""
     if pid:
         (run / STRUCK).parent.mkdir(parents=True, exist_ok=True)
         (run / STRUCK).touch()
@@ -271,15 +274,15 @@ def strike(run: Path, pid: int) -> None:
 
 
 def learner_of(run: Path) -> int:
-    """Its pid; 0: there is none yet."""
+    """Return the learner's process id; 0 if there is none yet."""
     try:
         return int((run / PID).read_text())
     except (FileNotFoundError, ValueError):
         return 0
 
 
-class _Told:
-    """Progress, on stderr."""
+class _StderrProgress:
+    """Prints progress to stderr."""
 
     def __call__(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -291,15 +294,16 @@ class _Told:
 
 
 def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
-    """A life of the runtime, with played parts in place of the heavy ones; in a process of its own.
-    As `agentloop train`, or where the run has begun as `agentloop train --resume`.
+    """Run one life of the runtime with simulated parts, in a process of its own.
+
+    Like `agentloop train`, or `agentloop train --resume` if the run has begun.
 
     Raises:
-        AgentLoopError: what it cannot go on from.
+        AgentLoopError: The run cannot be resumed.
     """
     parts: Any = train_module
     parts.Runtime = PlayedRuntime
-    parts.plot_runs = lambda *_: None  # a second of matplotlib for nothing
+    parts.plot_runs = lambda *_: None  # saves a second of matplotlib
     commands: Any = learner_module
     commands._COMMAND = (sys.executable, "-m", "bench.kill_learner")
     asked = ((GroupQueue, "_do"), (KeptLearner, "ask"), (Fleet, "_add"), (Fleet, "_take"))
@@ -311,20 +315,20 @@ def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
     resume = run if config.is_file() else None
     told: tuple[list[Path], list[str]] = ([config], []) if resume else ([], overrides)
     settings = load_settings(train_module.TrainSettings, *told)
-    anyio.run(functools.partial(parts.train, settings, _Told(), resume=resume))
+    anyio.run(functools.partial(parts.train, settings, _StderrProgress(), resume=resume))
     (run / TICKS).write_text(str(fuse.num_asked))
 
 
 def roll_out(overrides: list[str]) -> None:
-    """As `agentloop rollouts`, with the same played parts; in a process of its own.
+    """Run `agentloop rollouts` with the same simulated parts, in a process of its own.
 
     Raises:
-        AgentLoopError: what it cannot go on from.
+        AgentLoopError: It cannot go on.
     """
     parts: Any = rollouts_module
     parts.Runtime = PlayedRuntime
     settings = load_settings(rollouts_module.RolloutsSettings, [], overrides)
-    anyio.run(parts.roll_out, settings, _Told())
+    anyio.run(parts.roll_out, settings, _StderrProgress())
 
 
 def _asking(work: Any, fuse: Fuse, run: Path) -> Any:

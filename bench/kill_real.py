@@ -1,9 +1,10 @@
-"""`agentloop train` with all parts real, killed and gone on with: for bench/kill.py.
+"""`agentloop train` with all parts real, killed and resumed: for bench/kill.py.
 
-What is killed: the runtime, a rank of the learner, a server, a container of the sandbox, the host
-of the sandbox (`python -m sandbox.serve`; where it is to be killed, all calls go to it); when the
-journal is so far, and up to a second later. Sampling is not repeatable, so there is no undisturbed
-run to compare with; but a step that is done again from its journal has the loss that it had before.
+Victims are the runtime, a rank of the learner, a server, a container of the sandbox, or the sandbox
+host (`python -m sandbox.serve`; if it is a victim, it runs all calls). The kill happens when the
+journal has reached a given point, and up to a second later. Sampling is not deterministic, so there
+is no undisturbed run for comparison; but a step that is repeated from its journal must have the
+same loss.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from bench.kill_checks import Journal, last_checkpoint, lines, problems, process
 __all__ = ["VICTIMS", "RealRun", "coin", "play_real"]
 
 VICTIMS = ("runtime", "rank", "server", "container", "host")
-_OUTLIVED = ("container", "host")  # by the runtime, whatever it does
+_OUTLIVED = ("container", "host")  # killing these does not end the runtime
 _RECIPE = Path(__file__).resolve().parents[1] / "docs" / "recipes" / "small.toml"
 _TASKS_PER_STEP = 3
-_STILL_S = 300.0  # without a word: then it hangs
+_STILL_S = 300.0  # without output: then it hangs
 _LEFT_S = 30.0
-_START_S = 120.0  # of a host
-_BUSY_S = 5.0  # it is killed when it has something to do, where that comes so soon
+_START_S = 120.0  # timeout of the host's start
+_BUSY_S = 5.0  # time to wait until the host has calls to run before it is killed
 _POLL_S = 0.1
 _SAME_LOSS = 1e-5  # relative
 _AGAIN = re.compile(r"Steps (\d+) to (\d+) are done again")
 _OWNER = "agentloop.sandbox.owner"
-_TOOLS = ("python_code_with_standard_io", "jupyter_code")  # a call, a session: seed after seed
+_TOOLS = ("python_code_with_standard_io", "jupyter_code")  # alternate by seed
 _RUN = (CallStatus.OK, CallStatus.ERROR, CallStatus.TIMEOUT)
 
 _OVERRIDES = [
@@ -57,26 +58,26 @@ _OVERRIDES = [
     "tasks.held_out=4",
     "roc.down_sample_to_n=4",
     "roc.reject_equal_reward=false",
-    "sampling.temperature=1.5",  # at which most calls are still such as can be run
+    "sampling.temperature=1.5",  # most calls can still be run
     "budget.max_response_tokens=128",
     f"reward.function={__name__}:coin",
 ]
 
 
 def coin(trajectory: Trajectory, task: Task) -> float:
-    """The small model is as good as always right, which would teach it nothing."""
+    """Return a random reward: the small model is nearly always correct, which has no signal."""
     return int(-sum(trajectory.logprobs) * 1e6) % 2
 
 
 @dataclass(slots=True)
 class RealRun:
-    """A run that is through, or is not."""
+    """The state and the result of a run."""
 
     run: Path
     num_lives: int = 0
-    num_again: int = 0  # steps that were done again
-    num_calls: int = 0  # that the sandbox has run, in the groups that came to their end
-    num_broken: int = 0  # rollouts there, by infrastructure
+    num_again: int = 0  # repeated steps
+    num_calls: int = 0  # calls that the sandbox has run, in completed groups
+    num_broken: int = 0  # rollouts of completed groups that infrastructure broke
     seconds: float = 0.0
     fell: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -85,11 +86,10 @@ class RealRun:
 def play_real(
     run: Path, seed: int, *, num_steps: int, max_staleness: int, victims: Sequence[str]
 ) -> RealRun:
-    """From nothing to the end, with one or two of `victims` killed on the way: each of them in its
-    turn, seed after seed."""
+    """Run to completion, with one or two of `victims` killed, which rotate with the seed."""
     draw, begun = Random(seed), time.monotonic()
     played = RealRun(run)
-    most = num_steps * (_TASKS_PER_STEP + 2)  # what `_progress` comes to
+    most = num_steps * (_TASKS_PER_STEP + 2)  # the final value of `_progress`
     blows = [
         (
             victims[(seed + life) % len(victims)],
@@ -114,25 +114,24 @@ def play_real(
         losses |= now
         if status == 0:
             break
-        # Where it is the only one, a server may take the runtime with it: as weights are loaded.
+        # If it is the only one, a dying server may end the runtime during a weight sync.
         if not played.fell or played.fell[-1].startswith(_OUTLIVED):
-            played.problems.append(f"life {played.num_lives} ended with status {status}")
+            played.problems.append(f"life {played.num_lives} ended with exit status {status}")
         if not blows and played.num_lives > len(played.fell) + 1:
-            played.problems.append(f"it does not come to an end: {played.num_lives} lives")
+            played.problems.append(f"the run does not end: {played.num_lives} lives")
     if host is not None:
         host.stop()
     if not played.problems:
         played.problems += [*problems(run), *_of_the_learner(run, losses)]
         played.problems += _of_infrastructure(played)
     if not played.problems and not played.num_calls:
-        played.problems.append("the sandbox has run nothing")
+        played.problems.append("the sandbox has run no calls")
     played.seconds = time.monotonic() - begun
     return played
 
 
 class _Host:
-    """A sandbox on another machine, as it were: whoever has it starts it again at once, at the same
-    address."""
+    """A sandbox host that is restarted at once, at the same address, as if on another machine."""
 
     def __init__(self, played: RealRun) -> None:
         self._played = played
@@ -151,21 +150,21 @@ class _Host:
     def keep(self) -> None:
         if status := self._lives[-1].poll():
             if status != -signal.SIGKILL:
-                self._played.problems.append(f"the host ended with status {status}")
+                self._played.problems.append(f"the sandbox host ended with exit status {status}")
             self._start()
 
     def wait_ready(self) -> None:
-        """It listens when its workers are there."""
+        """Wait until the host listens, which is when its workers are ready."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and not self._played.problems:
             self.keep()
             with suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
                 return
             time.sleep(_POLL_S)
-        self._played.problems.append("the host of the sandbox does not start")
+        self._played.problems.append("the sandbox host does not start")
 
     def is_busy(self) -> bool:
-        """Whether calls run there, or variables are kept."""
+        """Return whether calls are running or sessions are open."""
         try:
             with urllib.request.urlopen(f"{self.url}/v1/stats", timeout=_BUSY_S) as answer:
                 stats = json.load(answer)
@@ -193,7 +192,7 @@ def _live_once(
     draw: Random,
     host: _Host | None,
 ) -> int | None:
-    """To its end; its exit status, or the signal that ended it, negative. None: it hung."""
+    """Run one life; return its exit status, negative for a signal, or None if it hung."""
     run = played.run
     if host is not None:
         host.wait_ready()
@@ -208,7 +207,7 @@ def _live_once(
         with suppress(FileNotFoundError):
             if heard != (heard := [sign.stat().st_mtime_ns for sign in signs if sign.exists()]):
                 heard_s = time.monotonic()
-        # Only as long as need be: a reader as the journal is closed leaves files beside it.
+        # Only as long as needed: reading while the journal is closed leaves files next to it.
         if blows and _progress(run) >= blows[0][1]:
             victim, at, later_s = blows.pop(0)
             time.sleep(later_s)
@@ -231,7 +230,7 @@ def _live_once(
 
 
 def _progress(run: Path) -> int:
-    """How much the journal says was done."""
+    """Return the progress that the journal has recorded."""
     done = (
         "SELECT (SELECT count(*) FROM groups WHERE state != 'open')"
         " + (SELECT count(*) + count(result) FROM steps)"
@@ -239,12 +238,12 @@ def _progress(run: Path) -> int:
     try:
         with closing(sqlite3.connect(f"file:{run / 'queue.sqlite'}?mode=ro", uri=True)) as db:
             return int(db.execute(done).fetchone()[0])
-    except sqlite3.Error:  # it is not there yet
+    except sqlite3.Error:  # it does not exist yet
         return -1
 
 
 def _kill(victim: str, runtime: int, draw: Random, host: _Host | None) -> bool:
-    """Whether there was anybody to kill."""
+    """Kill the victim; return whether there was one."""
     if victim == "host" and host is not None:
         deadline = time.monotonic() + _BUSY_S
         while not host.is_busy() and time.monotonic() < deadline:
@@ -267,7 +266,7 @@ def _kill(victim: str, runtime: int, draw: Random, host: _Host | None) -> bool:
 
 
 def _modules(pid: int) -> list[str]:
-    """What stands behind -m on its command line; of a guardian, nothing."""
+    """Return the modules after -m on the command line; none for a guardian."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
@@ -290,9 +289,10 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _containers(owner: int) -> list[str]:
-    """Of the sandbox of that runtime, or host, which leads their owner's name."""
-    told = ["--filter", f"label={_OWNER}", "--format", f'{{{{.ID}}}} {{{{.Label "{_OWNER}"}}}}']
-    done = subprocess.run(["docker", "ps", *told], capture_output=True, text=True, check=False)
+    """Return the containers of the sandbox of that runtime or host, by the prefix of the owner's
+    name."""
+    options = ["--filter", f"label={_OWNER}", "--format", f'{{{{.ID}}}} {{{{.Label "{_OWNER}"}}}}']
+    done = subprocess.run(["docker", "ps", *options], capture_output=True, text=True, check=False)
     rows = [line.split(" ", 1) for line in done.stdout.splitlines()]
     return [row[0] for row in rows if row[-1].startswith(f"{owner}-")]
 
@@ -307,7 +307,7 @@ def _containers_left(owner: int) -> list[str]:
 
 
 def _losses(run: Path) -> dict[int, float]:
-    """Of each step, as the journal has it now."""
+    """Return the loss of each step in the journal."""
     try:
         journal = Journal.of(run)
     except sqlite3.Error:
@@ -322,7 +322,7 @@ def _losses(run: Path) -> dict[int, float]:
 def _changed(before: dict[int, float], now: dict[int, float]) -> Iterator[str]:
     for step, loss in before.items():
         if not math.isclose(loss, now[step], rel_tol=_SAME_LOSS):
-            yield f"step {step} had the loss {loss}, done again it has {now[step]}"
+            yield f"step {step} had the loss {loss}, but {now[step]} when repeated"
 
 
 def _of_the_learner(run: Path, losses: dict[int, float]) -> Iterator[str]:
@@ -332,7 +332,7 @@ def _of_the_learner(run: Path, losses: dict[int, float]) -> Iterator[str]:
 
 
 def _of_infrastructure(played: RealRun) -> Iterator[str]:
-    """What it broke has no reward, and nothing is learned from it."""
+    """Check that broken rollouts have no reward and are not trained on."""
     for group in Journal.of(played.run).groups:
         for row in lines(played.run / group["path"]) if group["path"] else ():
             trajectory = row["trajectory"]
@@ -341,6 +341,6 @@ def _of_infrastructure(played: RealRun) -> Iterator[str]:
             is_broken = trajectory["stop_reason"] == StopReason.INFRASTRUCTURE
             played.num_broken += is_broken
             if CallStatus.INFRASTRUCTURE in statuses and not is_broken:
-                yield f"{trajectory['id']}: a call broke, and the rollout went on"
+                yield f"{trajectory['id']}: a call broke, but the rollout went on"
             if is_broken and (row["reward"], row["advantage"]) != (None, None):
-                yield f"{trajectory['id']}: it broke, and has the reward {row['reward']}"
+                yield f"{trajectory['id']}: it is broken, but has the reward {row['reward']}"

@@ -1,21 +1,21 @@
-"""What the learner costs beside a plain PyTorch loop, what packing saves, and memory by vocabulary.
+"""Benchmark of the learner: speed relative to plain PyTorch, gain of packing, memory by vocabulary.
 
-    python -m bench.learner speed                tokens a second, as ratios to the plain loop
-    python -m bench.learner packing              packed samples against padded ones
+    python -m bench.learner speed                tokens per second, as ratios to the plain loop
+    python -m bench.learner packing              packed samples compared with padded ones
     python -m bench.learner memory               peak of one pass by vocabulary and by head
     python -m bench.learner all --json out.json
 
-speed: the learner's real processes, asked over their socket, beside a process with a loop as one
-writes it by hand: the same weights, the same micro-batches, the same attention, all logits of a
-micro-batch at once, AdamW, clipped gradients. Each arm's step stands between two steps of the plain
-loop, and its ratio is taken to their mean, because the machine's speed changes from minute to
-minute. An arm whose first loss or gradient norm is not the plain loop's is an error.
+speed: the learner's real processes, asked over their socket, next to a process with a typical
+handwritten loop: the same weights, micro-batches and attention, all logits of a micro-batch at
+once, AdamW, clipped gradients. Each arm's step runs between two steps of the plain loop, and its
+ratio is taken to their mean, because the machine's speed varies from minute to minute. It is an
+error if an arm's first loss or gradient norm differs from the plain loop's. The plain loop is
+bench/plain_loop.py.
 
-The plain loop stands in bench/plain_loop.py.
-
-Lengths are agentic (a long tail: median 330 tokens, mean about 440, at most 2,048), the models are
-Qwen3 with random weights, made on the fly; the head has the share of the parameters that it has in
-Qwen3 of 0.6B to 4B. Not measured: several machines, bfloat16, anything that needs a GPU.
+Lengths are agentic (a long tail: median 330 tokens, mean about 440, at most 2,048). The models are
+Qwen3 with random weights, created on the fly; their heads have the fraction of the parameters that
+they have in Qwen3 of 0.6B to 4B. Not measured: several machines, bfloat16, anything that needs a
+GPU.
 """
 
 from __future__ import annotations
@@ -53,24 +53,27 @@ PACKED = ("packed", "chunked", "masked")
 # Hidden size, layers, heads, vocabulary.
 SIZES = {"0.8M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "23M": (512, 6, 8, 8192)}
 
-# --- what is trained on ---------------------------------------------------------------------------
+# --- training data --------------------------------------------------------------------------------
 
 
 def agentic_lengths(seed: int, num_tokens: int) -> list[int]:
-    """Lengths of trajectories, summing up to `num_tokens`; log-normal, from 32 to 2,048."""
+    """Return lengths of trajectories that sum to `num_tokens`; log-normal, from 32 to 2,048."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while (left := num_tokens - sum(lengths)) > 0:
         drawn = int(np.clip(rng.lognormal(math.log(330), 0.8), 32, _MAX_LENGTH))
-        if left - drawn < 32:  # no sample is shorter than that
+        if left - drawn < 32:  # the minimum length
             drawn = left if left <= _MAX_LENGTH else left // 2
         lengths.append(drawn)
     return lengths
 
 
 def agentic_batch(seed: int, num_tokens: int, vocab: int) -> Batch:
-    """Random ids; of each sample a fifth is the prompt, and of the rest three quarters are sampled,
-    in turns of 96 tokens and observations of 32."""
+    """Return a batch of random ids.
+
+    A fifth of each sample is the prompt. Three quarters of the rest are sampled, in turns of 96
+    tokens with observations of 32.
+    """
     lengths = np.asarray(agentic_lengths(seed, num_tokens), np.int32)
     rng = np.random.default_rng(seed)
     masks = [(np.arange(n) >= n // 5) & ((np.arange(n) - n // 5) % 128 < 96) for n in lengths]
@@ -87,8 +90,10 @@ def agentic_batch(seed: int, num_tokens: int, vocab: int) -> Batch:
 
 
 def arrange(lengths: Sequence[int], budget: int, how: str) -> list[list[int]]:
-    """Indices of samples by micro-batch, of at most `budget` tokens; where `how` is a padded one
-    that counts the padding, and a sample that is longer by itself stands alone."""
+    """Return the indices of samples by micro-batch of at most `budget` tokens.
+
+    If `how` pads, padding counts. A sample longer than the budget is alone.
+    """
     if how in PACKED:
         return plan(lengths, budget, 1)[0]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i] if how == "sorted" else i)
@@ -103,7 +108,7 @@ def arrange(lengths: Sequence[int], budget: int, how: str) -> list[list[int]]:
 
 
 def waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
-    """The share of padding, where each batch is as wide as its longest sample."""
+    """Return the fraction of padding if each batch is as wide as its longest sample."""
     cells = sum(max(lengths[i] for i in one) * len(one) for one in batches)
     return 1 - sum(lengths[i] for one in batches for i in one) / cells
 
@@ -112,8 +117,11 @@ def waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
 
 
 class Arm:
-    """What is measured, and its rounds: seconds by the clock and of CPU, of all processes; the
-    speed by either as a ratio to the base arm's."""
+    """A measured program and its rounds.
+
+    Rounds are wall-clock and CPU seconds of all its processes, and the speed by either as a ratio
+    to the base arm's.
+    """
 
     def __init__(self, name: str, step: Callable[[Path], Awaitable[Mapping[str, Any]]]) -> None:
         self.name, self.step = name, step
@@ -141,7 +149,8 @@ class Arm:
 
 
 async def _compare(base: Arm, arms: Sequence[Arm], batches: Sequence[Path]) -> None:
-    """The first batch warms up, and holds the arms' results against the base's."""
+    """Run all arms. The first batch is a warm-up and checks the arms' results against the
+    base's."""
     expected = await base.step(batches[0])
     for arm in arms:
         found = await arm.step(batches[0])
@@ -164,10 +173,10 @@ def _plain_arm(
     path = folder / f"{how}.json"
     path.write_text(settings.model_dump_json())
     command, pipe = [*_PLAIN_LOOP, str(path), how], subprocess.PIPE
-    # As the learner's ranks have it.
+    # The same as for the learner's ranks.
     environment = {**os.environ, **wait_policy(os.environ), "OMP_NUM_THREADS": str(threads)}
-    # A session of its own, as the learner's ranks have: Linux shares out CPU time by session.
-    # On the way out its stdin is closed, which ends it.
+    # A session of its own, like the learner's ranks: Linux schedules CPU time by session.
+    # At the end its stdin is closed, which ends it.
     process = stack.enter_context(
         subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
@@ -232,7 +241,7 @@ def _settings(
 
 
 def _batches(folder: Path, size: str, options: argparse.Namespace) -> list[Path]:
-    """A small one, and one for each round."""
+    """Write a small batch for warming up and one for each round."""
     paths = [folder / f"batch-{seed}.safetensors" for seed in range(options.rounds + 1)]
     for seed, path in enumerate(paths):
         agentic_batch(seed, options.tokens if seed else 2048, SIZES[size][-1]).save(path)
@@ -243,7 +252,8 @@ def _batches(folder: Path, size: str, options: argparse.Namespace) -> list[Path]
 
 
 async def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each size and number of threads: one rank with all of them, and a rank for each."""
+    """Measure, for each size and number of threads, one rank with all threads and one rank per
+    thread."""
     rows = []
     for size, threads in ((s, t) for s in options.sizes for t in options.threads):
         print(f"{size}, {threads} threads", file=sys.stderr)
@@ -265,7 +275,8 @@ async def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def packing(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same samples in the plain loop, packed and padded; `waste` is the share of padding."""
+    """Measure the same samples in the plain loop, packed and padded; `waste` is the fraction of
+    padding."""
     rows = []
     for size in options.sizes:
         print(f"{size}, packing", file=sys.stderr)
@@ -286,7 +297,8 @@ async def packing(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What a forward and a backward pass add at most to model and gradients, each in a process."""
+    """Measure the peak that a forward and a backward pass add to model and gradients, in
+    processes."""
     rows = []
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(options.threads))}
     for vocab, chunk in ((v, c) for v in options.vocab for c in (None, *options.chunks)):
@@ -332,16 +344,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("what", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--sizes", type=lambda text: text.split(","), default=["4.5M"])
-    parser.add_argument("--threads", type=_numbers, default=[2], help="1,2: both, one by one")
-    parser.add_argument("--stages", type=_numbers, default=[1, 2, 3], help="of ZeRO")
-    parser.add_argument("--one-rank", action="store_true", help="leave two ranks out")
-    parser.add_argument("--tokens", type=int, default=16_384, help="a step")
-    parser.add_argument("--micro-batch", type=int, default=4096, help="tokens of a forward pass")
-    parser.add_argument("--head-chunk", type=int, default=1024, help="tokens of the learner's head")
+    parser.add_argument(
+        "--threads", type=_numbers, default=[2], help="numbers of threads; 1,2 measures both"
+    )
+    parser.add_argument("--stages", type=_numbers, default=[1, 2, 3], help="stages of ZeRO")
+    parser.add_argument("--one-rank", action="store_true", help="measure one rank only")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens per step")
+    parser.add_argument("--micro-batch", type=int, default=4096, help="tokens per forward pass")
+    parser.add_argument(
+        "--head-chunk", type=int, default=1024, help="tokens per chunk of the learner's head"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab", type=_numbers, default=[512, 32_768, 151_936])
-    parser.add_argument("--chunks", type=_numbers, default=[1024, 256], help="of the head")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument(
+        "--chunks", type=_numbers, default=[1024, 256], help="chunk sizes of the head"
+    )
+    parser.add_argument("--json", type=Path, help="file for all figures")
     return parser
 
 

@@ -1,32 +1,32 @@
-"""The router before real SGLang servers on this machine's CPU, and other gateways beside it.
+"""Benchmark of the router with real SGLang servers on this machine's CPU, and of other gateways.
 
     python -m bench.live_router                        2 servers, every arm, 3 rounds
     python -m bench.live_router --servers 4 --pace     4 servers at the speed of a modelled GPU
-    python -m bench.live_router check                  what bench/server_model.py says, and is
-    --gateways-python PATH                             where sglang-router and smg are installed
+    python -m bench.live_router check                  compares bench/server_model.py with a server
+    --gateways-python PATH                             Python with sglang-router and smg installed
 
 Needs SGLang (`python -m agentloop.inference.install`) and, for the other gateways, the dependency
 group `bench`. Without them: `--arms kv,static`.
 
-The servers are SGLang's own, with a model that counts down (bench/countdown_model.py): how long a
-reply gets is in its prompt, so that the trace knows it and no scheduler does, and each token of
-each stream is checked. Every arm plays the same rollouts, those of bench/router.py with all lengths
-divided by `--scale`, and the pool is as small, so that KV is as short as it is there. So are
-the constants in tokens of SGLang's own admission, through its own settings: how much growth it
-reserves (SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION), in how many steps its estimate falls
-(SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS), what it allows after a retraction
-(SGLANG_RETRACT_DECODE_STEPS) and its chunks of prefill. Tools take as much less time.
+The servers are SGLang's own, with a model that counts down (bench/countdown_model.py): the length
+of a reply is encoded in its prompt, so that the trace knows it and no scheduler does, and each
+token of each stream is checked. Every arm plays the same rollouts, those of bench/router.py with
+all lengths divided by `--scale`; the KV cache is scaled alike, so that it is as scarce as there. So
+are SGLang's own constants in tokens, through its settings: the growth that it reserves
+(SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION), the number of steps in which its estimate falls
+(SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS), its allowance after a retraction (SGLANG_RETRACT_DECODE_STEPS)
+and its chunks of prefill. Tools take proportionally less time.
 
-All rollouts start at once in every arm, as gateways are used, but for `kv+groups`: there the
-router admits groups as there is room, as in the runtime. Arms take turns in shuffled rounds before
-the same servers, whose caches are flushed in between; each gateway is started anew.
+All rollouts start at once in every arm, as gateways are used, except in `kv+groups`, where the
+router admits groups by capacity, as the runtime does. Arms alternate in shuffled rounds on the same
+servers, whose caches are flushed in between; each gateway is restarted.
 
 A request that fails, or a stream with a wrong token, ends its rollout, which is then refused: its
-tokens do not count as goodput. TTFT counts from when a turn was asked for, and for the first turn
-of a rollout from the run's start: so with our waiting room and our gate.
+tokens do not count as goodput. TTFT counts from when a turn was requested, and for the first turn
+of a rollout from the run's start, which includes our queue and our admission.
 
-With `--pace` a forward step lasts at least as long as on the modelled GPU (bench/pace.py); without
-it, servers that share cores give each other time, and a server that idles costs little.
+With `--pace` a forward step lasts at least as long as on the modelled GPU (bench/pace.py). Without
+it, servers that share cores give each other time, and an idle server costs little.
 """
 
 from __future__ import annotations
@@ -72,16 +72,17 @@ GATEWAYS = {
 }
 OURS = (*POLICIES, "kv+groups")
 _BUDGET = 12_288  # tokens of a rollout before scaling, as in bench/router.py
-_OWN = 2  # ids that tell siblings apart
+_OWN = 2  # ids that distinguish siblings
 _GREEDY = Sampling(temperature=0.0)
 
 
-# --- what is played -------------------------------------------------------------------------------
+# --- played rollouts ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A reply of `length` tokens, then a tool of `tool_s` that answers `answer` (ids)."""
+    """A reply of `length` tokens, then a tool that takes `tool_s` and answers with `answer`
+    (ids)."""
 
     length: int
     answer: tuple[int, ...]
@@ -90,7 +91,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A rollout, all of it known beforehand; siblings share the prompt's first `num_shared` ids."""
+    """A predetermined rollout; siblings share the first `num_shared` ids of the prompt."""
 
     key: str
     group: str
@@ -104,7 +105,7 @@ class Script:
 
 
 def scaled(trace: Sequence[RolloutSpec], scale: float) -> list[RolloutSpec]:
-    """All lengths and times divided by `scale`; what is left has room for its ids."""
+    """Divide all lengths and times by `scale`, keeping space for distinguishing ids."""
 
     def turn_of(turn: TurnSpec) -> TurnSpec:
         return TurnSpec(
@@ -124,7 +125,7 @@ def scaled(trace: Sequence[RolloutSpec], scale: float) -> list[RolloutSpec]:
 
 
 def scripts_of(trace: Sequence[RolloutSpec], seed: int) -> list[Script]:
-    """Ids for these lengths. A prompt is its group's, but for its last ids."""
+    """Create ids for these lengths. Prompts are shared within a group except for their last ids."""
     rng = random.Random(f"ids {seed}")
     shared: dict[str, tuple[int, ...]] = {}
     members: dict[str, int] = {}
@@ -148,42 +149,42 @@ def scripts_of(trace: Sequence[RolloutSpec], seed: int) -> list[Script]:
 
 @dataclass(slots=True)
 class Figures:
-    """What one arm made of the rollouts, once."""
+    """The results of one arm in one round."""
 
     arm: str
     round: int
     makespan_s: float = 0.0
     goodput: float = 0.0  # sampled tokens of whole rollouts per second
-    makespan_90_s: float = 0.0  # until nine in ten rollouts had ended
+    makespan_90_s: float = 0.0  # until 90% of the rollouts had ended
     num_refused: int = 0
     num_retractions: int = 0
-    prefix_hits: float = 0.0  # the part of the prompts' tokens that was in the cache
+    prefix_hits: float = 0.0  # fraction of the prompts' tokens that was cached
     ttft_p50_s: float = 0.0  # all turns; the first of a rollout counts from the run's start
     ttft_p99_s: float = 0.0
     turn_ttft_p99_s: float = 0.0  # turns after the first: from the tool's answer
-    num_moves: int | None = None  # turns that left their trajectory's server; none: not known
-    late: float = 0.0  # with --pace: steps that took longer than modelled, of all
+    num_moves: int | None = None  # turns that left their trajectory's server; None: unknown
+    late: float = 0.0  # with --pace: fraction of steps that took longer than modelled
     errors: dict[str, int] = field(default_factory=dict)
 
 
 Send = Callable[[Generation, OnChunk], Awaitable[None]]
-"""One turn through a router: returns when the chunk with `end` has been told."""
+"""Sends one turn through a router; returns after the chunk with `end`."""
 
 Gate = Callable[[str, Sequence[Script]], AbstractAsyncContextManager[object]]
-"""Entered before the rollouts of a group start, left when they have ended."""
+"""A context that is entered before a group's rollouts start and left when they have ended."""
 
 
 @asynccontextmanager
 async def open_gate(group: str, scripts: Sequence[Script]) -> AsyncIterator[None]:
-    """All groups start at once."""
+    """Admit all groups at once."""
     yield
 
 
 class Play:
-    """The rollouts, all of them, through one router."""
+    """Plays all rollouts through one router."""
 
     def __init__(self, scripts: Sequence[Script], send: Send, *, budget: int) -> None:
-        """`budget` is how many tokens a rollout may have, which is all that servers are told."""
+        """`budget` is the maximum number of tokens of a rollout, which is all that servers know."""
         self._scripts = scripts
         self._send = send
         self._budget = budget
@@ -202,8 +203,10 @@ class Play:
         gate: Gate = open_gate,
         on_end: Callable[[str, bool], None] = lambda key, whole: None,
     ) -> Figures:
-        """`on_end` is told each rollout's key, and whether it is whole; what has not ended by the
-        deadline is refused."""
+        """Play the rollouts and return the figures; rollouts that miss the deadline are refused.
+
+        `on_end` is called with each rollout's key and whether it is complete.
+        """
         groups: dict[str, list[Script]] = {}
         for script in self._scripts:
             groups.setdefault(script.group, []).append(script)
@@ -247,7 +250,7 @@ class Play:
         )
 
     async def _rollout(self, script: Script) -> bool:
-        """Whether it is whole."""
+        """Return whether the rollout is complete."""
         ids = list(script.prompt)
         for number, turn in enumerate(script.turns):
             reply: list[int] = []
@@ -300,7 +303,7 @@ class Play:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all arms have in common."""
+    """The configuration shared by all arms."""
 
     urls: tuple[str, ...]
     http: aiohttp.ClientSession
@@ -317,7 +320,7 @@ class Bench:
         return round(_BUDGET / self.scale)
 
     async def run(self, arm: str) -> Figures:
-        """One arm, once, with empty caches."""
+        """Run an arm once, with empty caches."""
         for url in self.urls:
             await flush(self.http, url)
         return await (self._gateway(arm) if arm in GATEWAYS else self._ours(arm))
@@ -378,7 +381,7 @@ class Bench:
 
 
 async def flush(http: aiohttp.ClientSession, url: str) -> None:
-    """Empty a server's cache, once nothing runs there; TimeoutError after 30 s."""
+    """Flush an idle server's cache; raise TimeoutError after 30 s."""
     with anyio.fail_after(30):
         while True:
             async with http.post(f"{url}/flush_cache") as response:
@@ -396,10 +399,11 @@ async def gateway(
     http: aiohttp.ClientSession,
     log_path: Path,
 ) -> AsyncIterator[str]:
-    """Another gateway before the same servers, with its defaults; yields its url once ready.
+    """Start another gateway in front of the same servers, with its defaults; yield its URL when
+    ready.
 
     Raises:
-        RuntimeError: it did not become ready in a minute; with its log's tail.
+        RuntimeError: It did not become ready in a minute; with the tail of its log.
     """
     port = random.randrange(30_100, 32_000)
     guardian = (sys.executable, "-I", guardian_module.__file__, "--stop-timeout-s", "2", "--")
@@ -413,7 +417,7 @@ async def gateway(
                 *("--prometheus-port", str(port + 2000)),
                 *("--worker-startup-check-interval", "1"),
             ],
-            stdin=subprocess.PIPE,  # it ends the gateway when we end, however that is
+            stdin=subprocess.PIPE,  # closes when we end, which ends the gateway
             stdout=subprocess.DEVNULL,
             stderr=log,
         )
@@ -434,7 +438,7 @@ async def gateway(
 
 
 async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
-    """It answers, and takes a request to a server."""
+    """Return whether the gateway answers and forwards a request to a server."""
     body = {
         "input_ids": [FILLER[0], 1],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -449,9 +453,11 @@ async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
 
 
 def modelled_gpu(scale: float, thinning: float) -> Pace:
-    """The 14B model of `ServerParams`, for lengths divided by `scale` and as many sequences by
-    `thinning`: one of them stands for so many, and a step takes as long with a full pool as it does
-    there."""
+    """Return the pace of the 14B model of `ServerParams`, scaled.
+
+    Lengths are divided by `scale` and the number of sequences by `thinning`: each stands for that
+    many, so that a step with a full pool takes as long as unscaled.
+    """
     params = ServerParams()
     return Pace(
         prefill_s=params.prefill_s / scale,
@@ -466,7 +472,8 @@ def modelled_gpu(scale: float, thinning: float) -> Pace:
 async def servers(
     args: argparse.Namespace, pace: Pace | None
 ) -> AsyncIterator[tuple[list[str], Path]]:
-    """SGLang with the countdown model; yields the urls, and the folder of logs and late steps."""
+    """Start SGLang with the countdown model; yield the URLs and the folder of logs and late
+    steps."""
     params = scaled_params(args)
     knobs = {
         "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(params.clip),
@@ -477,7 +484,7 @@ async def servers(
         folder = Path(name)
         if pace is not None:
             knobs |= environment(pace, folder)
-        os.environ.update(knobs)  # supervise.py hands it on
+        os.environ.update(knobs)  # supervise.py passes it on
         settings = ServerSettings(
             count=args.servers,
             device="cpu",
@@ -486,7 +493,7 @@ async def servers(
                 "--skip-tokenizer-init",
                 *("--chunked-prefill-size", str(params.chunk)),
                 *("--schedule-conservativeness", str(params.conservativeness)),
-                *("--load-snapshot-publish-interval", "1"),  # in steps, and there are fewer
+                *("--load-snapshot-publish-interval", "1"),  # in steps, of which there are fewer
             ),
         )
         model = save(folder / "model")
@@ -495,7 +502,7 @@ async def servers(
 
 
 def scaled_params(args: argparse.Namespace) -> ServerParams:
-    """SGLang's constants in tokens, for lengths divided by `--scale`; its speed is not in it."""
+    """Scale SGLang's constants in tokens by `--scale`, but not its speed."""
     params = ServerParams()
 
     def scaled_down(tokens: int) -> int:
@@ -518,9 +525,9 @@ def say(text: str) -> None:
 
 
 def late_steps(folder: Path) -> tuple[int, int]:
-    """Late steps and all steps of all paced servers, so far."""
-    told = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
-    return sum(one["late"] for one in told), sum(one["steps"] for one in told)
+    """Return the numbers of late steps and of all steps of all paced servers so far."""
+    counts = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
+    return sum(one["late"] for one in counts), sum(one["steps"] for one in counts)
 
 
 def trace_of(args: argparse.Namespace) -> list[RolloutSpec]:
@@ -529,7 +536,7 @@ def trace_of(args: argparse.Namespace) -> list[RolloutSpec]:
 
 
 def shuffled_rounds(arms: Sequence[str], num_rounds: int, seed: int) -> Iterator[tuple[int, str]]:
-    """Each arm once a round, in another order each time."""
+    """Yield each arm once per round, in a new order each time."""
     rng = random.Random(f"rounds {seed}")
     for number in range(num_rounds):
         for arm in rng.sample(arms, len(arms)):
@@ -537,7 +544,7 @@ def shuffled_rounds(arms: Sequence[str], num_rounds: int, seed: int) -> Iterator
 
 
 async def compare(args: argparse.Namespace) -> list[Figures]:
-    """All arms before the same servers."""
+    """Run all arms on the same servers."""
     pace = modelled_gpu(args.scale, 32 / args.group_size) if args.pace else None
     results: list[Figures] = []
     scripts = scripts_of(trace_of(args), args.seed)
@@ -581,7 +588,7 @@ def bench_of(
 
 
 def router_settings(args: argparse.Namespace) -> RouterSettings:
-    """Ours, its constants in tokens and seconds scaled like the rollouts."""
+    """Return our settings, with constants in tokens and seconds scaled like the rollouts."""
     defaults = RouterSettings()
     return defaults.model_copy(
         update={
@@ -597,7 +604,7 @@ def router_settings(args: argparse.Namespace) -> RouterSettings:
 
 
 def costs_of(pace: Pace | None) -> Costs:
-    """What kv reckons with: the modelled device, else this CPU's, roughly."""
+    """Return the costs used by kv: those of the modelled device, or roughly those of this CPU."""
     if pace is not None:
         return _costs_like(pace)
     return Costs(
@@ -612,11 +619,11 @@ def _costs_like(other: Pace | ServerParams) -> Costs:
     return Costs(**{name: getattr(other, name) for name in Costs.model_fields})
 
 
-# --- the model of a server, beside a server -------------------------------------------------------
+# --- comparison of the model with a server --------------------------------------------------------
 
 
 async def check(args: argparse.Namespace) -> str:
-    """Calibrate the model on one server, then let both play the same rollouts; a table."""
+    """Calibrate the model on one server, let both play the same rollouts, and return a table."""
     pace = modelled_gpu(args.scale, 32 / args.group_size) if args.pace else None
     trace = trace_of(args)
     rows = [
@@ -645,8 +652,8 @@ async def check(args: argparse.Namespace) -> str:
                 figures = await bench.run(arm)
                 rows.append(_check_row(arm, "real", figures))
                 say(rows[-1])
-    told = ", ".join(f"{name} {value:.3g}" for name, value in asdict(params).items())
-    return f"Calibrated: {told}.\n\n" + "\n".join(rows)
+    fitted_params = ", ".join(f"{name} {value:.3g}" for name, value in asdict(params).items())
+    return f"Calibrated: {fitted_params}.\n\n" + "\n".join(rows)
 
 
 def _check_row(arm: str, kind: str, one: Figures | Result) -> str:
@@ -658,7 +665,7 @@ def _check_row(arm: str, kind: str, one: Figures | Result) -> str:
 
 
 class _Modelled(Simulation):
-    """Virtual time, and all rollouts start at once but for `kv+groups`."""
+    """A simulation in virtual time in which all rollouts start at once, except for `kv+groups`."""
 
     def __init__(self, trace: Sequence[RolloutSpec], arm: str, seed: int, options: Options) -> None:
         self._admits = arm.endswith("+groups")
@@ -671,9 +678,10 @@ class _Modelled(Simulation):
 async def calibrated(
     url: str, http: aiohttp.ClientSession, args: argparse.Namespace
 ) -> ServerParams:
-    """The model's parameters, by least squares over small runs on one server, the others idle.
+    """Fit the model's parameters by least squares to small runs on one server while others are
+    idle.
 
-    The fixed part of a prefill has the way over HTTP in it.
+    The fixed part of a prefill includes the HTTP round trip.
     """
     params = scaled_params(args)
     chunk = params.chunk
@@ -681,7 +689,7 @@ async def calibrated(
     rng = random.Random("calibration")
 
     async def stream(num_prompt: int, length: int, seen: list[float]) -> None:
-        """`seen` gets when each of its tokens came."""
+        """Append the arrival time of each token to `seen`."""
 
         def take(chunk: Chunk) -> None:
             seen.extend([time.perf_counter()] * len(chunk.ids))
@@ -696,7 +704,7 @@ async def calibrated(
         started = time.perf_counter()
         await stream(num_prompt, 1, seen)
         prefills.append((seen[0] - started, num_prompt))
-    steps: list[tuple[float, int, float]] = []  # seconds a step, sequences, tokens of context
+    steps: list[tuple[float, int, float]] = []  # seconds per step, sequences, context tokens
     length = 120
     batches = [(1, 8), (4, 8), (8, 8), (16, 8), (24, 8), (4, 400), (12, 150)]
     for num_sequences, num_prompt in batches * 2:
@@ -705,7 +713,7 @@ async def calibrated(
         async with anyio.create_task_group() as tasks:
             for one in streams:
                 tasks.start_soon(stream, num_prompt, length, one)
-        # Between the last one's first token and the first one's last, all of them run.
+        # All streams run between the latest first token and the earliest last token.
         begin, end = max(one[0] for one in streams), min(one[-1] for one in streams)
         num_steps = sum(begin < when <= end for one in streams for when in one) / num_sequences
         if num_steps > length / 4:
@@ -727,7 +735,7 @@ async def calibrated(
 
 
 def fitted(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Least squares in relative terms, no factor below zero."""
+    """Return a least-squares fit of relative errors, without negative factors."""
     weights = 1 / np.array(values)
     matrix, target = np.array(rows) * weights[:, None], np.array(values) * weights
     free = list(range(matrix.shape[1]))
@@ -741,11 +749,11 @@ def fitted(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[flo
     return [float(factor) for factor in factors]
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def table(results: Sequence[Figures]) -> str:
-    """Medians over the rounds, as markdown; ratios are to kv of the same round."""
+    """Return medians over the rounds as markdown; ratios are to kv in the same round."""
     rows = [
         "| arm | makespan s | to kv | 90% done s | goodput tok/s | to kv | refused | retractions | "
         "prefix hits | TTFT p50 s | p99 s | later turns p99 s | moves |",
@@ -777,7 +785,7 @@ def table(results: Sequence[Figures]) -> str:
 
 
 def caption(args: argparse.Namespace, scripts: Sequence[Script]) -> str:
-    """What the table's figures are of."""
+    """Describe the conditions of the table."""
     pace = (
         "each step at least as long as on a modelled GPU"
         if args.pace
@@ -792,7 +800,7 @@ def caption(args: argparse.Namespace, scripts: Sequence[Script]) -> str:
 
 
 def plot(results: Sequence[Figures], path: Path) -> None:
-    """Goodput per arm: a dot a round, a bar for the median. Needs matplotlib."""
+    """Plot goodput per arm: a dot per round, a bar for the median. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -824,18 +832,20 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=2, metavar="N")
     parser.add_argument("--groups", type=int, default=8, help="per server")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--scale", type=float, default=16.0, help="lengths are divided by it")
-    parser.add_argument("--capacity", type=int, default=4096, help="tokens of a server's KV")
+    parser.add_argument("--scale", type=float, default=16.0, help="divisor of all lengths")
+    parser.add_argument("--capacity", type=int, default=4096, help="KV tokens per server")
     parser.add_argument("--conservativeness", type=float, default=1.0, help="SGLang's option")
     parser.add_argument("--arms", default=",".join([*OURS, *GATEWAYS]))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1, help="of rollouts, ids and order")
+    parser.add_argument("--seed", type=int, default=1, help="seed of rollouts, ids and order")
     parser.add_argument("--pace", action="store_true", help="servers as slow as a modelled GPU")
-    parser.add_argument("--probe-s", type=float, default=0.125, help="between a server's reports")
-    parser.add_argument("--deadline-s", type=float, default=180.0, help="of one arm's run")
+    parser.add_argument(
+        "--probe-s", type=float, default=0.125, help="time between a server's reports"
+    )
+    parser.add_argument("--deadline-s", type=float, default=180.0, help="deadline of an arm's run")
     parser.add_argument("--gateways-python", default=sys.executable, metavar="PATH")
-    parser.add_argument("--json", type=Path, help="where every run's figures go")
-    parser.add_argument("--plot", type=Path, help="a picture of the goodput")
+    parser.add_argument("--json", type=Path, help="file for the figures of every run")
+    parser.add_argument("--plot", type=Path, help="file for a plot of the goodput")
     args = parser.parse_args()
     args.arms = args.arms.split(",")
     if unknown := set(args.arms) - {*OURS, *GATEWAYS}:

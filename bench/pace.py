@@ -1,12 +1,12 @@
-"""Lets each forward step of a real SGLang server last at least as long as a modelled device takes.
+"""Makes each forward step of a real SGLang server last at least as long as on a modelled device.
 
-Four servers that share two cores do not compare as four GPUs do: one that is idle gives its core to
-the others. With this, a step that is computed sooner waits, asleep, until the modelled device would
-be done; scheduler, cache and HTTP are all real, and a server that idles gives nothing away. A step
-that takes longer than it should is counted, and `bench.live_router` tells how many there were.
+Four servers that share two cores do not compare as four GPUs do: an idle one gives its core to the
+others. With this module, a step that is computed sooner sleeps until the modelled device would be
+done; scheduler, cache and HTTP are all real, and an idle server gives nothing away. Steps that take
+longer are counted, and `bench.live_router` reports them.
 
 It runs in the servers' processes: `environment` puts a `sitecustomize` on their PYTHONPATH that
-calls `install`. SGLang's own files stay as they are. Imports nothing but the standard library.
+calls `install`. SGLang's own files stay unchanged. Imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["Pace", "environment", "install"]
 _VARIABLE = "AGENTLOOP_BENCH_PACE"
 _TARGET = "sglang.srt.model_executor.model_runner"
 _WRITE_EVERY_S = 0.5
-_HIDDEN_S = 0.005  # of the host's work between two steps: on a GPU the scheduler runs ahead
+_HIDDEN_S = 0.005  # host work between steps that a GPU hides, because the scheduler runs ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The modelled device, in seconds, as `bench.server_model.ServerParams` has it."""
+    """The modelled device, in seconds, with the meanings of `bench.server_model.ServerParams`."""
 
     prefill_s: float
     prefill_s_per_token: float
@@ -53,7 +53,7 @@ class Pace:
 
 
 def environment(pace: Pace, folder: Path) -> dict[str, str]:
-    """What the servers' environment needs; writes the hook into `folder`, which must exist.
+    """Return the servers' environment variables; write the hook into `folder`, which must exist.
 
     Each server process that runs steps writes `PID.json` there: steps, late ones, seconds late.
     """
@@ -66,14 +66,14 @@ def environment(pace: Pace, folder: Path) -> dict[str, str]:
 
 
 def install() -> None:
-    """In a server's process: wait for the module that runs the steps, and wrap that function."""
+    """In a server's process, wait for the module that runs the steps, and wrap its function."""
     if told := os.environ.get(_VARIABLE):
         settings = json.loads(told)
         sys.meta_path.insert(0, _Finder(Pace(**settings["pace"]), Path(settings["folder"])))
 
 
 class _Finder:
-    """Finds the module, once, and wraps `ModelRunner.forward` when it has been executed."""
+    """Finds the module, once, and wraps `ModelRunner.forward` after its import."""
 
     def __init__(self, pace: Pace, folder: Path) -> None:
         self._pace = pace
@@ -100,7 +100,7 @@ class _Finder:
 
 
 def paced(forward: Callable[..., Any], pace: Pace, folder: Path) -> Callable[..., Any]:
-    """`forward`, as slow as the modelled device at least."""
+    """Return `forward`, slowed down to the modelled device."""
     steps = late = 0
     late_s = busy_s = written_s = ended = 0.0
 

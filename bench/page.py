@@ -1,13 +1,14 @@
-"""An hour of a run, sent to the page as fast as it reads: does what it keeps stay bounded?
+"""Benchmark of the page's memory: an hour of a run, sent as fast as the page reads it.
 
     python -m bench.page                          7,200 frames, the rollouts' view, a table
     python -m bench.page --in-flight 1000 --view curves --json out.json
     python -m bench.page --serve 8000             no browser: look at it yourself
 
-The board is that of the runtime, told of made-up rollouts, groups and steps by a clock that goes on
-half a second a frame; the frames are as `agentloop.observe.live` makes them. Measured are the heap
-of JavaScript after a collection of garbage, elements and listeners, at equal distances. They grow
-until the board has as many ended rollouts and groups as it keeps, and should not after that.
+The runtime's board receives simulated rollouts, groups and steps by a clock that advances half a
+second per frame; `agentloop.observe.live` makes the frames. The JavaScript heap after a garbage
+collection, the elements and the listeners are measured at equal distances. They grow until the
+board has as many finished rollouts and groups as it keeps, and should not grow afterwards.
+
 Needs playwright, and a Chromium: the system's, or that of CHROMIUM.
 """
 
@@ -57,24 +58,24 @@ FRAME_S = 0.5
 HOUR = 7_200  # frames
 _GROUP = 8  # rollouts
 _STEP = 20  # frames
-_MAX_ROWS = 500  # of a frame, as the runtime has it
-_MOVES = 0.3  # how likely a rollout goes on to something else within a frame
+_MAX_ROWS = 500  # per frame, as in the runtime
+_MOVES = 0.3  # probability per frame that a rollout changes its state
 _KEEP_ALIVE_S = 15.0
-_READ_S = 600.0  # that the page may take from one measurement to the next
+_READ_S = 600.0  # time limit of the page between two measurements
 
 
 @dataclass
 class Replay:
-    """A run that is made up; an `agentloop.observe.page.Shown`, for one reader at a time.
+    """A simulated run; an `agentloop.observe.page.Shown` for one reader at a time.
 
-    Frames are sent as fast as they are read, up to the one that `let` has allowed. With `missed`
-    the next one tells the reader that it was too slow for so many, and replaces all.
+    Frames are sent as fast as they are read, up to the one that `let` has allowed. If `missed` is
+    set, the next frame tells the reader that it was too slow for that many and replaces everything.
     """
 
     in_flight: int = 100
     num_frames: int = HOUR
     seed: int = 0
-    max_ended: int = 2_000  # as the board keeps them
+    max_ended: int = 2_000  # finished rollouts that the board keeps
     max_groups: int = 500
     sent: int = 0  # frames
     missed: int = 0
@@ -84,7 +85,7 @@ class Replay:
         self._begun_s = time.time()
         self._allowed, self._changed = self.num_frames, anyio.Event()
         self._random = random.Random(self.seed)
-        self._live: dict[str, tuple[Trajectory, int]] = {}  # and what it is at, by number
+        self._live: dict[str, tuple[Trajectory, int]] = {}  # with the number of its state
         self._members: dict[str, list[str]] = {}
         self._num_groups = 0
         self.board = Board(
@@ -94,20 +95,20 @@ class Replay:
         )
 
     def let(self, frame: int) -> None:
-        """Frames up to this one may be sent; without it, all may."""
+        """Allow sending frames up to this one; without a number, all frames."""
         self._allowed = min(frame, self.num_frames)
         self._changed.set()
         self._changed = anyio.Event()
 
-    # --- what happens -----------------------------------------------------------------------------
+    # --- simulation -------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Half a second goes by."""
+        """Advance by half a second."""
         self.sent += 1
         while len(self._live) < self.in_flight:
             self._begin_group()
         for key, (record, at) in [*self._live.items()]:
-            if at == 1:  # it samples
+            if at == 1:  # sampling
                 ids = [*range(self._random.randrange(1, 20))]
                 self.board.seen(TokensSampled(key, 0, ids, "text"))
             if self._random.random() < _MOVES:
@@ -171,7 +172,7 @@ class Replay:
         self.board.seen(Measured({"step": step, "step_s": 2.5, "length_mean": 300, **row}))
         self.board.seen(WeightsLoaded(str(step), 0.1, [], []))
 
-    # --- as the page reads it ---------------------------------------------------------------------
+    # --- the interface of `Shown` -----------------------------------------------------------------
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
         """See `Shown`."""
@@ -205,7 +206,7 @@ class Replay:
 
     async def rollout(self, key: str) -> dict[str, Any]:
         """See `Shown`."""
-        raise NotThere(f"rollout {key!r}: it is made up")
+        raise NotThere(f"rollout {key!r} is simulated")
 
     async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         """See `Shown`."""
@@ -281,10 +282,10 @@ async def shown(replay: Replay, port: int = 0) -> AsyncIterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the page, after a collection of garbage."""
+    """Size of the page after a garbage collection."""
 
     frame: int
-    rollouts: int  # that the page knows
+    rollouts: int  # known to the page
     groups: int
     steps: int
     heap_mib: float
@@ -293,7 +294,7 @@ class Size:
 
 
 async def measure(replay: Replay, url: str, *, view: str, num_sizes: int) -> list[Size]:
-    """Sizes at equal distances. `url` is where the replay is shown."""
+    """Return the sizes at equal distances. `url` is the address of the replay."""
     from playwright.async_api import async_playwright
 
     sizes: list[Size] = []
@@ -331,8 +332,8 @@ async def _main(options: argparse.Namespace) -> None:
     replay = Replay(options.in_flight, options.frames, options.seed)
     async with shown(replay, options.serve or 0) as url:
         if options.serve is not None:
-            print(f"It is shown at {url}/; Ctrl-C ends it.")
-            await anyio.sleep_forever()  # no deadline: until it is told to stop
+            print(f"The page is at {url}/. Press Ctrl-C to stop.")
+            await anyio.sleep_forever()  # no deadline: until it is stopped
         print(" ".join(f"{name:>10}" for name in Size.__dataclass_fields__))
         begun_s = time.monotonic()
         sizes = await measure(replay, url, view=options.view, num_sizes=options.sizes)
@@ -340,7 +341,7 @@ async def _main(options: argparse.Namespace) -> None:
     half = sizes[len(sizes) // 2 - 1].heap_mib
     print(
         f"{options.frames} frames in {took_s:.0f} s; the heap at the end is "
-        f"{sizes[-1].heap_mib / half:.2f} of that at half the time"
+        f"{sizes[-1].heap_mib / half:.2f} times that at half the time"
     )
     if options.json is not None:
         with open(options.json, "w") as file:
@@ -352,9 +353,13 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=HOUR)
     parser.add_argument("--in-flight", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--view", default="rollouts", help="such as rollouts, curves; '' is now")
-    parser.add_argument("--sizes", type=int, default=12, help="how often it is measured")
-    parser.add_argument("--serve", type=int, metavar="PORT", help="show it, and measure nothing")
+    parser.add_argument(
+        "--view", default="rollouts", help="a view such as rollouts or curves; '' is the overview"
+    )
+    parser.add_argument("--sizes", type=int, default=12, help="number of measurements")
+    parser.add_argument(
+        "--serve", type=int, metavar="PORT", help="serve the page without measuring"
+    )
     parser.add_argument("--json", metavar="FILE")
     anyio.run(_main, parser.parse_args())
 

@@ -1,6 +1,6 @@
-"""The learner's training as a loop written by hand, for bench/learner.py, which starts this:
+"""Training as a typical handwritten loop; bench/learner.py starts it.
 
-python -m bench.plain_loop SETTINGS.json HOW          batches' paths on stdin, figures on stdout
+python -m bench.plain_loop SETTINGS.json HOW          reads paths of batches, prints figures
 python -m bench.plain_loop SETTINGS.json HOW BATCH    peak memory of one pass over the batch
 """
 
@@ -23,12 +23,12 @@ from learner.policy import Scorer, load_model
 
 
 class Plain:
-    """Training written by hand. `how` a micro-batch is made and scored:
+    """Handwritten training. `how` selects the way micro-batches are made and scored:
 
-    packed     samples end to end, each attends to itself alone: what the learner does
-    chunked    as packed, and the learner's head, which computes logits in chunks, and twice
-    masked     as packed, under transformers' own mask
-    sorted     padded to the longest, samples of like length together
+    packed     samples end to end, each attends only to itself, as in the learner
+    chunked    like packed, with the learner's head, which computes logits in chunks, and twice
+    masked     like packed, with transformers' own mask
+    sorted     padded to the longest, samples of similar length together
     unsorted   padded to the longest, samples in their order
     """
 
@@ -81,7 +81,7 @@ class Plain:
         """[L, H]: of the micro-batch's tokens, without padding."""
         model, on = self.model.base_model, self._on
         if self._how not in PACKED:
-            # Padding comes after the sample and attention is causal: nothing needs a mask.
+            # No mask is needed, because padding comes after the sample and attention is causal.
             width = max(micro.segments)
             rows = np.repeat(np.arange(len(micro.segments)), micro.segments)
             cells = rows * width + micro.positions

@@ -1,11 +1,11 @@
-"""What the readers of the event stream cost: each of them, by the kind of event.
+"""Benchmark of the readers of the event stream: the cost of each, by kind of event.
 
     python -m bench.readers                  microseconds of the loop's thread, for each event
     python -m bench.readers --lag            and the loop's lag while rollouts are played at a rate
 
-The events are those of played rollouts (bench.watchers'), scored and in groups, with a row of
-metrics for each hundred of them. OpenTelemetry sends to a collector in another process, which takes
-everything; what its thread takes of the CPU is in "all threads", like the journal's.
+The events are those of simulated rollouts (bench.watchers'), scored and in groups, with a row of
+metrics for every hundred of them. OpenTelemetry exports to a collector in another process, which
+accepts everything; the CPU time of its thread is part of "all threads", like the journal's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TICK_S = 0.005
 
 
 def played(num_rollouts: int, draw: random.Random) -> Iterator[Event]:
-    """Groups of 16, one rollout after the other."""
+    """Yield the events of groups of 16, one rollout after the other."""
     for number in range(num_rollouts):
         group = f"group-{number // 16}"
         if number % 16 == 0:
@@ -100,7 +100,8 @@ async def reader(name: str, folder: Path, collector: str) -> AsyncIterator[Emit]
 async def costs(
     name: str, events: Sequence[Event], collector: str
 ) -> tuple[dict[str, float], float, float]:
-    """Seconds of each kind of event; of the loop's thread, and of all threads, over all."""
+    """Return seconds per kind of event, of the loop's thread in total, and of all threads in
+    total."""
     by_kind: dict[str, list[int]] = defaultdict(list)
     clock = time.perf_counter_ns
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +120,7 @@ async def costs(
 
 
 async def lag_ms(names: Sequence[str], collector: str, rate: float, seconds: float) -> list[float]:
-    """How late a timer was while `rate` rollouts a second were played: p50, p99, largest."""
+    """Return the lag of a timer while `rate` rollouts per second are played: p50, p99, maximum."""
     draw = random.Random(0)
     late: list[float] = []
 
@@ -178,8 +179,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--readers", default=",".join(READERS))
     parser.add_argument("--lag", action="store_true")
-    parser.add_argument("--rate", type=float, default=100.0, help="rollouts a second, for --lag")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each part of --lag")
+    parser.add_argument("--rate", type=float, default=100.0, help="rollouts per second, for --lag")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="duration of each part of --lag"
+    )
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.collect:
@@ -210,7 +213,7 @@ def _costs(options: argparse.Namespace, names: Sequence[str], url: str) -> None:
             rounds[name].append(_run(costs, name, events, url))
     print(
         f"{options.rollouts} rollouts, {len(events)} events; medians of {options.rounds} rounds, "
-        f"less what the measuring takes; {os.cpu_count()} cores\n"
+        f"less the overhead of measuring; {os.cpu_count()} cores\n"
     )
     print("| microseconds of the loop | " + " | ".join(names) + " |")
     print("|---|" + "---|" * len(names))
@@ -232,7 +235,7 @@ def _costs(options: argparse.Namespace, names: Sequence[str], url: str) -> None:
 
 def _lags(options: argparse.Namespace, names: Sequence[str], url: str) -> None:
     rate, seconds = options.rate, options.seconds
-    print(f"{rate:g} rollouts a second, {seconds:g} s each; {os.cpu_count()} cores\n")
+    print(f"{rate:g} rollouts per second, {seconds:g} s each; {os.cpu_count()} cores\n")
     print("| readers | lag p50 | p99 | largest |\n|---|---|---|---|")
     for title, some in [("none", []), *((name, [name]) for name in names), ("all", list(names))]:
         lags = _run(lag_ms, some, url, rate, seconds)

@@ -1,17 +1,17 @@
-"""GRPO against GRPO with Resample-on-Correct, at equal tokens, on a laptop.
+"""GRPO compared with GRPO with Resample-on-Correct, at equal tokens, on a laptop.
 
     python -m bench.roc --model runs/latest/start/model --plot docs/images/roc.png
 
-Every arm goes on from the same model, the supervised start of docs/recipes/laptop.toml, half of
-whose calls fail: with the same tasks, as many rollouts, the same optimizer. What differs is what
-is learned from a group of 16:
+Every arm starts from the same model, the supervised start of docs/recipes/laptop.toml, half of
+whose calls fail, with the same tasks, number of rollouts and optimizer. They differ in the part of
+a group of 16 that is trained on:
 
     grpo      all of them
-    roc       8: half of the wrong ones, and right ones by the share of their calls that failed
-    random    8: the same numbers of right and wrong ones, whatever their calls did
-    shuffled  as roc, but with each other's rewards: a control, which must not learn
+    roc       8: half of the wrong ones, and correct ones by their fraction of failed calls
+    random    8: the same numbers of correct and wrong ones, regardless of their calls
+    shuffled  like roc, but with permuted rewards: a control, which must not learn
 
-Each run is an `agentloop train` of its own, with the real servers, sandbox and learner.
+Each run is an `agentloop train` of its own, with real servers, sandbox and learner.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ ARMS: Mapping[str, Sequence[str]] = {
     "random": ["roc.roc_error_ratio=false", "roc.roc_answer_format=false"],
     "shuffled": ["loop.shuffle_rewards=true"],
 }  # fmt: skip
-_LAST = 5  # steps that are taken together at the end
+_LAST = 5  # steps at the end that are averaged
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm with one seed; lists have an entry per step.
+    """An arm with one seed; lists have one entry per step.
 
     Attributes:
-        tokens: sampled so far.
-        errors: failed calls by calls, the mean over right rollouts with a call.
-        held_out: reward and errors on held-out problems, before the first step and after the last.
+        tokens: Cumulative number of sampled tokens.
+        errors: Fraction of failed calls, averaged over correct rollouts with a call.
+        held_out: Reward and errors on held-out problems, before the first step and after the last.
     """
 
     arm: str
@@ -73,7 +73,7 @@ class Run:
         )
 
     def at_the_end(self, values: Sequence[float | None]) -> float:
-        """The mean over the last steps."""
+        """Return the mean over the last steps."""
         there = [value for value in values[-_LAST:] if value is not None]
         return statistics.fmean(there) if there else float("nan")
 
@@ -86,7 +86,7 @@ def main() -> int:
             run = _run(arm, seed, options, Path(folder))
             runs.append(run)
             print(_line(run), flush=True)
-            if options.out:  # after each: they take long
+            if options.out:  # after each run, because they take long
                 options.out.write_text(json.dumps([asdict(one) for one in runs]) + "\n", "utf-8")
     print("\n".join(summary(runs)))
     if options.plot:
@@ -129,7 +129,7 @@ def _line(run: Run) -> str:
 
 
 def summary(runs: Sequence[Run]) -> Iterator[str]:
-    """A table in markdown: medians over the seeds, and their range."""
+    """Yield the lines of a table in markdown: medians over the seeds, and their range."""
     yield "| arm | held-out reward | tool errors in right rollouts | both over the last steps |"
     yield "|---|---|---|---|"
     for arm in dict.fromkeys(run.arm for run in runs):
@@ -158,7 +158,7 @@ def _percent(value: float | None) -> str:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Reward and tool errors over sampled tokens: each seed thin, the median of them thick."""
+    """Plot reward and tool errors over sampled tokens: thin lines per seed, thick medians."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -200,13 +200,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, type=Path, help="the folder of a model")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo", "roc"])
     parser.add_argument(
-        "--seeds", type=int, nargs="*", default=list(range(5)), help="of each arm (0 1 2 3 4)"
+        "--seeds", type=int, nargs="*", default=list(range(5)), help="seeds of each arm (0 1 2 3 4)"
     )
     parser.add_argument(
-        "--read", type=Path, nargs="+", default=[], help="runs of before, by --out, to show as well"
+        "--read",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="files of earlier runs, written by --out, to include",
     )
-    parser.add_argument("--steps", type=int, default=30, help="of each run (30)")
-    parser.add_argument("--timeout-s", type=float, default=1800, help="of each run (1800)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each run (30)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=1800, help="time limit of each run (1800)"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file, written after each run")
     parser.add_argument("--plot", type=Path, help="a PNG file")
     return parser

@@ -1,21 +1,22 @@
-"""Which server a turn goes to, and what that does to a batch of rollouts, in virtual time.
+"""Simulation of placement policies on a batch of rollouts, in virtual time.
 
     python -m bench.router                                     4 servers, every policy, 3 seeds
     python -m bench.router --servers 64 --groups 512 --policies static,sticky_least_loaded,kv
     python -m bench.router --trace rollouts.jsonl --json out.json
 
-The ledger, the placement, the waiting room and the admission are those of the runtime; the servers
-are models (bench/server_model.py) and the clock is virtual. Every policy sees the same rollouts.
-`kv` holds requests back until they fit and starts groups as there is room. The others send at once
-all that is asked, which is all rollouts at the start, as gateways do; `--in-flight N` starts at
-most N rollouts per server for them, and `--room` gives them our waiting room and admission, so that
-one can tell what placement does from what waiting does.
+Ledger, placement, queue and admission are those of the runtime; the servers are models
+(bench/server_model.py) and the clock is virtual. Every policy gets the same rollouts.
 
-`cache_aware` is an emulation of what sglang-router 0.3.2 and smg 1.13 publish, not those programs:
-to the worker whose record of past prompts matches most (more than 0.3 of the prompt; else the one
-with the fewest requests), unless the numbers of requests in flight differ by more than 64 and by a
-factor of more than 1.5: then to the one with the fewest. It knows what it sent, and nothing of the
-cache and its evictions. Their power_of_two is ours, with counts that are always right.
+`kv` queues requests until they fit and admits groups by capacity. The others send everything at
+once, which is all rollouts at the start, as gateways do; `--in-flight N` limits them to N rollouts
+per server, and `--room` gives them our queue and admission, which separates the effect of placement
+from that of waiting.
+
+`cache_aware` is an emulation of the published behaviour of sglang-router 0.3.2 and smg 1.13, not
+those programs: it chooses the worker whose record of past prompts matches best (more than 0.3 of
+the prompt; else the one with the fewest requests), unless the numbers of requests in flight differ
+by more than 64 and by a factor of more than 1.5: then the one with the fewest. It knows what it
+sent, but nothing of the cache and its evictions. Their power_of_two is ours, with exact counts.
 
 A trace is a file of one JSON object per line, one line per rollout:
 
@@ -24,7 +25,7 @@ A trace is a file of one JSON object per line, one line per rollout:
 with the tokens that a turn samples, the tokens of the tool's response after it, and the seconds
 that the tool takes; the last turn's tool is not run. Rollouts of one group share their prompt.
 
-The bound is one no scheduler can go below, knowing all lengths: see `lower_bound_s`.
+No scheduler can beat the bound, even if it knows all lengths: see `lower_bound_s`.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ from agentloop.inference.waiting_room import Waiting, WaitingRoom
 from bench.server_model import Job, ServerModel, ServerParams
 
 EMULATED = ("cache_aware",)
-_MEDIAN_TURN = 900  # tokens; with the rest of `make_trace`, 5,000 a rollout
+_MEDIAN_TURN = 900  # tokens; this gives about 5,000 per rollout in `make_trace`
 
 
 @dataclass(frozen=True, slots=True)
 class TurnSpec:
-    """`num_output` sampled tokens, then a tool of `tool_s` that answers `num_tool` tokens."""
+    """A turn of `num_output` sampled tokens, then a tool of `tool_s` that answers `num_tool`
+    tokens."""
 
     num_output: int
     num_tool: int
@@ -76,11 +78,11 @@ class RolloutSpec:
 def make_trace(
     seed: int, *, num_groups: int, group_size: int = 32, max_turns: int = 10, budget: int = 12_288
 ) -> list[RolloutSpec]:
-    """Rollouts as an agent that is trained on mathematics makes them; lengths are log-normal.
+    """Generate rollouts like those of an agent trained on mathematics; lengths are log-normal.
 
-    A group has a difficulty that all its siblings share, in the number of turns and their length.
-    The defaults are near the end of rStar2-Agent's training: at most 12K tokens and 10 turns, some
-    5K a rollout, tools of 0.3 s (one in twenty is slow).
+    The siblings of a group share a difficulty, which affects the number of turns and their length.
+    The defaults are near the end of rStar2-Agent's training: at most 12K tokens and 10 turns, about
+    5K per rollout, tools of 0.3 s (one in twenty is slow).
     """
     rng = random.Random(f"trace {seed}")
     trace = []
@@ -107,7 +109,11 @@ def make_trace(
 
 
 def read_trace(path: Path) -> list[RolloutSpec]:
-    """See the module's docstring. Raises ValueError, with the line."""
+    """Read a trace; see the module's docstring.
+
+    Raises:
+        ValueError: A line is invalid; the message names it.
+    """
     trace = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         if not line.strip():
@@ -116,7 +122,7 @@ def read_trace(path: Path) -> list[RolloutSpec]:
             row = json.loads(line)
             turns = tuple(TurnSpec(int(n), int(k), float(s)) for n, k, s in row["turns"])
             if not turns or min(turn.num_output for turn in turns) < 1:
-                raise ValueError("each rollout has a turn, and each turn samples a token")
+                raise ValueError("each rollout needs a turn, and each turn a sampled token")
             trace.append(RolloutSpec(str(row["group"]), int(row["prompt_tokens"]), turns))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
@@ -125,7 +131,7 @@ def read_trace(path: Path) -> list[RolloutSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run is made of, besides policy and trace."""
+    """The configuration of a run, besides policy and trace."""
 
     num_servers: int = 4
     params: ServerParams = field(default_factory=ServerParams)
@@ -134,26 +140,26 @@ class Options:
     quantile: float = 0.4
     patience_s: float = 10.0
     max_overtaken: int = 8
-    tick_s: float = 1.0  # between two reports; tokens reach the ledger as often
+    tick_s: float = 1.0  # between two reports, and two updates of the ledger
     report_lag_s: float = 1.0
     budget: int = 12_288
     wait_timeout_s: float = 600.0
-    in_flight: int = 0  # rollouts per server that start at most; 0: all at once
-    room: bool = False  # hold back and admit for every policy, not for `kv` alone
+    in_flight: int = 0  # maximum number of rollouts per server; 0: no limit
+    room: bool = False  # queue and admission for every policy, not for `kv` alone
 
 
 @dataclass(slots=True)
 class Result:
-    """What one policy made of one trace."""
+    """The result of one policy on one trace."""
 
     policy: str
     seed: int
     makespan_s: float = 0.0
     goodput: float = 0.0  # sampled tokens of whole rollouts per second
-    makespan_90_s: float = 0.0  # until nine in ten rollouts were done
+    makespan_90_s: float = 0.0  # until 90% of the rollouts were done
     num_retractions: int = 0
-    num_recomputed: int = 0  # tokens that had been computed and were again, after retractions
-    prefix_hits: float = 0.0  # the part of the prompts' tokens that was in the cache
+    num_recomputed: int = 0  # tokens recomputed after retractions
+    prefix_hits: float = 0.0  # fraction of the prompts' tokens that was cached
     ttft_p99_s: float = 0.0  # all turns; the first of a rollout counts from the run's start
     turn_ttft_p99_s: float = 0.0  # turns after the first: from the tool's answer
     num_refused: int = 0
@@ -165,7 +171,7 @@ class Result:
 
 
 class _CacheAware:
-    """The emulation. See the module's docstring; the tree never forgets, as its limit is large."""
+    """The emulation; see the module's docstring. Its tree never forgets, as its limit is large."""
 
     def __init__(self, num_servers: int) -> None:
         self._num_servers = num_servers
@@ -199,7 +205,7 @@ class _Rollout:
 
 
 class Simulation:
-    """One policy over one trace, from the first ask to the last token."""
+    """A simulation of one policy on one trace, from the first request to the last token."""
 
     def __init__(
         self, trace: Sequence[RolloutSpec], policy: str, seed: int, options: Options
@@ -225,8 +231,8 @@ class Simulation:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
-        self._server_s = [math.inf] * options.num_servers  # the event that stands in the queue
-        self._jobs: dict[str, tuple[_Rollout, int]] = {}  # and tokens that the ledger knows of
+        self._server_s = [math.inf] * options.num_servers  # times of the scheduled events
+        self._jobs: dict[str, tuple[_Rollout, int]] = {}  # with the tokens known to the ledger
         self._index = {place: index for index, place in enumerate(self.places)}
         groups: dict[str, list[RolloutSpec]] = {}
         for spec in trace:
@@ -251,7 +257,7 @@ class Simulation:
         self._over: list[tuple[str, bool]] = []
 
     def run(self) -> Result:
-        """To the end; conserves what it was given: see the checks."""
+        """Run to the end and check that no rollout or token was lost."""
         started = time.perf_counter()
         self._start_groups()
         self._at(self.options.tick_s, self._tick)
@@ -317,7 +323,7 @@ class Simulation:
             self._dirty = False
             return
         self._dirty = False
-        if self.now < self._next_place_s:  # so soon it is the same room
+        if self.now < self._next_place_s:  # capacity has hardly changed since
             self._at(self._next_place_s, self._set_dirty)
             return
         self._next_place_s = self.now + 0.02
@@ -345,7 +351,7 @@ class Simulation:
             self._finish(waiting.request, whole=False)
 
     def _choose(self, rollout: _Rollout, waited_s: float) -> int:
-        """The server's index, or -1: it waits."""
+        """Return the server's index, or -1 to wait."""
         spec = rollout.spec
         ask = Ask(
             rollout.key,
@@ -405,7 +411,7 @@ class Simulation:
         self._server_s[index] = when
 
     def _advance(self, index: int, when: float) -> None:
-        if self._server_s[index] != when:  # planned anew since
+        if self._server_s[index] != when:  # rescheduled since
             return
         self._server_s[index] = math.inf
         for job in self.servers[index].advance():
@@ -449,7 +455,7 @@ class Simulation:
         self._start_groups()
 
     def _tick(self) -> None:
-        """Tokens reach the ledger, reports too but later, and admission looks at both."""
+        """Update the ledger with tokens and, later, with reports; let admission observe both."""
         for server in self.servers:
             for name, job in server.running.items():
                 rollout, num_known = self._jobs[name]
@@ -465,7 +471,7 @@ class Simulation:
         self._dirty = True
 
     def _forecast_ends(self) -> None:
-        """As late as the tokens of the others are told, or short rollouts would seem frequent."""
+        """Report ends with the delay of tokens, or short rollouts would seem frequent."""
         for key, whole in self._over:
             self.admission.forecast.end(key, whole=whole)
         self._over.clear()
@@ -482,22 +488,21 @@ class Simulation:
 
 
 def lower_bound_s(trace: Iterable[RolloutSpec], num_servers: int, params: ServerParams) -> float:
-    """No scheduler is done sooner, whatever it knows.
+    """Return a bound that no scheduler can beat, whatever it knows.
 
     Work: each sampled token costs its part of a step (per sequence, and per token of its own
-    context); each token of a prompt is computed once at least, a group's once for all; and the
+    context); each token of a prompt is computed at least once, a group's once for all; and the
     fixed part of a step is shared by no more sequences than the pool holds at once: the contexts of
-    a step's sequences, counted without what siblings share, do not exceed the pool. So there are
-    at least (sum of contexts over sampled tokens) / capacity steps, and as many as tokens divided
-    by the largest batch. The servers share all this evenly at best.
+    a step's sequences, counted without what siblings share, do not exceed the pool. So there are at
+    least (sum of contexts over sampled tokens) / capacity steps, and at least tokens divided by the
+    largest batch. At best the servers share all this evenly.
 
     Path: the longest rollout by itself, alone on a server, tools included.
 
-    It is loose where the end of a run is thin: there the batches cannot be full. That is not a
-    bound's affair: to one who knows all lengths and preempts and moves for nothing, paths matter
-    only where the longest one is near the work's time, and here it is a third of that. What it
-    leaves out besides is small: the first seconds, in which no context is long yet, and what each
-    prefill costs whatever its length.
+    The bound is loose towards the end of a run, where batches cannot be full. A scheduler that
+    knows all lengths and can preempt and move at no cost is only limited by paths if the longest
+    one is near the time of the work, and here it is a third of that. It also leaves out two small
+    costs: the first seconds, in which no context is long yet, and the fixed cost of each prefill.
     """
     seconds = contexts = outputs = longest = 0.0
     prompts: dict[str, int] = {}
@@ -505,7 +510,7 @@ def lower_bound_s(trace: Iterable[RolloutSpec], num_servers: int, params: Server
         prompts[spec.group] = spec.num_prompt
         own, alone = 0, params.prefill_s_per_token * spec.num_prompt
         for turn in spec.turns:
-            # The first token of a turn comes of the prefill, which costs no step.
+            # The prefill produces the first token of a turn, without a step.
             num_steps = turn.num_output - 1
             own_sum = num_steps * own + num_steps * (num_steps + 1) / 2
             attended = own_sum + num_steps * spec.num_prompt
@@ -535,7 +540,7 @@ def run_all(
     options: Options,
     trace_of: Callable[[int], list[RolloutSpec]],
 ) -> list[Result]:
-    """Every policy over the same trace of each seed."""
+    """Run every policy on the same trace of each seed."""
     results = []
     for seed in seeds:
         trace = trace_of(seed)
@@ -553,7 +558,7 @@ def run_all(
 
 
 def table(results: Sequence[Result]) -> str:
-    """Medians over the seeds, as markdown."""
+    """Return medians over the seeds as markdown."""
     rows = [
         "| policy | makespan s | of bound | 90% done s | goodput tok/s | retractions | recomputed "
         "tok | prefix hits | TTFT p99 s | later turns | moves | refused | us a choice | p90 |",
@@ -584,21 +589,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--servers", type=int, default=4, metavar="N")
-    parser.add_argument("--groups", type=int, default=0, help="of rollouts (8 per server)")
+    parser.add_argument("--groups", type=int, default=0, help="groups of rollouts (8 per server)")
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--policies", default=",".join([*POLICIES, *EMULATED]))
-    parser.add_argument("--seeds", default="1,2,3", help="of traces and ties, by commas")
-    parser.add_argument("--trace", type=Path, help="a JSONL file instead of made rollouts")
     parser.add_argument(
-        "--capacity", type=int, default=defaults.params.capacity, help="tokens of KV"
+        "--seeds", default="1,2,3", help="seeds of traces and ties, separated by commas"
     )
-    parser.add_argument("--in-flight", type=int, default=0, help="rollouts per server; not kv's")
-    parser.add_argument("--room", action="store_true", help="the waiting room for every policy")
+    parser.add_argument("--trace", type=Path, help="a JSONL file instead of generated rollouts")
+    parser.add_argument(
+        "--capacity", type=int, default=defaults.params.capacity, help="KV tokens per server"
+    )
+    parser.add_argument(
+        "--in-flight", type=int, default=0, help="maximum number of rollouts per server; not for kv"
+    )
+    parser.add_argument("--room", action="store_true", help="queue and admission for every policy")
     parser.add_argument(
         "--target",
         type=float,
         default=defaults.admission.target,
-        help="the part of the KV that kv's rollouts may fill at their peak",
+        help="fraction of the KV capacity that kv's rollouts may use at their peak",
     )
     parser.add_argument("--retract", choices=("half", "needed"), default="needed")
     parser.add_argument(
@@ -612,10 +621,12 @@ def main() -> None:
         type=float,
         default=1.0,
         metavar="FACTOR",
-        help="how wrong kv's idea of the prefill's cost is",
+        help="factor by which kv's estimate of the prefill's cost is wrong",
     )
-    parser.add_argument("--lag-s", type=float, default=defaults.report_lag_s, help="of reports")
-    parser.add_argument("--json", type=Path, help="where every run's figures go")
+    parser.add_argument(
+        "--lag-s", type=float, default=defaults.report_lag_s, help="delay of reports"
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures of every run")
     args = parser.parse_args()
     policies = args.policies.split(",")
     if unknown := set(policies) - {*POLICIES, *EMULATED}:

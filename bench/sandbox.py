@@ -1,25 +1,25 @@
-"""The sandbox under load: how many calls, how soon, at what cost, and is every answer right.
+"""Benchmark of the sandbox under load: throughput, latency, cost, and correctness of every answer.
 
     python -m bench.sandbox --concurrency 1,64,1024,45000 --calls 45000 --mix trivial=8,failing=1
     python -m bench.sandbox --open 0.5 --plot load.png          then half of that load, open loop
     python -m bench.sandbox --against code-judge=http://127.0.0.1:8088 --cpu-of code-judge=PID,PID
 
-Closed loop: `concurrency` callers, each with its next call as soon as it has the last answer. Open
-loop: calls come at random times of a fixed rate, whatever has been answered, and are timed from the
-moment at which they should have come. Every call has an answer of its own, which is checked.
+Closed loop: `concurrency` callers, each of which sends its next call as soon as it has the last
+answer. Open loop: calls arrive at random times at a fixed rate, whatever has been answered, and are
+timed from the moment at which they were due. Every call has an answer of its own, which is checked.
 
-CPU is what the kernel says of this process (pool and load generator together) and of the workers
-with all that they forked. A service that kills a process before its parent has waited for it is
-charged too little by that; "the whole machine" has everything, other people's processes too, and is
-what to compare services by on a machine that is otherwise idle.
+CPU time is the kernel's, of this process (pool and load generator together) and of the workers with
+everything that they forked. It misses time of a service that kills a process before its parent has
+waited for it. "the whole machine" includes everything, other programs too; use it to compare
+services on an otherwise idle machine.
 
 The floor is measured in the same run, before and after each load, with the workers' interpreter:
-fork, exec of the same code, a pipe; from a zygote with the modules of the code and nothing else
-loaded, with no isolation, limits or clock. The "prepared" floor is the same after the zygote has
+fork, exec of the same code, a pipe; from a zygote that has only the modules of the code loaded,
+without isolation, limits or timeouts. The "prepared" floor is the same after the zygote has
 compiled something: CPython sets up its syntax tree types at the first `compile`, so a plain zygote
 leaves half a millisecond of that to every child.
 
-Not covered: the network. Services are reached over loopback only, each call a request of its own.
+Not covered: the network. Services are reached over loopback only, each call as a separate request.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TICK_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class Answer:
-    """One call's answer, whoever gave it."""
+    """The answer to one call, from any target."""
 
     status: str  # ok, failed, limit (output), infrastructure
     stdout: str = ""
@@ -77,7 +77,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of call: {n} is the call's own number, {m} the next."""
+    """A kind of call; {n} is the call's own number, {m} the next."""
 
     code: str
     stdout: str
@@ -114,7 +114,7 @@ KINDS = {
     "failing": Kind(
         "print({n})\nraise ValueError('no {n}')", "{n}", ("failed",), "ValueError: no {n}"
     ),
-    # Others than us have no limit on output and deliver the head of it.
+    # Other services have no limit on output and return its beginning.
     "flooding": Kind("print({n})\nprint('x' * (4 << 20))", "{n}", ("limit", "ok")),
 }
 
@@ -128,14 +128,14 @@ def make_mix(text: str) -> dict[str, float]:
     return mix
 
 
-# --- who is asked ------------------------------------------------------------------------------
+# --- targets -----------------------------------------------------------------------------------
 
 Ask = Callable[[str], Awaitable[Answer]]
 
 
 @dataclass
 class Target:
-    """Something that runs code, and the processes whose CPU time is its own."""
+    """A service that runs code, and the processes whose CPU time counts as its own."""
 
     name: str
     ask: Ask
@@ -155,7 +155,7 @@ async def open_pool(settings: PoolSettings) -> AsyncIterator[Target]:
             return Answer(status, r.stdout, r.stderr, r.queue_s, r.run_s, r.cpu_s, r.attempt, said)
 
         backend = pool.stats()["backend"]
-        for kind in KINDS.values():  # what is loaded on first use is loaded
+        for kind in KINDS.values():  # trigger everything that is loaded on first use
             await ask(kind.write(1))
         if backend == "docker":
             pids, image = await _container_pids()
@@ -166,7 +166,7 @@ async def open_pool(settings: PoolSettings) -> AsyncIterator[Target]:
 
 
 async def _container_pids() -> tuple[list[int], str]:
-    """The first processes of our containers, and the image that they run."""
+    """Return the main processes of our containers, and the image that they run."""
     pids, image = [], ""
     async with connect() as docker:
         for container in await docker.containers.list():
@@ -181,7 +181,7 @@ async def _container_pids() -> tuple[list[int], str]:
 async def open_service(
     name: str, url: str, connections: int, pids: Sequence[int]
 ) -> AsyncIterator[Target]:
-    """A service on this machine, in its own protocol."""
+    """Open a service on this machine, with its own protocol."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=connections)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
@@ -222,7 +222,7 @@ async def open_service(
         yield Target(name, asks[name], lambda: pids)
 
 
-# --- what the kernel says ----------------------------------------------------------------------
+# --- CPU time and memory -----------------------------------------------------------------------
 
 
 def _children(pid: int) -> list[int]:
@@ -233,7 +233,8 @@ def _children(pid: int) -> list[int]:
 
 
 def cpu_of_tree(pid: int) -> float:
-    """CPU seconds of a process, of those that it waited for, and of all below it."""
+    """Return CPU seconds of a process, of the children that it waited for, and of its
+    descendants."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -247,7 +248,7 @@ def own_cpu_s() -> float:
 
 
 def machine_cpu_s() -> float:
-    """Of all processes since the machine started: user, nice, system, interrupts."""
+    """Return CPU seconds of all processes since boot: user, nice, system, interrupts."""
     fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     return sum(fields[n] for n in (0, 1, 2, 5, 6)) / TICK_S
 
@@ -293,11 +294,12 @@ print(1000 * (cpu() - began) / len(codes))
 def measure_floor(
     command: Sequence[str], mix: dict[str, float], num: int, prepared: bool
 ) -> dict[str, float]:
-    """CPU milliseconds of a call of each kind that is nothing but a fork, an exec and a pipe."""
+    """Return CPU milliseconds per call of each kind that consists only of a fork, an exec and a
+    pipe."""
     floor = {}
     for name in mix:
         kind = KINDS[name]
-        if name == "failing":  # its traceback is no part of a floor
+        if name == "failing":  # its traceback is not part of the floor
             kind = KINDS["trivial"]
         bare = ["-I", "-S"] if not kind.modules else ["-I"]
         given = json.dumps([kind.modules, [kind.write(n) for n in range(num)], prepared])
@@ -314,7 +316,7 @@ def measure_floor(
 
 @dataclass
 class Load:
-    """One run: so many calls of a mix, one way or the other."""
+    """A run of a number of calls of a mix, in a closed or an open loop."""
 
     target: Target
     mix: dict[str, float]
@@ -361,7 +363,7 @@ class Load:
 
         for started in range(min(self.concurrency or 1, self.num_calls)):
             calling.start_soon(caller)
-            if started % 64 == 63:  # tens of thousands of first steps in one go would be our stall
+            if started % 64 == 63:  # tens of thousands of first steps at once would stall the loop
                 await anyio.lowlevel.checkpoint()
 
     async def _open(self, calling: anyio.abc.TaskGroup) -> None:
@@ -446,7 +448,7 @@ class Load:
             cpu["of these, the calls themselves"] = round(1000 * statistics.mean(children), 3)
         cpu["total"] = round(1000 * (own_s + theirs_s) / num, 3)
         if not theirs_s:
-            cpu["total"] = None  # nobody said which processes are the service's
+            cpu["total"] = None  # the service's processes are unknown
         cpu["the whole machine"] = round(1000 * machine_s / num, 3)
         if self.errors:
             figures["errors"] = dict(self.errors.most_common(5))
@@ -539,11 +541,11 @@ def _machine() -> dict[str, Any]:
 
 
 def plot(figures: dict[str, Any], path: Path) -> None:
-    """Throughput, times and cost over concurrency, for each target."""
+    """Plot throughput, latency and cost over concurrency, for each target."""
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
-        _say(f"No plot: matplotlib is not installed (pip install matplotlib). {path} is unwritten.")
+        _say(f"{path} was not written: matplotlib is missing (pip install matplotlib).")
         return
     figure = Figure(figsize=(12, 4), layout="constrained")
     speed, wait, cost = figure.subplots(1, 3)
@@ -557,18 +559,18 @@ def plot(figures: dict[str, Any], path: Path) -> None:
             wait.plot(at, took, style, color=line.get_color(), label=f"{target}, {part}")
         spent = [run["cpu_ms_per_call"]["the whole machine"] for run in runs]
         cost.plot(at, spent, "o-", label=target)
-    first = closed[0]["target"]  # of the interpreter that its workers run
+    first = closed[0]["target"]  # the floor is that of its workers' interpreter
     floor = [run["floor_cpu_ms"]["plain"]["mix"] for run in closed if run["target"] == first]
     cost.axhline(statistics.median(floor), color="grey", linestyle=":", label="fork, exec, pipe")
     for axes, title in (
-        (speed, "calls a second"),
+        (speed, "calls per second"),
         (wait, "milliseconds from call to answer"),
-        (cost, "CPU milliseconds a call, whole machine"),
+        (cost, "CPU milliseconds per call, whole machine"),
     ):
-        axes.set(xscale="log", yscale="log", xlabel="calls at once", title=title)
+        axes.set(xscale="log", yscale="log", xlabel="concurrent calls", title=title)
         axes.legend()
     figure.savefig(path)
-    _say(f"The plot is in {path}")
+    _say(f"Wrote the plot to {path}")
 
 
 def _say(line: str) -> None:
@@ -578,9 +580,11 @@ def _say(line: str) -> None:
 def _service(text: str) -> tuple[str, str]:
     name, _, url = text.partition("=")
     if name not in ("code-judge", "sandbox-fusion", "sandbox"):
-        raise argparse.ArgumentTypeError(f"{name!r}: code-judge, sandbox-fusion or sandbox")
+        raise argparse.ArgumentTypeError(
+            f"{name!r}: expected code-judge, sandbox-fusion or sandbox"
+        )
     if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
-        raise argparse.ArgumentTypeError(f"{url!r}: the load goes to this machine alone")
+        raise argparse.ArgumentTypeError(f"{url!r}: the service must be on this machine")
     return name, url.rstrip("/")
 
 
@@ -603,25 +607,40 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--concurrency", type=_numbers(int), default=[1, 64, 1024], help="closed loops, one by one")
+    add(
+        "--concurrency",
+        type=_numbers(int),
+        default=[1, 64, 1024],
+        help="concurrency of the closed loops",
+    )
     add("--open", type=_numbers(float), default=[], metavar="PART,...",
-        help="then open loops, at these parts of the best throughput so far")  # fmt: skip
-    add("--calls", type=int, default=5000, help="of each run; at least as many as are at once")
+        help="then open loops, at these fractions of the best throughput so far")  # fmt: skip
+    add("--calls", type=int, default=5000, help="calls per run; at least the concurrency")
     add("--mix", metavar="KIND=WEIGHT,...", type=make_mix, default={"trivial": 1.0},
         help=f"kinds of calls: {', '.join(KINDS)}")  # fmt: skip
     add("--against", type=_service, action="append", default=[], metavar="NAME=URL",
         help="code-judge, sandbox-fusion or sandbox (sandbox.serve); repeatable")  # fmt: skip
-    add("--only-against", action="store_true", help="no pool of our own in this run")
+    add("--only-against", action="store_true", help="do not measure our own pool")
     add("--cpu-of", type=_pair, action="append", default=[], metavar="NAME=PID,...",
-        help="the processes of such a service, for its CPU time")  # fmt: skip
-    add("--connections", type=int, default=4096, help="to a service, at once; others wait here")
-    add("--floor", type=int, default=300, help="calls of a measurement of the floor")
-    add("--deadline-s", type=float, default=600.0, help="of a run; what is open then is lost")
-    add("--json", type=Path, help="also write the figures here")
-    add("--plot", type=Path, help="a picture of the closed loops (needs matplotlib)")
+        help="process ids of such a service, for its CPU time")  # fmt: skip
+    add(
+        "--connections",
+        type=int,
+        default=4096,
+        help="maximum number of concurrent connections to a service",
+    )
+    add("--floor", type=int, default=300, help="calls per measurement of the floor")
+    add(
+        "--deadline-s",
+        type=float,
+        default=600.0,
+        help="deadline of a run; unfinished calls are lost",
+    )
+    add("--json", type=Path, help="file for the figures")
+    add("--plot", type=Path, help="file for a plot of the closed loops (needs matplotlib)")
     add("pool", nargs="*", type=_pair, metavar="key=value", help="settings of our pool")
     options = parser.parse_args(arguments)
-    # A recycled worker would take the record of its CPU time with it.
+    # The CPU time of a recycled worker would be lost.
     options.pool = {"recycle_after": 1 << 30, **dict(options.pool)}
     options.cpu_of = {
         name: [int(pid) for pid in str(pids).split(",")] for name, pids in options.cpu_of

@@ -1,11 +1,11 @@
-"""Pictures of the page, of every view, from something real that is shown.
+"""Takes screenshots of every view of the page, showing a real run.
 
-    agentloop train docs/recipes/laptop.toml                       and while it goes on, or later
+    agentloop train docs/recipes/laptop.toml                       and during the run, or later
     agentloop view runs/latest                                     (or agentloop serve)
     python -m bench.screenshots --url http://127.0.0.1:8000 --out docs/images/page
 
-Each view in light and dark at 1280 pixels, and light at a phone's width. The group and the rollout
-are the newest ones that are there.
+Each view in light and dark mode at 1280 pixels, and in light mode at a phone's width. The group and
+the rollout are the newest ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from playwright.sync_api import Browser, sync_playwright
 
 VIEWS = ["now", "servers", "rollouts", "groups", "curves", "sandbox", "ask"]
 LOOKS = [("light", 1280), ("dark", 1280), ("light", 360)]
-SETTLE_MS = 1500  # curves and canvases are drawn
+SETTLE_MS = 1500  # time to draw curves and canvases
 
 
 def views_of(url: str) -> dict[str, str]:
-    """Views by the names of their pictures."""
+    """Return the views' addresses by the names of their screenshots."""
     frame = httpx.get(f"{url}/api/frame", timeout=60).json()
     about = frame["about"]
     found = {name: f"#/{name}" for name in VIEWS}

@@ -1,16 +1,16 @@
 """A discrete-event model of one SGLang server, for the benchmark of the router.
 
-What is modelled, after SGLang 0.5: continuous batching with prefill before decode, in batches of
-`chunk` tokens; first come, first served; admission by the pool's room less what the running ones
-may still need, times a ratio that falls with each step and rises after a retraction; a prefix cache
-whose least recently used leaves go first; retraction when a step does not fit (the fewest outputs
-first, then the longest prompts), of as many as the next step takes, as in 0.5.23, or of half, as
-rStar2-Agent saw it. `python -m bench.live_router check` holds the model against real servers.
+Modelled after SGLang 0.5: continuous batching with prefill before decode, in batches of `chunk`
+tokens; first come, first served; admission by the pool's free tokens less the expected growth of
+running requests, times a ratio that falls with each step and rises after a retraction; a prefix
+cache that evicts the least recently used leaves first; retraction when a step does not fit (fewest
+outputs first, then longest prompts), of as many as the next step needs, as in 0.5.23, or of half,
+as rStar2-Agent observed. `python -m bench.live_router check` compares the model with real servers.
 
-What is not: overlap of the scheduler with the device, pages of more than a token, speculative
-decoding, chunks of one prompt between decode steps, any noise.
+Not modelled: overlap of the scheduler with the device, pages of more than one token, speculative
+decoding, interleaving chunks of one prompt with decode steps, any noise.
 
-Between two events nothing is simulated: the duration of n decode steps has a closed form, since
+Nothing is simulated between two events: the duration of n decode steps has a closed form, since
 each adds one token of context to each running sequence.
 """
 
@@ -28,12 +28,14 @@ __all__ = ["Job", "ServerModel", "ServerParams"]
 
 @dataclass(frozen=True, slots=True)
 class ServerParams:
-    """The defaults are near a 14B model in bfloat16 on an 80 GB GPU: weights 28 GB, 160 KB of KV
-    a token, 3.35 TB/s and some 400 TFLOP/s.
+    """Parameters of a server.
 
-    The last three are settings of SGLang's (SGLANG_*, its defaults): it reserves for no more than
-    `clip` tokens of a request's growth, the ratio falls within `decay_steps`, and after a
-    retraction it is such that those that are left could take `retract_steps`.
+    The defaults are near a 14B model in bfloat16 on an 80 GB GPU: weights 28 GB, 160 KB of KV per
+    token, 3.35 TB/s and about 400 TFLOP/s.
+
+    The last three are settings of SGLang (SGLANG_*, with its defaults): it reserves at most `clip`
+    tokens for a request's growth, the ratio falls within `decay_steps`, and after a retraction it
+    is set so that the remaining requests could take `retract_steps`.
     """
 
     capacity: int = 262_144
@@ -53,9 +55,9 @@ class ServerParams:
 
 @dataclass(slots=True)
 class Job:
-    """One turn: a prompt whose first `num_shared` tokens are its group's, and an output.
+    """A turn: a prompt whose first `num_shared` tokens are its group's, and an output.
 
-    `max_new` is what it might generate for all the server knows, `num_output` what it will.
+    `max_new` is the limit that the server knows, `num_output` the actual length.
     """
 
     name: str
@@ -83,7 +85,10 @@ class _Prompt:
 
 @dataclass(slots=True)
 class ServerModel:
-    """Submit jobs; `advance` to `next_s` brings those that ended. Time never goes back."""
+    """A simulated server: submit jobs; `advance` to `next_s` returns those that ended.
+
+    Time never goes back.
+    """
 
     params: ServerParams = field(default_factory=ServerParams)
     waiting: deque[Job] = field(default_factory=deque)
@@ -99,7 +104,7 @@ class ServerModel:
     _num_context: int = 0  # tokens that a step attends to
     _ratio: float = 0.0
     _start_s: float = 0.0
-    _planned: int = 0  # decode steps of this segment; 0: none, or a prefill
+    _planned: int = 0  # decode steps of this segment; 0 if idle or in a prefill
     _prefill: list[Job] = field(default_factory=list)
     _ends: list[tuple[int, str]] = field(default_factory=list)
     _prompts: dict[str, _Prompt] = field(default_factory=dict)
@@ -109,7 +114,11 @@ class ServerModel:
         self._ratio = self._init_ratio
 
     def submit(self, job: Job, now: float) -> None:
-        """Raises ValueError: it could never fit."""
+        """Queue a job.
+
+        Raises:
+            ValueError: It could never fit.
+        """
         if job.num_prompt + job.num_output >= self.params.capacity:
             raise ValueError(f"{job.name} is larger than the pool")
         was_empty = not self.waiting
@@ -122,7 +131,7 @@ class ServerModel:
             self.next_s = max(now, self._start_s + self._duration(num_done))
 
     def cancel(self, job: Job, now: float) -> None:
-        """Nobody wants the rest: it ends with the step that is being computed."""
+        """Cancel a job; it ends with the current step."""
         if job in self.waiting:
             self.waiting.remove(job)
         elif job.name in self.running:
@@ -135,7 +144,7 @@ class ServerModel:
             heapq.heappush(self._ends, (_last_step(job), job.name))
 
     def advance(self) -> list[Job]:
-        """Go to `next_s`; the jobs that ended there."""
+        """Advance to `next_s`; return the jobs that ended there."""
         now = self.next_s
         if self._planned:
             self._take_steps(self._planned)
@@ -152,20 +161,20 @@ class ServerModel:
         return ended
 
     def num_emitted(self, job: Job, now: float) -> int:
-        """Tokens of a running job that have been streamed by `now`."""
+        """Return the tokens of a running job that have been streamed by `now`."""
         if job.first_token_s > now:
             return 0
         steps = min(self._planned, math.floor(self._steps_until(now))) if self._planned else 0
         return min(job.num_output, job.num_emitted + self._step + steps - job.first_step)
 
-    # --- what goes on ---------------------------------------------------------------------------
+    # --- simulation -----------------------------------------------------------------------------
 
     @property
     def _init_ratio(self) -> float:
         return min(1.0, 0.7 * self.params.conservativeness)
 
     def _plan(self, now: float) -> None:
-        """Decide what the server does from `now` on."""
+        """Plan the next segment from `now` on."""
         self._start_s, self._planned = now, 0
         if self.waiting and (uncached := self._admit()):
             self.next_s = now + self.params.prefill_s + uncached * self.params.prefill_s_per_token
@@ -194,7 +203,8 @@ class ServerModel:
         return num_steps * first + more * num_steps * (num_steps - 1) / 2
 
     def _steps_until(self, now: float) -> float:
-        """The inverse of `_duration`, from the segment's start; may be a fraction."""
+        """Return the steps, possibly fractional, since the segment's start; the inverse of
+        `_duration`."""
         params, batch = self.params, len(self.running)
         more = params.step_s_per_token * batch
         first = (
@@ -220,7 +230,7 @@ class ServerModel:
         self._evict()
 
     def _admit(self) -> int:
-        """Take from the queue what fits into one prefill batch; the tokens to compute."""
+        """Take queued jobs that fit into one prefill batch; return the tokens to compute."""
         params = self.params
         spoken_for = self._ratio * sum(
             min(params.clip, job.max_new - job.num_emitted - self._step + job.first_step)
@@ -276,7 +286,8 @@ class ServerModel:
         heapq.heappush(self._ends, (_last_step(job), job.name))
 
     def _stop(self, job: Job, kept: int) -> None:
-        """It leaves the batch; the prefix cache keeps the first `kept` of its own tokens."""
+        """Remove a job from the batch; the prefix cache keeps the first `kept` of its own
+        tokens."""
         del self.running[job.name]
         steps = self._step - job.first_step
         job.num_emitted += steps
@@ -301,7 +312,7 @@ class ServerModel:
         self._stop(job, job.num_prompt + job.num_output - job.num_shared)
 
     def _retract(self) -> None:
-        """The fewest outputs first, then the longest prompts, into the queue's end."""
+        """Retract jobs, fewest outputs first, then longest prompts, to the end of the queue."""
         victims = sorted(
             self.running.values(),
             key=lambda job: (job.num_emitted + self._step - job.first_step, -job.num_prompt),
@@ -322,7 +333,7 @@ class ServerModel:
         self._ratio = min(1.0, (num_done + self.params.retract_steps * len(left)) / (num_most + 1))
 
     def _drop_ended(self) -> None:
-        """The heap's head is of a job that runs, since it was last begun."""
+        """Drop outdated entries, so that the heap's head is a running job."""
         while True:
             step, name = self._ends[0]
             job = self.running.get(name)
@@ -331,7 +342,7 @@ class ServerModel:
             heapq.heappop(self._ends)
 
     def _evict(self) -> None:
-        """The least recently used go, from their ends, as far as is needed."""
+        """Evict the least recently used tokens, from their ends, as far as needed."""
         excess = self.num_locked + self.num_cached - self.params.capacity
         while excess > 0 and self._lru:
             name, num_tokens = next(iter(self._lru.items()))
@@ -347,5 +358,5 @@ class ServerModel:
 
 
 def _last_step(job: Job) -> int:
-    """The server's step at which it will have all its tokens, unless it is retracted before."""
+    """Return the server's step at which the job is complete, unless it is retracted before."""
     return job.first_step + job.num_output - job.num_emitted

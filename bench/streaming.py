@@ -1,15 +1,16 @@
-"""What a token costs on its way from a server's frame into a trajectory.
+"""Benchmark of streaming: the CPU cost of a token from a server's frame into a trajectory.
 
     python -m bench.streaming                    agentloop, httpx and the OpenAI client in turn
     python -m bench.streaming --streams 1000 --servers 64 --tokens 200 --rounds 3
 
-A load generator in a process of its own speaks SGLang's frames (and OpenAI's, for its client) from
+A load generator in a process of its own sends SGLang's frames (and OpenAI's, for its client) from
 64 loopback ports: each "server" sends one token to each of its streams every `--step-ms`, as
-continuous batching does. A reader, also in a process of its own, holds all streams at once; what is
-reported is tokens per second of *its* CPU, and how late its event loop ran (p99 of a 5 ms timer).
+continuous batching does. A reader, also in a process of its own, holds all streams at once.
+Reported are tokens per second of *its* CPU time, and the lag of its event loop (p99 of a 5 ms
+timer).
 
 Readers: `agentloop` is the whole loop (HTTP, frames, router and ledger, tool-call scan, trajectory
-with ids, log-probabilities and versions); `httpx` reads the same frames and parses their JSON and
+with ids, log-probabilities and versions); `httpx` reads the same frames, parses their JSON and
 keeps nothing; `openai` iterates over the equivalent chat completion chunks, with log-probabilities.
 """
 
@@ -31,14 +32,14 @@ import orjson
 
 READERS = ("agentloop", "httpx", "openai")
 _PROMPT_TOKENS = 64
-_PLAIN = range(50, 300)  # tokens of the small model that open no tool call
+_PLAIN = range(50, 300)  # tokens of the small model that do not open a tool call
 
 
 # --- the load generator -------------------------------------------------------------------------
 
 
 class _Stream(asyncio.Protocol):
-    """One connection: reads requests, leaves the sending to the clock of its server."""
+    """A connection that reads requests; its server's clock does the sending."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
@@ -108,7 +109,7 @@ class _Stream(asyncio.Protocol):
     def step(self) -> None:
         """Send the next token."""
         assert self.transport is not None
-        if self.paused:  # as a server whose client lags: the step is the client's loss
+        if self.paused:  # the client lags: like a real server, skip the step
             return
         self.sent += 1
         last = self.sent == self.total
@@ -153,10 +154,10 @@ def _chat_frame(last: bool) -> bytes:
 
 
 class _Server:
-    """One port, one clock.
+    """A port with a clock.
 
-    With an `ending`, each response is a thought of random length and then these tokens; when the
-    last but one of them was sent (time.monotonic()) is kept by request.
+    With an `ending`, each response is a thought of random length followed by these tokens; `sent_s`
+    has the time.monotonic() at which the last but one of them was sent, by request.
     """
 
     sent_s: ClassVar[dict[str, float]] = {}
@@ -178,7 +179,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Stream(self), "127.0.0.1", 0, backlog=4096)
         self.port = server.sockets[0].getsockname()[1]
-        first = loop.time() + random.random() * self._step_s  # servers do not step as one
+        first = loop.time() + random.random() * self._step_s  # servers are not in step
         loop.call_at(first, self._tick, first)
 
     def _tick(self, due: float) -> None:
@@ -194,7 +195,7 @@ async def _generate_load(num_servers: int, step_s: float, ending: list[int]) -> 
     for server in servers:
         await server.run()
     print(json.dumps([f"http://127.0.0.1:{server.port}" for server in servers]), flush=True)
-    # Ends with its parent: the pipe closes.
+    # Ends with its parent, when the pipe closes.
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
@@ -202,7 +203,7 @@ async def _generate_load(num_servers: int, step_s: float, ending: list[int]) -> 
 
 
 class _Lag:
-    """How late a 5 ms timer fires, in seconds."""
+    """Measures the lag of a 5 ms timer, in seconds."""
 
     PERIOD_S = 0.005
 
@@ -310,7 +311,7 @@ async def _measure(
     read = {"agentloop": _read_agentloop, "httpx": _read_httpx, "openai": _read_openai}[reader]
     lag = _Lag()
     async with anyio.create_task_group() as tasks:
-        # Imports and the tokenizer are not the stream's: one stream first, uncounted.
+        # One uncounted stream first, to exclude imports and the tokenizer.
         await read(urls[:1], 1, 2)
         tasks.start_soon(lag.measure)
         wall_s, cpu_s = time.perf_counter(), time.process_time()
@@ -335,11 +336,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--servers", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=300, help="a stream (others: a tenth)")
+    parser.add_argument(
+        "--tokens", type=int, default=300, help="tokens per stream (other readers: a tenth)"
+    )
     parser.add_argument("--step-ms", type=float, default=30.0, help="time between two tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--readers", default=",".join(READERS))
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ending", type=json.loads, default=[], help=argparse.SUPPRESS)
     parser.add_argument("--read", choices=READERS, help=argparse.SUPPRESS)

@@ -1,11 +1,12 @@
 """Servers of the discrete-event model on asyncio's clock, and rollouts on them.
 
     run_group ──gate──> rollouts ──turn──> a server's model ──> tools, asleep ──> the next turn
-                                              ▲ new weights: all of it starts anew from its ids
+                                              ▲ new weights: all turns restart from their ids
 
-What the training loop needs of `Router`, `SGLangServer` and `Runtime`, with the runtime's own gate
-of groups; for bench/async_train.py, in virtual time. There is no waiting room: a turn goes to its
-server at once and waits there. It stays where its cache is, unless another server has far fewer.
+Provides the part of `Router`, `SGLangServer` and `Runtime` that the training loop needs, with the
+runtime's own admission of groups; for bench/async_train.py, in virtual time. There is no queue in
+front: a turn goes to its server at once and waits there. It stays with its cache unless another
+server has far fewer sequences.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from bench.server_model import Job, ServerModel, ServerParams
 __all__ = ["TOKENS_PER_ID", "Server", "Servers"]
 
 TOKENS_PER_ID = 100
-"""An id stands for so many tokens: the files would be large, and say no more."""
+"""Tokens that one id stands for, which keeps files small."""
 
-_TICK_S = 5.0  # how often the gate is told how far rollouts are
-_FAR_FEWER = 8  # sequences, for which a turn leaves its cache behind
-_TARGET = 0.8  # of the KV: no waiting room here keeps what is parked from being evicted
+_TICK_S = 5.0  # time between two updates of the gate on the rollouts' progress
+_FAR_FEWER = 8  # difference in sequences for which a turn leaves its cache
+_TARGET = 0.8  # of the KV capacity: without a queue nothing else protects parked tokens
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A job that may be moved into another life of its server."""
+    """A job that may continue after a weight sync."""
 
     job: Job
     spans: list[VersionSpan] = field(default_factory=list)
@@ -53,14 +54,15 @@ class _Turn:
 
 
 class Server:
-    """A model of a server on the loop's clock, with the part of `SGLangServer` that loads."""
+    """A model of a server on the loop's clock, with the part of `SGLangServer` that loads
+    weights."""
 
     def __init__(self, url: str, params: ServerParams, load_s: float) -> None:
         self.url = url
         self.capacity = params.capacity
         self.version = ""
         self.is_loading = False
-        self.num_rollouts = 0  # in flight, at a tool as well
+        self.num_rollouts = 0  # in flight, including those in a tool
         self.num_recomputed = 0
         self._params = params
         self._load_s = load_s
@@ -68,12 +70,12 @@ class Server:
         self._turns: dict[str, _Turn] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._busy_s = self._settled_s = 0.0
-        self._num_sampled = 0  # of turns that ended, or were cut off by loading
-        self._num_retracted = 0  # in former lives
+        self._num_sampled = 0  # of turns that ended or were interrupted by loading
+        self._num_retracted = 0  # before the last loading
 
     @property
     def busy_s(self) -> float:
-        """How long it had something to compute."""
+        """Return the time during which it had something to compute."""
         self._settle()
         return self._busy_s
 
@@ -86,7 +88,7 @@ class Server:
         return self._num_retracted + self._model.num_retracted
 
     async def generate(self, job: Job) -> list[VersionSpan]:
-        """Which versions sampled it."""
+        """Run a job; return the versions that sampled it."""
         turn = self._turns[job.name] = _Turn(job)
         if not self.is_loading:
             self._submit(turn)
@@ -98,7 +100,7 @@ class Server:
         return turn.spans
 
     def _drop(self, turn: _Turn) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a turn."""
         name = turn.job.name
         if self._turns.get(name) is turn:
             self._settle()
@@ -110,7 +112,8 @@ class Server:
     async def update_weights(
         self, folder: str, version: str, *, timeout_s: float, pause: Pause
     ) -> Checksum:
-        """As SGLangServer's: what runs starts anew from its ids, in an empty cache."""
+        """Load weights like `SGLangServer`: running turns restart from their ids, with an empty
+        cache."""
         self._settle()
         self.is_loading = True
         for name, turn in self._turns.items():
@@ -138,14 +141,14 @@ class Server:
         return Checksum("the same for all", [])
 
     def num_emitted(self, name: str) -> int:
-        """Tokens of a turn in flight since the last loading; the last one ends it."""
+        """Return the tokens of a running turn since the last loading; the last token ends it."""
         job = self._turns[name].job
-        if name not in self._model.running:  # it waits, maybe again
+        if name not in self._model.running:  # queued, perhaps again
             return job.num_emitted
         return min(self._model.num_emitted(job, _now()), job.num_output - 1)
 
     def in_flight(self) -> list[tuple[str, int]]:
-        """Rollouts that are at a turn, and the tokens that they hold besides their prompt."""
+        """Return the rollouts with a running turn, and their tokens besides their prompts."""
         return [
             (turn.job.key, turn.job.num_prompt - turn.job.num_shared + self.num_emitted(name))
             for name, turn in self._turns.items()
@@ -160,7 +163,7 @@ class Server:
         self._settle()
         self._timer = None
         for job in self._model.advance():
-            if job.name not in self._turns:  # nobody waits for it any more
+            if job.name not in self._turns:  # cancelled
                 continue
             turn = self._turns.pop(job.name)
             self._num_sampled += job.num_output
@@ -186,7 +189,7 @@ class Server:
 
 
 class Servers:
-    """What the loop sees of the router and the runtime, with the runtime's own gate."""
+    """The part of router and runtime that the loop uses, with the runtime's own gate."""
 
     def __init__(
         self,
@@ -195,8 +198,10 @@ class Servers:
         *,
         longest: int,
     ) -> None:
-        """`specs` are the rollouts of the group of that number, none of which has more tokens than
-        `longest` besides its prompt."""
+        """`specs` returns the rollouts of a group by its number.
+
+        None of them has more than `longest` tokens besides its prompt.
+        """
         self.servers = servers
         self.num_ended = 0  # rollouts
         self._specs = specs
@@ -256,7 +261,7 @@ class Servers:
         return [found.get(key) or stopped(key) for key in group.keys]
 
     async def keep_told(self) -> None:
-        """The gate hears how far rollouts are; the runtime tells it with each token."""
+        """Update the gate on the rollouts' progress; the runtime does so with each token."""
         num_retracted = 0
         while True:
             await anyio.sleep(_TICK_S)
@@ -269,7 +274,7 @@ class Servers:
     async def _rollout(
         self, key: str, group: str, spec: RolloutSpec, found: dict[str, Trajectory]
     ) -> None:
-        at: list[Server] = []  # where it is
+        at: list[Server] = []  # its current server
         try:
             found[key] = await self._turns(key, group, spec, at)
         finally:
@@ -313,7 +318,7 @@ class Servers:
 
 
 def _as_turn(spans: Sequence[VersionSpan], num_tool: int) -> Turn:
-    """With the version that sampled it in place of each id."""
+    """Return a turn whose ids are the versions that sampled them."""
     ids: list[int] = []
     short = []
     for span in spans:

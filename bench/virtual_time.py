@@ -1,14 +1,14 @@
-"""Virtual time for code that runs on asyncio: the clock jumps to the next timer when all wait.
+"""Virtual time for code that runs on asyncio: if all tasks wait, the clock jumps to the next timer.
 
     anything ready? ──yes──> run it, in no time at all
-         └──no──> the clock is the next timer's; none left: a deadlock, and an error
+         └──no──> advance the clock to the next timer; if there is none, it is a deadlock
 
-What would run in a worker thread (`anyio.to_thread.run_sync`) runs in the loop instead. So it takes
-no virtual time, the clock cannot jump over it, and what happens at once happens in the same order
-each time: with the same seeds, all of a run is the same.
+Work for a worker thread (`anyio.to_thread.run_sync`) runs in the loop instead. So it takes no
+virtual time, the clock cannot jump over it, and simultaneous events happen in the same order each
+time: with the same seeds, the whole run is the same.
 
-Not for sockets or subprocesses: whatever takes real time is waited for only while a timer is due.
-Code that reads `time.monotonic` goes on seeing the real clock.
+Not for sockets or subprocesses: real I/O is only polled, and the clock does not wait for it. Code
+that reads `time.monotonic` still sees the real clock.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Deadlock(RuntimeError):
 
 
 def run(main: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """`anyio.run`, in virtual time from 0 on.
+    """Run `main` like `anyio.run`, in virtual time from 0 on.
 
     Raises:
-        Deadlock: nothing can happen any more.
+        Deadlock: All tasks wait and there is no timer.
     """
     with _threads_inline():
         return anyio.run(main, *args, backend_options={"loop_factory": _VirtualTimeLoop})
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting, it says that the time is over."""
+    """A selector that reports a timeout at once instead of waiting."""
 
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)  # such as a signal
+        ready = super().select(0)  # signals, for example
         if not ready:
             if timeout is None:
-                raise Deadlock("no task can go on, and no timer is left")
+                raise Deadlock("all tasks wait, and no timer is left")
             self.now_s += timeout
         return ready
 
@@ -68,7 +68,7 @@ class _VirtualTimeLoop(asyncio.SelectorEventLoop):
 @contextmanager
 def _threads_inline() -> Iterator[None]:
     async def run_sync(work: Callable[..., T], *args: Any, **options: Any) -> T:
-        # A thread gives the others a turn, and the caller may be cancelled before it starts.
+        # As with a thread, other tasks may run, or the caller be cancelled, before it starts.
         await anyio.lowlevel.checkpoint()
         return work(*args)
 

@@ -1,14 +1,15 @@
-"""What it costs the loop that people look: the page's readers, at many rollouts in flight.
+"""Benchmark of the page's readers: their cost for the event loop with many rollouts in flight.
 
     python -m bench.watchers --rollouts 10000 --readers 5 --seconds 30
-    python -m bench.watchers first --url http://127.0.0.1:8000      how soon the first view is there
+    python -m bench.watchers first --url http://127.0.0.1:8000      time until the first view
 
-The first plays rollouts (events as of real ones, no servers) in one process with the board and the
-page's routes on loopback; readers are another process. The loop's lag is how late a timer of 5 ms
-fires. Three parts, one after the other, in one run: without a board, with one that nobody reads,
-and with the readers. The last part has one more reader that takes nothing.
+The first plays rollouts (events like real ones, no servers) in one process with the board and the
+page's routes on loopback; readers are another process. The loop's lag is the delay of a timer of 5
+ms. A run has three parts, one after the other: without a board, with a board without readers, and
+with the readers. The last part has one more reader that reads nothing.
 
-The second opens the page in Chromium a few times: from the request to the first numbers on it.
+The second opens the page in Chromium a few times and measures from the request to the first numbers
+on it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Decision:
 
 
 def rollout(number: int, draw: random.Random) -> Iterator[Any]:
-    """The events of one: turns of tokens, with a call between two of them."""
+    """Yield the events of a rollout: turns of tokens, with a call between each two."""
     key = f"played-{number}"
     record = Trajectory(key, [0] * 200, stop_reason=StopReason.ANSWERED)
     yield RolloutStarted(record)
@@ -87,7 +88,7 @@ def rollout(number: int, draw: random.Random) -> Iterator[Any]:
 
 
 class Played:
-    """So many rollouts in flight, whose events come at a steady rate."""
+    """A number of rollouts in flight, whose events come at a constant rate."""
 
     def __init__(self, number: int, events_per_s: int) -> None:
         self._draw = random.Random(1)
@@ -102,7 +103,7 @@ class Played:
         return rollout(self._num, self._draw)
 
     def begin(self) -> None:
-        """All of them are in flight, somewhere."""
+        """Put all of them in flight, each at some stage."""
         for events in self._open:
             self.emit(next(events))
 
@@ -121,7 +122,7 @@ class Played:
 
 
 async def lag(seconds: float) -> list[float]:
-    """How late each of many timers was, in milliseconds."""
+    """Return the delays of many timers, in milliseconds."""
     late = []
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end:
@@ -130,7 +131,7 @@ async def lag(seconds: float) -> list[float]:
     return late
 
 
-def told(name: str, late: list[float], num_events: int, seconds: float) -> str:
+def describe(name: str, late: list[float], num_events: int, seconds: float) -> str:
     ordered = sorted(late)
     p99 = ordered[int(0.99 * (len(ordered) - 1))]
     return (
@@ -152,16 +153,16 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
             played.begin()
             tasks.start_soon(played.run)
             seen = Readers(stalls.seen, board.seen)
-            for name, emit in (("no board", ignore), ("a board that nobody reads", seen)):
+            for name, emit in (("no board", ignore), ("a board without readers", seen)):
                 played.emit = emit
-                if emit is not ignore:  # as if it had been there from the first event on
+                if emit is not ignore:  # the board needs all events from the start
                     played = Played(rollouts, events_per_s)
                     played.emit = emit
                     played.begin()
                     tasks.start_soon(played.run)
                 before = played.num_events
                 late = await lag(seconds)
-                print(told(name, late, played.num_events - before, seconds), flush=True)
+                print(describe(name, late, played.num_events - before, seconds), flush=True)
             command = [sys.executable, "-m", "bench.watchers", "read", url, str(readers)]
             async with await anyio.open_process(command) as process:
                 with anyio.fail_after(30):
@@ -169,8 +170,8 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
                         await anyio.sleep(0.1)
                 before = played.num_events
                 late = await lag(seconds)
-                name = f"{readers} readers, and one that sleeps"
-                print(told(name, late, played.num_events - before, seconds), flush=True)
+                name = f"{readers} readers, and a sleeping one"
+                print(describe(name, late, played.num_events - before, seconds), flush=True)
                 process.terminate()
                 await process.wait()
                 if process.stdout is not None:
@@ -180,7 +181,7 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
 
 
 async def read(url: str, readers: int) -> None:
-    """Readers that take all, and one that takes nothing."""
+    """Run readers that read everything, and one that reads nothing."""
     sizes = [0] * readers
     begun = time.monotonic()
 
@@ -204,7 +205,7 @@ async def read(url: str, readers: int) -> None:
                 tasks.cancel_scope.cancel()
                 break
     rate = sum(sizes) / len(sizes) / (time.monotonic() - begun)
-    print(f"each reader was sent {rate / 1e6:.2f} MB/s", flush=True)
+    print(f"each reader received {rate / 1e6:.2f} MB/s", flush=True)
 
 
 def first(url: str, times: int) -> None:
@@ -215,7 +216,7 @@ def first(url: str, times: int) -> None:
         path = shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for _ in range(times):
-            context = browser.new_context()  # nothing is cached
+            context = browser.new_context()  # with an empty cache
             page = context.new_page()
             begun = time.monotonic()
             page.goto(url)

@@ -1,1 +1,1 @@
-"""The learner: turns finished groups into new weights. Started as its own processes."""
+"""The learner: trains on finished groups and produces new weights, in processes of its own."""

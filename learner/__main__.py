@@ -1,8 +1,8 @@
 """`python -m learner SETTINGS.json`: one rank of the learner.
 
-Started once per rank, with torch.distributed's environment (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT): by a supervisor, torchrun or DeepSpeed's launcher. Rank 0 says {"ok":
-true, "ready": true, ...} when all of them are. What is printed goes to stderr, whoever prints it.
+A supervisor, torchrun or DeepSpeed's launcher starts it once per rank, with torch.distributed's
+environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 sends {"ok": true,
+"ready": true, ...} when all ranks are ready. Everything printed goes to stderr.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m learner", description=__doc__)
     parser.add_argument("settings", type=Path, help="LearnerSettings as JSON")
-    parser.add_argument("--socket", help="whom rank 0 talks to, in place of the environment's")
+    parser.add_argument(
+        "--socket", help="socket of the supervisor, for rank 0 (default: from the environment)"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.socket:
         os.environ["AGENTLOOP_LEARNER_SOCKET"] = chosen.socket
@@ -43,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(settings: LearnerSettings) -> int:
-    # torch takes seconds to import: not before the settings are known to be right.
+    # Importing torch takes seconds: check the settings first.
     from learner.policy import Policy
     from learner.rank import Link, serve
     from learner.world import World
@@ -61,13 +63,13 @@ def _run(settings: LearnerSettings) -> int:
         world.leave()
     except Exception as error:
         if link:
-            _try_to_tell(link, error)
+            _try_to_report(link, error)
         raise
     return 0
 
 
-def _try_to_tell(link: object, error: Exception) -> None:
-    """`on_purpose`: to start again would not help."""
+def _try_to_report(link: object, error: Exception) -> None:
+    """Report the error to the supervisor; `on_purpose` means that a restart would not help."""
     from learner.rank import Link
 
     assert isinstance(link, Link)
@@ -79,7 +81,10 @@ def _try_to_tell(link: object, error: Exception) -> None:
 
 
 def _die_with_parent() -> None:
-    """Nobody else ends a rank whose supervisor was killed: peers wait for it, not it for them."""
+    """Ask Linux to kill this rank when its parent dies.
+
+    Nothing else would end a rank whose supervisor was killed.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -1,9 +1,9 @@
-"""Attention over packed samples that costs what the samples cost.
+"""Attention over packed samples whose cost is the sum of the samples' costs.
 
-transformers' own "sdpa" masks one sample from another, so its time grows with the square of the
-micro-batch: sixteen samples in one are sixteen times the attention. Here each sample is a call of
-torch's kernel by itself. flash-attn's kernel takes all of them in one call: that is transformers'
-own `attention = "flash_attention_2"`, which has to be chosen, and is not used by this one.
+transformers' own "sdpa" masks samples from each other, so its time grows with the square of the
+micro-batch: packing sixteen samples costs sixteen times the attention. Here each sample is a
+separate call of torch's kernel. flash-attn's kernel takes all of them in one call; it is
+transformers' own `attention = "flash_attention_2"` and does not use this module.
 """
 
 from __future__ import annotations
@@ -34,18 +34,22 @@ def packed_attention(
     s_aux: Any = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """Causal attention within each of `segments`, lengths that sum up to L.
+    """Causal attention within each of `segments`, lengths that sum to L.
 
-    query is [1, heads, L, D]; key and value [1, heads or fewer, L, D]. Returns [1, L, heads, D],
-    in the form that transformers calls an attention function and reads its result.
+    query is [1, heads, L, D]; key and value are [1, heads or fewer, L, D]. Returns [1, L, heads, D]
+    and None: the interface of an attention function in transformers.
 
     Raises:
-        NotImplementedError: the model wants more than causal attention.
+        NotImplementedError: The model needs more than causal attention.
     """
     if attention_mask is not None or softcap or s_aux is not None:
-        raise NotImplementedError("packed attention is causal, without mask, softcap and sinks")
+        raise NotImplementedError(
+            "packed attention supports no mask, softcap or sinks: set another learner.attention"
+        )
     if sliding_window and max(segments) > sliding_window:
-        raise NotImplementedError(f"packed attention has no sliding window of {sliding_window}")
+        raise NotImplementedError(
+            f"packed attention supports no sliding window of {sliding_window}"
+        )
     pieces = zip(
         query.split(segments, 2), key.split(segments, 2), value.split(segments, 2), strict=True
     )
@@ -65,7 +69,7 @@ def packed_attention(
 
 
 def register() -> None:
-    """Make it known to transformers, under the name `packed`."""
+    """Register this attention with transformers under the name `packed`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED, packed_attention)

@@ -1,9 +1,10 @@
-"""A batch: its file, and how it is dealt out to ranks as micro-batches.
+"""Batches: the file format, and how a batch is split over ranks into micro-batches.
 
     file ──> Batch ──plan──> per rank: lists of samples ──> MicroBatch, MicroBatch, ... (padding)
 
-Samples are packed end to end; a position that starts again at 0 is what tells transformers'
-attention where the next one begins. numpy alone: whoever has no torch can write batches, too.
+Samples are packed end to end; positions restart at 0 with each sample, which is how transformers'
+attention finds the boundaries. This module needs only numpy, so batches can be written without
+torch.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ _PER_SAMPLE = ("lengths", "advantages", "groups")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """N samples, T tokens, flat. A sample's tokens stand together, prompt first.
+    """N samples with T tokens in total, stored flat; each sample is contiguous, prompt first.
 
     Attributes:
         ids: int32 [T].
-        mask: uint8 [T], 1 where the model sampled the token: what is trained.
+        mask: uint8 [T], 1 where the model sampled the token; only those are trained on.
         logprobs: float32 [T], the engine's; read where `mask` is 1.
         lengths: int32 [N], sum(lengths) = T.
         advantages: float32 [N].
-        groups: int32 [N], samples of one task share a number.
-        old_logprobs: float32 [T] or None: what the ratio is taken to.
-        ref_logprobs: float32 [T] or None: of the policy that a KL is taken to.
+        groups: int32 [N], equal for samples of the same task.
+        old_logprobs: float32 [T] or None: denominator of the ratio.
+        ref_logprobs: float32 [T] or None: of the reference policy of the KL term.
     """
 
     ids: Array
@@ -66,11 +67,11 @@ class Batch:
 
     @property
     def starts(self) -> Array:
-        """int64 [N]: where each sample begins."""
+        """int64 [N]: offset of each sample's first token."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def up_to(self, max_tokens: int) -> Batch | None:
-        """With the samples of at most `max_tokens` alone; None where there are none."""
+        """Return the samples of at most `max_tokens` tokens, or None if there are none."""
         fits_N = self.lengths <= max_tokens
         if fits_N.all():
             return self
@@ -92,21 +93,21 @@ class Batch:
 
     @classmethod
     def load(cls, path: Path) -> Batch:
-        """Read a file of these tensors.
+        """Read a batch from a safetensors file.
 
         Raises:
-            BatchError: it names the file.
+            BatchError: The file cannot be read or is invalid; the message names it.
         """
         try:
             tensors = load(path.read_bytes())
         except OSError as error:
             raise BatchError(f"{path}: {error.strerror or error}") from error
         except SafetensorError as error:
-            raise BatchError(f"{path}: no safetensors file: {error}") from error
+            raise BatchError(f"{path}: not a safetensors file: {error}") from error
         except (KeyError, TypeError, ValueError) as error:  # bfloat16: numpy has no such type
-            raise BatchError(f"{path}: a type that no batch has: {error}") from error
+            raise BatchError(f"{path}: a tensor has an unsupported type: {error}") from error
         if missing := set(_TYPES) - set(_OPTIONAL) - set(tensors):
-            raise BatchError(f"{path}: without {', '.join(sorted(missing))}")
+            raise BatchError(f"{path}: missing tensor {', '.join(sorted(missing))}")
         if unknown := set(tensors) - set(_TYPES):
             raise BatchError(f"{path}: unknown tensor {', '.join(sorted(unknown))}")
         try:
@@ -124,13 +125,13 @@ def _check(batch: Batch) -> None:
         of = "sample" if name in _PER_SAMPLE else "token"
         if array.dtype != dtype or array.shape != (sizes[of],):
             wanted = f"{np.dtype(dtype)} [{sizes[of]}], one for each {of}"
-            raise BatchError(f"{name}: {wanted} expected, not {array.dtype} {list(array.shape)}")
+            raise BatchError(f"{name}: expected {wanted}, not {array.dtype} {list(array.shape)}")
     if not sizes["sample"]:
-        raise BatchError("lengths: no sample")
+        raise BatchError("lengths: the batch has no samples")
     if batch.lengths.min() < 2 or batch.lengths.sum(dtype=np.int64) != sizes["token"]:
-        raise BatchError(f"lengths: of 2 at least, summing up to {sizes['token']}, expected")
+        raise BatchError(f"lengths: each must be at least 2, their sum {sizes['token']}")
     if batch.ids.min() < 0 or batch.mask.max() > 1:
-        raise BatchError("ids, mask: ids are never negative, a mask is 0 or 1")
+        raise BatchError("ids, mask: ids must not be negative, mask must be 0 or 1")
     if batch.mask[batch.starts].any():
         first = int(np.flatnonzero(batch.mask[batch.starts])[0])
         raise BatchError(f"mask: sample {first} begins with a sampled token: nothing predicts it")
@@ -139,12 +140,12 @@ def _check(batch: Batch) -> None:
         raise BatchError(f"mask: sample {int(num_sampled.argmin())} has no sampled token")
     sampled = batch.mask == 1
     if not np.isfinite(batch.advantages).all():
-        raise BatchError(f"advantages: sample {_first_bad(batch.advantages)}: not finite")
+        raise BatchError(f"advantages: sample {_first_bad(batch.advantages)} is not finite")
     for name in ("logprobs", *_OPTIONAL):
         array = getattr(batch, name)
         if array is not None and not np.isfinite(array[sampled]).all():
             at = _first_bad(np.where(sampled, array, 0))
-            raise BatchError(f"{name}: token {at} (of all): not finite")
+            raise BatchError(f"{name}: token {at} of the batch is not finite")
 
 
 def _first_bad(array: Array) -> int:
@@ -152,11 +153,13 @@ def _first_bad(array: Array) -> int:
 
 
 def token_weights(batch: Batch, samples: Sequence[int], how: Aggregate) -> Array:
-    """float32 [T]: what each token of `samples` counts; 0 where not sampled; summing up to 1.
+    """Return the weight of each token in the loss, float32 [T].
 
-    group: the mean over the groups of the mean over a group's tokens (rStar2, arXiv 2508.20722,
-    eq. 6); batch: the mean over all tokens (DAPO); sequence: over the samples, of the mean over a
-    sample's tokens (GRPO as first published).
+    The weights of the sampled tokens of `samples` sum to 1; all others are 0.
+
+    group: mean over the groups of the mean over a group's tokens (rStar2, arXiv 2508.20722, eq. 6);
+    batch: mean over all tokens (DAPO); sequence: mean over the samples of the mean over a sample's
+    tokens (GRPO as first published).
     """
     key_N = {
         "group": batch.groups,
@@ -174,21 +177,21 @@ def token_weights(batch: Batch, samples: Sequence[int], how: Aggregate) -> Array
 
 
 def parts(groups: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices of samples, dealt out to at most `num_parts` parts, whole groups at a time."""
+    """Split the samples' indices into at most `num_parts` parts, keeping groups whole."""
     order = list(dict.fromkeys(groups))
     dealt = [set(order[i::num_parts]) for i in range(min(num_parts, len(order)))]
     return [[i for i, group in enumerate(groups) if group in part] for part in dealt]
 
 
 def plan(lengths: Sequence[int], budget: int, world_size: int) -> list[list[list[int]]]:
-    """Deal samples out: per rank, the same number of micro-batches, each a list of indices.
+    """Assign samples to ranks: per rank, equally many micro-batches, each a list of indices.
 
-    No micro-batch holds more than `budget` tokens (first fit, the longest first); where their
-    number does not come out even, the fullest are halved; an empty one is padding, for every
-    rank has to do as many backward passes as the others.
+    No micro-batch holds more than `budget` tokens (first fit, longest first). If their number is
+    not a multiple of the ranks, the fullest are halved; then empty ones are added as padding,
+    because every rank must do the same number of backward passes.
 
     Raises:
-        BatchError: a sample is longer than the budget.
+        BatchError: A sample is longer than the budget.
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -196,7 +199,7 @@ def plan(lengths: Sequence[int], budget: int, world_size: int) -> list[list[list
         length = lengths[index]
         if length > budget:
             raise BatchError(
-                f"sample {index} has {length} tokens: raise micro_batch_tokens, now {budget}"
+                f"sample {index} has {length} tokens: raise micro_batch_tokens ({budget})"
             )
         at = next((i for i, room in enumerate(free) if room >= length), len(bins))
         if at == len(bins):
@@ -205,11 +208,11 @@ def plan(lengths: Sequence[int], budget: int, world_size: int) -> list[list[list
         bins[at].append(index)
         free[at] -= length
     _halve_until_even(bins, lengths, world_size)
-    bins.sort(key=lambda one: -_load(one, lengths))
+    bins.sort(key=lambda one: -_num_tokens(one, lengths))
     ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
     for first in range(0, len(bins), world_size):
-        # Each rank takes one; who has least so far takes the fullest.
-        turn = sorted(ranks, key=lambda rank: sum(_load(one, lengths) for one in rank))
+        # Each rank takes one; the least loaded rank takes the fullest.
+        turn = sorted(ranks, key=lambda rank: sum(_num_tokens(one, lengths) for one in rank))
         for rank, one in zip(turn, bins[first : first + world_size], strict=False):
             rank.append(one)
     most = max(map(len, ranks))
@@ -221,29 +224,29 @@ def _halve_until_even(bins: list[list[int]], lengths: Sequence[int], world_size:
         several = [one for one in bins if len(one) > 1]
         if not several:
             return
-        fullest = max(several, key=lambda one: _load(one, lengths))
+        fullest = max(several, key=lambda one: _num_tokens(one, lengths))
         halves: tuple[list[int], list[int]] = ([], [])
         for index in fullest:  # longest first
-            min(halves, key=lambda half: _load(half, lengths)).append(index)
+            min(halves, key=lambda half: _num_tokens(half, lengths)).append(index)
         bins.remove(fullest)
         bins.extend(halves)
 
 
-def _load(one: Sequence[int], lengths: Sequence[int]) -> int:
+def _num_tokens(one: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[index] for index in one)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """L tokens of one forward pass, and the M of them that were sampled.
+    """The L tokens of one forward pass, M of them sampled.
 
     Attributes:
-        ids, positions: int64 [L]; positions start again at 0 with each sample.
-        segments: how long each sample is, summing up to L.
-        predictors: int64 [M]: the place in L whose output predicts a sampled token.
+        ids, positions: int64 [L]; positions restart at 0 with each sample.
+        segments: Lengths of the samples; they sum to L.
+        predictors: int64 [M]: index in L whose output predicts a sampled token.
         targets: int64 [M]: the sampled tokens.
-        source: int64 [M]: their places in the batch; -1 in padding.
-        sample: int64 [M]: the number of their sample in this micro-batch.
+        source: int64 [M]: their indices in the batch; -1 in padding.
+        sample: int64 [M]: index of their sample in this micro-batch.
         weights, advantages, engine: float32 [M].
         old, reference: float32 [M] or None.
     """
@@ -263,7 +266,7 @@ class MicroBatch:
 
 
 def make_micro_batch(batch: Batch, samples: Sequence[int], weights_T: Array) -> MicroBatch:
-    """Pack `samples`. Without any: two tokens that count for nothing."""
+    """Pack `samples`. An empty list gives padding: two tokens with weight 0."""
     if not samples:
         return _padding(batch)
     starts = batch.starts

@@ -1,11 +1,11 @@
-"""Weights to the servers by a process group, of which rank 0 is the sender.
+"""Weight sync over a process group in which rank 0 is the sender.
 
     parameters ──gathered, bucket by bucket──> rank 0 ──broadcast──> every rank of every server
-    open: a store to meet at ──> join: all are there ──> send: each bucket ──> leave
+    open: create the store ──> join: wait for all ──> send: each bucket ──> leave
 
-The servers' ranks are 1, 2, ... of the group; the other ranks of the learner only help to gather. A
-group lives for one hand-over. Where it breaks, the request is refused and the learner goes on: gloo
-says so in time, NCCL by the group's deadline once its communicator stands.
+The servers' ranks are 1, 2, ... of the group; the learner's other ranks only take part in
+gathering. A group lives for one weight sync. If it breaks, the request is refused and the learner
+goes on: gloo reports it in time, NCCL at the group's deadline once its communicator stands.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Broadcaster"]
 
 _ASKED = ("model_type", "num_attention_heads", "num_key_value_heads", "dtype")
 _MAX_THREADS = 16
-_LATER_S = 60.0  # by which NCCL's watchdog, which would end the process, comes after us
+_WATCHDOG_SLACK_S = 60.0  # NCCL's watchdog would end the process: let our own timeout come first
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Group:
 
 
 class Broadcaster:
-    """The sender's state on this rank; requests go to all ranks alike, the group is rank 0's."""
+    """The sender's state on this rank. Requests go to all ranks; only rank 0 has the group."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -52,29 +52,37 @@ class Broadcaster:
         self._group: _Group | None = None
         dtype = getattr(torch, policy.settings.publish_dtype)
         buckets = split(policy.model, dtype, policy.settings.bucket_mib << 20)
-        # The widest first: so each lies aligned where all lie end to end.
+        # Widest type first, so that each tensor is aligned when they are stored end to end.
         self._buckets: list[Shard] = [
             sorted(bucket, key=lambda one: -one.dtype.itemsize) for bucket in buckets
         ]
         self._parts = parts_of(one.name for bucket in self._buckets for one in bucket)
         self._fused_into = {part: name for name, parts in self._parts.items() for part in parts}
-        self._sent: dict[str, Tensor] = {}  # parts of a tensor of the servers' that lacks others
+        self._sent: dict[str, Tensor] = {}  # sent parts of fused tensors that are still incomplete
 
     @property
     def backend(self) -> str:
-        """Of a group on this learner's device."""
+        """Backend of a group on this learner's device."""
         return "nccl" if self._policy.world.device.type == "cuda" else "gloo"
 
     def check(self, num_updates: int) -> None:
-        """Raises LearnerError: the weights are no longer those after `num_updates`."""
+        """Check that the weights are those after `num_updates`.
+
+        Raises:
+            LearnerError: They have been updated since.
+        """
         if num_updates != self._policy.num_updates:
             raise LearnerError(
-                f"the weights after {num_updates} updates are gone: there are "
-                f"{self._policy.num_updates}"
+                f"the weights after {num_updates} updates are gone: {self._policy.num_updates} "
+                "are applied now"
             )
 
     def check_timeout(self, timeout_s: float) -> None:
-        """Raises LearnerError: the other ranks would not wait for rank 0 for so long."""
+        """Check that the other ranks would wait long enough for rank 0.
+
+        Raises:
+            LearnerError: They would not.
+        """
         bound = self._policy.settings.collective_timeout_s
         if timeout_s >= bound:
             raise LearnerError(
@@ -83,13 +91,20 @@ class Broadcaster:
             )
 
     def check_bucket(self, index: int) -> None:
-        """Raises LearnerError: there is no such bucket."""
+        """Check that the bucket exists.
+
+        Raises:
+            LearnerError: It does not.
+        """
         if not 0 <= index < len(self._buckets):
-            raise LearnerError(f"bucket: there are {len(self._buckets)}, {index} is none of them")
+            raise LearnerError(f"bucket: {index} does not exist, there are {len(self._buckets)}")
 
     def layout(self, out: Path) -> dict[str, Any]:
-        """Write what each bucket holds to `out`: [{"names": [...], "dtypes": [...], "shapes":
-        [...]}, ...], in the order in which they lie end to end."""
+        """Write the content of each bucket to `out`.
+
+        The file is [{"names": [...], "dtypes": [...], "shapes": [...]}, ...], in the order in which
+        the tensors are stored end to end.
+        """
         if self._policy.world.first:
             made = [self._describe(bucket) for bucket in self._buckets]
             partial = out.with_name(f".{out.name}.partial")
@@ -97,23 +112,24 @@ class Broadcaster:
             os.replace(partial, out)
         return {
             "num_buckets": len(self._buckets),
-            "num_bytes": sum(self._places(bucket)[-1][-1] for bucket in self._buckets),
+            "num_bytes": sum(self._spans(bucket)[-1][-1] for bucket in self._buckets),
             "num_updates": self._policy.num_updates,
             "backend": self.backend,
             "model": self._model(),
         }
 
     def _model(self) -> dict[str, Any]:
-        """Of the configuration that the servers have, too, what says how they hold the weights."""
+        """Return the part of the model's configuration that decides how servers store the
+        weights."""
         config = config_of(self._policy.settings)
-        config["dtype"] = config.get("dtype") or config.get("torch_dtype")  # its name of old
+        config["dtype"] = config.get("dtype") or config.get("torch_dtype")  # the former name
         return {name: config.get(name) for name in _ASKED}
 
     def open(self, address: str, port: int) -> dict[str, Any]:
-        """Where the members meet, at `address` alone. Leaves a group that is still there.
+        """Leave the previous group, if any, and create the store for a new one at `address`.
 
         Raises:
-            GroupBroken: nothing can listen there.
+            GroupBroken: Listening there fails.
         """
         self.leave()
         self._sent.clear()
@@ -128,41 +144,41 @@ class Broadcaster:
             )  # fmt: skip
         except (OSError, RuntimeError) as error:
             raise GroupBroken(
-                f"weights.address, weights.port: nothing can listen at {address}:{port}: {error}"
+                f"weights.address, weights.port: cannot listen at {address}:{port}: {error}"
             ) from error
         return {"port": port}
 
     def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
-        """Wait for all members.
+        """Wait until all members have joined.
 
         Raises:
-            GroupBroken: one of them did not come.
+            GroupBroken: A member did not join in time.
         """
         if not self._policy.world.first:
             return {}
         if self._store is None:
-            raise GroupBroken("there is no group to join: open comes first")
+            raise GroupBroken("there is no group to join: call open first")
         timeout = timedelta(seconds=timeout_s)
         self._store.set_timeout(timeout)
         try:
             made = _process_group(backend, self._store, name, world_size, timeout)
         except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
             self.leave()
-            raise GroupBroken(f"{name} did not come about: {_reason(error)}") from error
+            raise GroupBroken(f"the group {name} could not be formed: {_reason(error)}") from error
         self._group = _Group(made, name, timeout)
         return {}
 
     def send(self, index: int, layout: Layout | None) -> dict[str, Any]:
         """Gather a bucket on all ranks and broadcast it.
 
-        `layout`: how the servers hold the weights. Then the answer has `sums`: what each of their
-        ranks must say of each tensor of theirs that is whole with this bucket.
+        With `layout`, the way the servers store the weights, the answer has `sums`: the checksums
+        that each server rank must report for the tensors completed by this bucket.
 
         Raises:
-            GroupBroken: not all members received it, for all that is known.
+            GroupBroken: Some members may not have received it.
         """
         bucket, first = self._buckets[index], self._policy.world.first
-        places = self._places(bucket)
+        places = self._spans(bucket)
         size = places[-1][-1]
         device = "cpu"
         if self._group is not None and dist.get_backend(self._group.process_group) == "nccl":
@@ -177,7 +193,7 @@ class Broadcaster:
             return {}
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
             sums = {} if layout is None else self._sums(views, layout, threads)
-            self._broadcast(flat)  # meanwhile they are computed
+            self._broadcast(flat)  # meanwhile the threads compute the checksums
             found = {name: [one.result() for one in ranks] for name, ranks in sums.items()}
         return {"num_bytes": size, "sums": found}
 
@@ -198,29 +214,29 @@ class Broadcaster:
         return sums
 
     def leave(self) -> dict[str, Any]:
-        """Destroy the group and the store, which breaks what still waits for either."""
+        """Destroy the group and the store; pending operations on either fail."""
         group, self._group, self._store = self._group, None, None
         if group is None:
             return {}
         try:
             if dist.get_backend(group.process_group) == "nccl":
-                group.process_group.abort()  # or its watchdog would end the process
+                group.process_group.abort()  # else its watchdog would end the process
             dist.destroy_process_group(group.process_group)
         except RuntimeError as error:
-            print(f"{group.name} was left, which failed: {error}", flush=True)
+            print(f"leaving the group {group.name} failed: {error}", flush=True)
         return {}
 
     def _broadcast(self, flat: Any) -> None:
         group = self._group
         if group is None:
-            raise GroupBroken("there is no group: open and join come first")
+            raise GroupBroken("there is no group: call open and join first")
         try:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = 0, 0, group.timeout
             group.process_group.broadcast([flat], options).wait(group.timeout)
         except RuntimeError as error:
             self.leave()
-            raise GroupBroken(f"{group.name} broke: {_reason(error)}") from error
+            raise GroupBroken(f"the group {group.name} broke: {_reason(error)}") from error
 
     def _describe(self, bucket: Shard) -> dict[str, Any]:
         return {
@@ -229,18 +245,20 @@ class Broadcaster:
             "shapes": [list(one.shape) for one in bucket],
         }
 
-    def _places(self, bucket: Shard) -> list[tuple[int, int]]:
-        """(first byte, end) of each tensor, one behind the other."""
+    def _spans(self, bucket: Shard) -> list[tuple[int, int]]:
+        """Return (first byte, end) of each tensor, stored end to end."""
         ends = list(itertools.accumulate(one.num_bytes for one in bucket))
         return list(zip([0, *ends], ends, strict=False))
 
 
 def _process_group(backend: str, store: Any, name: str, size: int, timeout: timedelta) -> Any:
-    """As SGLang's `init_custom_process_group` makes it, by the same private function: both ends
-    must give their keys in the store the same names."""
+    """Create the group as SGLang's `init_custom_process_group` does.
+
+    It uses the same private function: both ends must use the same keys in the store.
+    """
     from torch.distributed import distributed_c10d as c10d
 
-    slack = timedelta(seconds=_LATER_S if backend == "nccl" else 0)
+    slack = timedelta(seconds=_WATCHDOG_SLACK_S if backend == "nccl" else 0)
     made, _ = c10d._new_process_group_helper(
         size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), name,
         timeout=timeout + slack,
@@ -254,13 +272,13 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _tensor(view: Any) -> Tensor:
-    """In the host's memory; numpy has no bfloat16."""
+    """Return the tensor in the host's memory; bfloat16 as uint16, because numpy lacks it."""
     held = view.to("cpu")
     numbers = held.view(torch.uint16) if held.dtype == torch.bfloat16 else held
     return Tensor(str(view.dtype).removeprefix("torch."), numbers.numpy())
 
 
 def _reason(error: BaseException) -> str:
-    """The middle of what torch says: without the line of its source, and without its advice."""
+    """Return the message of an error of torch without its source line and its advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]

@@ -1,15 +1,15 @@
-"""Checkpoints to go on from: weights, optimizer, counters, and the caller's own state.
+"""Checkpoints to resume from: weights, optimizer, counters, and the caller's own state.
 
     folder/state.json    {"state": the caller's, "num_updates": 12, ...}: readable without torch
     folder/zero/         DeepSpeed's files, one or more per rank
 
-Writing it has two phases, each in a thread of every rank: all write their parts; then rank 0 lets
-the folder appear. In between the ranks agree, by collectives that stand in the request loop, where
-all ranks come to them in the same order. So what is written beside the training needs no more
-than a look at it between two requests.
+Writing has two phases, each in a thread of every rank: all ranks write their parts, then rank 0
+makes the folder appear. Between the phases the ranks agree by collectives in the request loop,
+which all ranks enter in the same order. So a checkpoint that is written during training only needs
+a poll between requests.
 
-One of another number of ranks or another ZeRO stage is converted as it is loaded. With LoRA it
-holds the adapters alone: what they are added to is the model that training starts from.
+A checkpoint of another number of ranks or another ZeRO stage is converted when it is loaded. With
+LoRA it holds the adapters alone; the base model is the one that training starts from.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Work = Callable[[], None] | None
 
 
 class Saver:
-    """Writes the policy's checkpoints, one at a time. Every rank comes to each method.
+    """Writes the policy's checkpoints, one at a time. Every method is collective.
 
     Attributes:
-        folder: the newest that is complete, of those that were saved in this life.
-        failed: why the one that was last over is not.
-        writing: the one that is being written.
+        folder: The newest complete checkpoint saved by this process.
+        failed: Why the last save failed; None if it did not.
+        writing: The checkpoint being written.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -58,20 +58,22 @@ class Saver:
         self._task = Task(None)
 
     def save(self, folder: Path, state: dict[str, Any], *, beside: bool = False) -> None:
-        """Wait for the one before, so that the host holds one copy at most; then write this one.
-        The folder is seen when the last rank has written its part. With `beside` it returns once
-        a copy is in the host's memory.
+        """Wait for the previous checkpoint, so that the host holds one copy at most, and write this
+        one.
+
+        The folder appears when the last rank has written its part. With `beside`, return as soon as
+        the state is copied into the host's memory.
 
         Raises:
-            NotWritten: nothing is left of what was begun.
+            NotWritten: Writing failed; the partial folder is removed.
         """
         self.wait()
         try:
-            self._world.beside((lambda: _begin(folder)) if self._world.first else None)
+            self._world.beside((lambda: _create_partial(folder)) if self._world.first else None)
         except NotWritten as error:
             self.failed = str(error)
             raise
-        parts = _parts(self._policy, partial_of(folder), hold=beside)
+        parts = _collect_writes(self._policy, partial_of(folder), hold=beside)
         kept = {"state": state, **self._policy.counters(), **_shape(self._policy)}
         self._world.finish()
         self._phases = _phases(self._policy, folder, parts, kept)
@@ -83,7 +85,7 @@ class Saver:
             raise NotWritten(self.failed)
 
     def go_on(self, within_s: float = 0.0) -> None:
-        """Look whether all ranks are done with a phase, by then, and begin the next one if so."""
+        """Begin the next phase if all ranks finish the current one within `within_s` seconds."""
         if self.writing is None or not self._world.all_done(self._task, within_s):
             return
         assert self._phases is not None
@@ -100,13 +102,13 @@ class Saver:
             self.failed, self.writing = str(error), None
 
     def wait(self, timeout_s: float = math.inf) -> None:
-        """Until nothing is being written, or for so long."""
+        """Wait until nothing is being written, or until the timeout."""
         end = time.monotonic() + timeout_s
         while self.writing is not None and self._world.share(time.monotonic() < end):
             self.go_on(self._world.beat_s)
 
 
-def _begin(folder: Path) -> None:
+def _create_partial(folder: Path) -> None:
     with writing(folder):
         for left in folder.parent.glob(".*.partial"):  # by a learner that died
             if (left / _TAG).is_dir():
@@ -117,13 +119,15 @@ def _begin(folder: Path) -> None:
 def _phases(
     policy: Policy, folder: Path, parts: list[Callable[[], None]], kept: dict[str, Any]
 ) -> Generator[Work, None, None]:
-    """What this rank has to do, one after the other; the next one when all ranks are done. What
-    went wrong on one of them is thrown in."""
+    """Yield this rank's work, one phase at a time; the next phase starts when all ranks are done.
+
+    An error of any rank's work is thrown in.
+    """
     first, partial = policy.world.first, partial_of(folder)
 
     def write() -> None:
         with writing(folder):
-            while parts:  # and let go of each
+            while parts:  # release each one once it is written
                 parts.pop()()
 
     def complete() -> None:
@@ -140,31 +144,36 @@ def _phases(
         raise
 
 
-def _parts(policy: Policy, partial: Path, *, hold: bool) -> list[Callable[[], None]]:
-    """What this rank has to write; with `hold`, as it is now, whatever the policy does next.
-    DeepSpeed would write it between its collectives, which do not wait for a slow disk, and which
-    nobody comes to whose disk is full."""
+def _collect_writes(policy: Policy, partial: Path, *, hold: bool) -> list[Callable[[], None]]:
+    """Return the writes that this rank has to do; `hold` copies their state first.
+
+    The copy is unaffected by later steps. DeepSpeed itself would write between its collectives,
+    which time out on a slow disk, and which a rank with a full disk would never reach.
+    """
     engine, parts = policy.engine, list[Callable[[], None]]()
     writer = engine.checkpoint_engine
 
     def save(state_dict: Any, path: str) -> None:
-        state = _held(state_dict, {}) if hold else state_dict
+        state = _copy_to_host(state_dict, {}) if hold else state_dict
         parts.append(lambda: _write(state, path))
 
     writer.save = save
-    engine._copy_recovery_script = lambda _: None  # a script for others, written by rank 0
+    engine._copy_recovery_script = lambda _: None  # else rank 0 adds a script that nobody needs
     try:
         engine.save_checkpoint(
             str(partial), tag=_TAG, save_latest=False, exclude_frozen_parameters=_has_lora(policy)
         )
     finally:
-        del writer.save, engine._copy_recovery_script  # they hid the methods of the classes
+        del writer.save, engine._copy_recovery_script  # they shadowed the methods of the classes
     return parts
 
 
-def _held(value: Any, storages: dict[int, Any]) -> Any:
-    """A copy of `value` in the host's memory. What shares memory there goes on to do so, as it does
-    in the file: `storages` has what was copied, by its address."""
+def _copy_to_host(value: Any, storages: dict[int, Any]) -> Any:
+    """Copy `value` into the host's memory.
+
+    Tensors that share storage still do so in the copy, as they do in the file; `storages` maps the
+    addresses of storages to their copies.
+    """
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
         address = storage.data_ptr()
@@ -176,28 +185,28 @@ def _held(value: Any, storages: dict[int, Any]) -> Any:
     if isinstance(value, dict):
         made = copy.copy(value)
         for key, one in value.items():
-            made[key] = _held(one, storages)
+            made[key] = _copy_to_host(one, storages)
         return made
     if type(value) in (list, tuple):
-        return type(value)(_held(one, storages) for one in value)
+        return type(value)(_copy_to_host(one, storages) for one in value)
     return copy.deepcopy(value)
 
 
 def _write(state: Any, path: str) -> None:
-    with open(path, "wb") as file:  # which lets go of Python's lock as it writes
+    with open(path, "wb") as file:  # writing to it releases the GIL
         torch.save(state, file)
 
 
 def read_state(policy: Policy, folder: Path) -> dict[str, Any]:
-    """What `state.json` holds.
+    """Return the content of `state.json`.
 
     Raises:
-        LearnerError: no checkpoint is there, or it is of another kind of policy.
+        LearnerError: There is no checkpoint, or it belongs to a different kind of policy.
     """
     try:
         kept: dict[str, Any] = json.loads((folder / _STATE).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise LearnerError(f"{folder}: no checkpoint: {error}") from error
+        raise LearnerError(f"{folder}: not a checkpoint: {error}") from error
     for name, now in _shape(policy).items():
         if name not in _CONVERTED and kept.get(name) != now:
             raise LearnerError(f"{folder}: saved with {name} {kept.get(name)}, this is {now}")
@@ -205,10 +214,10 @@ def read_state(policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
-    """Every rank comes here, with what `read_state` gave.
+    """Load a checkpoint, given what `read_state` returned (collective).
 
     Raises:
-        NotConverted, NotWritten: nothing has changed.
+        NotConverted, NotWritten: Nothing has changed.
     """
     shape = _shape(policy)
     if all(kept.get(name) == shape[name] for name in _CONVERTED):
@@ -231,7 +240,7 @@ def _load_converted(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
     def convert() -> None:
         try:
             if kept["num_updates"] == 0:  # DeepSpeed would keep this policy's moments
-                raise NotConverted("it was saved before the first step; start anew instead")
+                raise NotConverted("it was saved before the first step; start a new run instead")
             universal.convert(policy, folder / _TAG, target, stage=kept["zero_stage"])
         except NotConverted as error:
             text = f"{folder}: saved with {then}, cannot be read with {now}: {error}"
@@ -247,7 +256,7 @@ def _shape(policy: Policy) -> dict[str, Any]:
     s = policy.settings
     shape: dict[str, Any] = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage}
     shape |= {"dtype": s.dtype, "lora_rank": s.lora.rank}
-    if _has_lora(policy):  # what the adapters are added to, and how, is not in the checkpoint
+    if _has_lora(policy):  # the base model and the adapters' settings are not in the checkpoint
         shape |= {"lora_alpha": s.lora.alpha, "lora_targets": sorted(s.lora.targets)}
         shape["init"] = s.init
         if s.init == "random":
@@ -260,7 +269,7 @@ def _has_lora(policy: Policy) -> bool:
 
 
 def _remove_older(folder: Path, keep: int) -> None:
-    """Of the checkpoints beside `folder`, the latest `keep` stay; nothing else is touched."""
+    """Keep the latest `keep` checkpoints next to `folder`; remove older ones and nothing else."""
     if keep == 0:
         return
     others = [file.parent for file in folder.parent.glob(f"*/{_STATE}") if file.parent != folder]

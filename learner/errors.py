@@ -1,12 +1,12 @@
-"""What can go wrong in the learner.
+"""The learner's errors.
 
 AgentLoopError
- └─ LearnerError        any of it
-     ├─ BatchError      a batch file, or what stands in it: the learner goes on
+ └─ LearnerError        base class; by itself, a request that cannot be carried out
+     ├─ BatchError      a batch file or its content is invalid: the learner goes on
      ├─ NotWritten      a folder or file could not be written: the learner goes on
      ├─ NotConverted    a checkpoint of other ranks could not be read: the learner goes on
-     ├─ GroupBroken     the group of the servers, of which rank 0 is one: the learner goes on
-     └─ TrainingBroken  the policy is no longer to be trusted: the learner ends
+     ├─ GroupBroken     the process group with the servers failed: the learner goes on
+     └─ TrainingBroken  the policy can no longer be trusted: the learner ends
 """
 
 from __future__ import annotations
@@ -24,24 +24,32 @@ __all__ = [
 
 
 class LearnerError(AgentLoopError):
-    """Base of the learner's errors; by itself: a request that cannot be carried out."""
+    """Base class of the learner's errors; by itself, a request that cannot be carried out."""
 
 
 class BatchError(LearnerError):
-    """A batch is unusable; the message names the file, the tensor and the place."""
+    """A batch is unusable; the message names the file, the tensor and the index."""
 
 
 class NotWritten(LearnerError):
-    """A full disk, most often; the message names the folder. Raised on every rank."""
+    """Writing failed, most often because the disk is full; the message names the folder.
+
+    Raised on every rank.
+    """
 
 
 class NotConverted(LearnerError):
-    """A checkpoint is of another number of ranks or ZeRO stage, and cannot be made one of these;
-    the message names both. Raised on every rank, before any weight has changed."""
+    """A checkpoint of another number of ranks or ZeRO stage cannot be converted.
+
+    The message names both. Raised on every rank, before any weight has changed.
+    """
 
 
 class GroupBroken(LearnerError):
-    """A server did not join, is gone or hangs; raised on rank 0 alone, after what all ranks do."""
+    """A server did not join, is gone or hangs.
+
+    Raised on rank 0 alone, after the part of the work that all ranks share.
+    """
 
 
 class TrainingBroken(LearnerError):

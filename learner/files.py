@@ -1,4 +1,4 @@
-"""Folders that are seen whole or not at all."""
+"""Folders that appear atomically: complete or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def partial_of(folder: Path) -> Path:
 
 
 def fresh_partial(folder: Path) -> Path:
-    """An empty folder beside `folder`, to be filled; what an earlier attempt left is removed."""
+    """Create an empty folder next to `folder`, to be filled; remove leftovers of earlier
+    attempts."""
     partial = partial_of(folder)
     remove_partial(folder)
     partial.mkdir(parents=True)
@@ -33,21 +34,21 @@ def remove_partial(folder: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises NotWritten, in place of what the disk says, and how many bytes are free."""
+    """Raise `NotWritten`, with the number of free bytes, in place of errors of the disk."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch's writer hides the one behind the other.
+        # torch's writer hides the OSError behind a RuntimeError.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
         if cause is None and not isinstance(error, SafetensorError):
             raise
         text = (cause and cause.strerror) or str(error)
-        raise NotWritten(f"{folder}: {text}{_free(folder)}") from error
+        raise NotWritten(f"{folder}: {text}{_free_space(folder)}") from error
 
 
-def _free(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     there = next((one for one in folder.parents if one.is_dir()), Path("/"))
     try:
         return f" ({shutil.disk_usage(there).free} bytes free)"
@@ -56,8 +57,11 @@ def _free(folder: Path) -> str:
 
 
 def appear(partial: Path, folder: Path, *, durable: bool) -> None:
-    """Rename `partial` to `folder`. What was there is replaced. With `durable` the files are on
-    disk before, so that not even a machine that stops leaves half of them."""
+    """Rename `partial` to `folder`, replacing what was there.
+
+    With `durable` the files are synced first, so that even a power failure leaves no partial
+    folder.
+    """
     if durable:
         for file in partial.rglob("*"):
             _sync(file)

@@ -1,8 +1,8 @@
-"""LoRA: a linear layer's weight W stays, and B A beside it is trained (arXiv 2106.09685).
+"""LoRA: a linear layer's weight W is frozen, and a low-rank B A added to it is trained.
 
-peft puts the layers in and computes them; what leaves the learner is W + alpha / rank * B A, under
-W's own name, so that nobody else has to know. Not covered: the experts of a mixture, which are no
-linear layers in transformers.
+See arXiv 2106.09685. peft creates and computes the layers; the learner publishes W + alpha / rank *
+B A under W's own name, so that no other part has to know. Not covered: the experts of a mixture,
+which are not linear layers in transformers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _NAME = "lora"
 
 
 def add_adapters(model: Any, settings: LearnerSettings) -> None:
-    """Freeze the model, and put adapters beside its linear layers; B is 0 at first. The same
-    numbers on every rank.
+    """Freeze the model and add adapters to its linear layers, the same on every rank.
+
+    B is 0 at first.
 
     Raises:
-        ModelError: no layer has such a name.
+        ModelError: No layer has such a name, or the layer is not linear.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -33,26 +34,26 @@ def add_adapters(model: Any, settings: LearnerSettings) -> None:
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=list(lora.targets) or "all-linear",  # of peft: without the output layer
+        target_modules=list(lora.targets) or "all-linear",  # peft excludes the output layer
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
-            with warnings.catch_warnings(action="ignore"):  # of tied weights: refused below
+            with warnings.catch_warnings(action="ignore"):  # tied weights are refused below
                 inject_adapter_in_model(config, model, _NAME)
         except ValueError as error:
             raise ModelError(f"learner.lora.targets: {error}") from error
     for name, layer in adapted_layers(model).items():
         plain = type(layer.get_base_layer()) is torch.nn.Linear
         if not plain or layer is model.get_output_embeddings():
-            raise ModelError(f"learner.lora.targets: {name} is of no linear layer inside the model")
+            raise ModelError(f"learner.lora.targets: {name} is not a linear layer inside the model")
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft has frozen all others
             parameter.data = parameter.data.to(getattr(torch, settings.dtype))
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:
-    """peft's layers, by the names that their weights had before there were adapters."""
+    """Return peft's layers by the names that their weights had before there were adapters."""
     if not any(".lora_" in name for name, _ in model.named_parameters()):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -62,5 +63,5 @@ def adapted_layers(model: Any) -> dict[str, Any]:
 
 
 def delta(layer: Any) -> Any:
-    """alpha / rank * B A, of the shape of the layer's weight."""
+    """Return alpha / rank * B A, in the shape of the layer's weight."""
     return layer.get_delta_weight(_NAME)

@@ -1,15 +1,15 @@
 """Policy losses: pure functions of log-probabilities.
 
-All tensors are float32 [M], one entry per sampled token, if nothing else is said:
+Unless stated otherwise, all tensors are float32 [M], one entry per sampled token:
 
-    new       the policy's log-probabilities, with gradient
-    old       those that the ratio is taken to
-    engine    those that the inference engine gave when it sampled
-    advantage of the token's sample
-    weight    what the token's loss counts; the weights of a whole batch sum to 1
-    sample    int64 [M], the number of the token's sample, from 0
+    new        the policy's log-probabilities, with gradient
+    old        log-probabilities in the denominator of the ratio
+    engine     log-probabilities reported by the inference engine when it sampled
+    advantage  advantage of the token's sample
+    weight     weight of the token in the loss; the weights of a whole batch sum to 1
+    sample     int64 [M], index of the token's sample, from 0
 
-The `*_objective` functions give, per token, what is to be maximised.
+The `*_objective` functions return the quantity to maximise per token.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 Tensor = Any
-# exp(20) is 5e8: no clip lets it through, and nothing overflows into 0 * inf.
+# exp(20) is 5e8: beyond any clip, and it avoids an overflow into 0 * inf.
 _MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """A micro-batch, as the names at the top say; `entropy` and `reference` where used."""
+    """A micro-batch, with tensors as described at the top; `entropy` and `reference` where used."""
 
     new: Tensor
     old: Tensor
@@ -53,15 +53,18 @@ class LossInput:
 
 
 def ratio_of(new: Tensor, old: Tensor) -> Tensor:
-    """exp(new - old), the exponent bounded by 20 to either side."""
+    """Return exp(new - old), with the exponent clamped to [-20, 20]."""
     return torch.exp((new - old).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
 def clipped_objective(
     ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None
 ) -> Tensor:
-    """min(r A, clip(r, 1 - low, 1 + high) A); PPO (arXiv 1707.06347), asymmetric as in DAPO
-    (arXiv 2503.14476). With `dual` = c and A < 0 it is at least c A (arXiv 1912.09729)."""
+    """Return min(r A, clip(r, 1 - low, 1 + high) A).
+
+    PPO (arXiv 1707.06347), with asymmetric bounds as in DAPO (arXiv 2503.14476). With `dual` = c
+    and A < 0 the result is at least c A (arXiv 1912.09729).
+    """
     objective = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
     if dual is None:
         return objective
@@ -69,8 +72,10 @@ def clipped_objective(
 
 
 def gspo_ratio(new: Tensor, old: Tensor, sample: Tensor) -> Tensor:
-    """exp(mean over the sample's tokens of (new - old)), at each of its tokens; GSPO (arXiv
-    2507.18071). All tokens of a sample must be in the same micro-batch."""
+    """Return exp(mean over the sample's tokens of (new - old)) for each of its tokens.
+
+    GSPO (arXiv 2507.18071). All tokens of a sample must be in the same micro-batch.
+    """
     num_samples = int(sample.max()) + 1 if sample.numel() else 0
     zeros = torch.zeros(num_samples, dtype=new.dtype, device=new.device)
     sums = zeros.index_add(0, sample, new - old)
@@ -82,40 +87,52 @@ def gspo_ratio(new: Tensor, old: Tensor, sample: Tensor) -> Tensor:
 def cispo_objective(
     new: Tensor, ratio: Tensor, advantage: Tensor, low: float, high: float
 ) -> Tensor:
-    """sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, and no token's gradient is
-    lost; CISPO (arXiv 2506.13585), which leaves the lower end open (low = 1)."""
+    """Return sg(clip(r, 1 - low, 1 + high)) A log pi.
+
+    CISPO (arXiv 2506.13585): the weight is clipped, and no token loses its gradient. The paper
+    leaves the lower bound open (low = 1).
+    """
     return ratio.clamp(1 - low, 1 + high).detach() * advantage * new
 
 
 def importance_weight(old: Tensor, engine: Tensor, cap: float | None) -> Tensor:
-    """min(exp(old - engine), cap), without gradient: truncated importance sampling for an engine
-    whose numbers are not quite the learner's. Without a cap: 1."""
+    """Return min(exp(old - engine), cap) without gradient; 1 without a cap.
+
+    Truncated importance sampling corrects for the numerical mismatch of engine and learner.
+    """
     if cap is None:
         return torch.ones_like(old)
     return ratio_of(old, engine).clamp(max=cap).detach()
 
 
 def k3(new: Tensor, other: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = other - new: unbiased for KL(new || other) on samples of new, never
-    negative (Schulman, "Approximating KL Divergence", k3)."""
+    """Return exp(d) - d - 1 with d = other - new.
+
+    It is unbiased for KL(new || other) on samples of new, and never negative (Schulman,
+    "Approximating KL Divergence", k3).
+    """
     d = (other - new).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return torch.expm1(d) - d  # exact where both all but agree, as they should
+    return torch.expm1(d) - d  # expm1 stays exact where both nearly agree, the usual case
 
 
 def supervised_loss(new: Tensor, weight: Tensor) -> Tensor:
-    """-sum(weight * new): the mean negative log-likelihood. What the tokens are worth, and who
-    sampled them with which probability, plays no part."""
+    """Return -sum(weight * new), the mean negative log-likelihood.
+
+    Advantages and the engine's log-probabilities are not used.
+    """
     return -(weight * new).sum()
 
 
 def policy_loss(batch: LossInput, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum(weight * (-tis * objective + kl_coef * k3 - entropy_coef * entropy)), and sums over the
-    tokens (not weighed, without gradient) for metrics:
+    """Return the loss and a dict of sums over the tokens for metrics.
 
-        ratio, clipped (the clip takes the gradient away, or bounds the weight), tis,
-        tis_capped, entropy, kl, mismatch_kl (of the engine, when it sampled, to the policy now)
+    The loss is sum(weight * (-tis * objective + kl_coef * k3 - entropy_coef * entropy)). The sums
+    are unweighted and without gradient:
 
-    The kind sft has only `supervised_loss`, and the entropy.
+        ratio, clipped (the clip removes the gradient, or bounds the weight), tis,
+        tis_capped, entropy, kl, mismatch_kl (from the engine, at sampling, to the current policy)
+
+    Kind sft uses `supervised_loss` and reports only the entropy.
     """
     s = settings
     if s.kind == "sft":

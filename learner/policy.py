@@ -6,7 +6,7 @@
                                          ▼ backward; gradients are reduced
                                        one AdamW step, or none if a gradient is not finite
 
-What is the same on every rank stays so: all do as many forward and backward passes as the others.
+All ranks do the same number of forward and backward passes.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from learner.world import Clock, World
 
 __all__ = ["Policy", "Scorer", "config_of", "load_model"]
 
-# What a model may do to its logits, and the head here would not.
+# Transformations of the logits that the output layer here does not implement.
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 
 
 def load_model(settings: LearnerSettings) -> Any:
-    """The model in `settings.model`, on the CPU.
+    """Load the model of `settings` on the CPU.
 
     Raises:
-        ModelError: it cannot be loaded, or its head is of a kind that is not supported.
+        ModelError: It cannot be loaded, or its output layer is not supported.
     """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     register()
     try:
-        model = _made(settings)
+        model = _create_model(settings)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{settings.model}: {error}") from error
     for name in _UNSUPPORTED:
@@ -63,7 +63,7 @@ def load_model(settings: LearnerSettings) -> Any:
     return model
 
 
-def _made(settings: LearnerSettings) -> Any:
+def _create_model(settings: LearnerSettings) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     how = {
@@ -81,50 +81,52 @@ def _made(settings: LearnerSettings) -> Any:
             return AutoModelForCausalLM.from_config(config, **how)
     except ModelError:
         raise
-    except Exception as error:  # a number of the wrong kind breaks a model anywhere
+    except Exception as error:  # an invalid value can break a model anywhere
         if not settings.config:
             raise
-        raise ModelError(f"learner.config: no model can be made: {error!r}") from error
+        raise ModelError(f"learner.config: cannot create the model: {error!r}") from error
 
 
 def config_of(settings: LearnerSettings) -> dict[str, Any]:
-    """The model's config.json: that of its folder, with what `settings.config` says otherwise."""
-    config = _folders_config(settings)
+    """Return the model's config.json from its folder, updated with `settings.config`."""
+    config = _read_config(settings)
     num, types = settings.config.get("num_hidden_layers"), config.get("layer_types")
-    if isinstance(num, int) and types:  # beyond those that are there: as the last one
+    if isinstance(num, int) and types:  # additional layers are like the last one
         config["layer_types"] = types[:num] + types[-1:] * (num - len(types))
     return config | settings.config
 
 
-def _folders_config(settings: LearnerSettings) -> dict[str, Any]:
+def _read_config(settings: LearnerSettings) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((settings.model / "config.json").read_text("utf-8"))
     return config
 
 
 def _check_config(settings: LearnerSettings, kind: Any) -> None:
-    """`settings.config` against the folder's, and against `kind`, a class of transformers'.
+    """Check `settings.config` against the folder's and against `kind`, a class of transformers.
 
     Raises:
-        ModelError: it names the key.
+        ModelError: A key or a value is invalid; the message names the key.
     """
-    usual = kind().to_dict() | _folders_config(settings)
+    usual = kind().to_dict() | _read_config(settings)
     for key, value in settings.config.items():
         where = f"learner.config.{key}"
         if key not in usual:
             raise ModelError(f"{where}: {kind.__name__} has no such setting")
-        if not _is_alike(value, usual[key]):
-            raise ModelError(f"{where}: {type(usual[key]).__name__} expected, not {value!r}")
+        if not _has_same_type(value, usual[key]):
+            raise ModelError(f"{where}: expected {type(usual[key]).__name__}, not {value!r}")
     size, file = settings.config.get("vocab_size"), settings.model / "tokenizer.json"
     if size is not None and file.is_file():
         from tokenizers import Tokenizer
 
         num_ids = max(Tokenizer.from_file(str(file)).get_vocab(True).values(), default=-1) + 1
         if size < num_ids:
-            raise ModelError(f"learner.config.vocab_size: the tokenizer has {num_ids}, not {size}")
+            raise ModelError(
+                f"learner.config.vocab_size: {size}, but the tokenizer needs {num_ids}"
+            )
 
 
-def _is_alike(value: Any, usual: Any) -> bool:
-    """Whether they are of one type; an int is a float, too, and a bool is a number to none."""
+def _has_same_type(value: Any, usual: Any) -> bool:
+    """Return whether the types match; an int also passes for a float, a bool never for a number."""
     if usual is None or value is None:
         return True
     kinds: Any = (int, float) if type(usual) is float else type(usual)
@@ -132,9 +134,11 @@ def _is_alike(value: Any, usual: Any) -> bool:
 
 
 class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """The output layer, in chunks: never more than `chunk` rows of logits exist, in the backward
-    pass too, where they are computed again. One module call, so that ZeRO 3 gathers the weight
-    once, and on all ranks as often."""
+    """The output layer, computed in chunks, so that at most `chunk` rows of logits exist.
+
+    The backward pass recomputes them. It is called as one module, so that ZeRO 3 gathers the weight
+    once, and equally often on all ranks.
+    """
 
     def __init__(self, output: Any, settings: LearnerSettings) -> None:
         super().__init__()
@@ -144,7 +148,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self._entropy_grad = settings.loss.entropy_coef > 0
 
     def forward(self, hidden_MH: Any, targets_M: Any) -> tuple[Any, Any]:
-        if len(hidden_MH) <= self._chunk:  # nothing is saved by computing them again
+        if len(hidden_MH) <= self._chunk:  # recomputing would save no memory
             return self._score(hidden_MH, targets_M)
         chunks = zip(hidden_MH.split(self._chunk), targets_M.split(self._chunk), strict=True)
         scored = [checkpoint(self._score, h, t, use_reentrant=False) for h, t in chunks]
@@ -153,7 +157,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
     def _score(self, hidden: Any, targets: Any) -> tuple[Any, Any]:
         table = functional.linear(hidden, self.weight, self.bias).float()
-        if self._temperature != 1:  # each pass over the logits counts where a model is small
+        if self._temperature != 1:  # for a small model each pass over the logits is costly
             table = table / self._temperature
         table = table.log_softmax(-1)
         logprobs = table.gather(-1, targets[:, None])[:, 0]
@@ -163,7 +167,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
 
 class Scorer(torch.nn.Module):  # type: ignore[misc]
-    """A causal language model as what training asks for."""
+    """A causal language model that returns log-probabilities and entropies instead of logits."""
 
     def __init__(self, model: Any, settings: LearnerSettings) -> None:
         super().__init__()
@@ -179,11 +183,14 @@ class Scorer(torch.nn.Module):  # type: ignore[misc]
         targets_M: Any,
         segments: tuple[int, ...],
     ) -> Any:
-        """(log-probabilities, entropies), each float32 [M], of packed samples, `segments` long."""
+        """Return (log-probabilities, entropies), each float32 [M], of packed samples.
+
+        `segments` are the lengths of the samples.
+        """
         output = self.model.base_model(
             input_ids=ids_L[None],
             position_ids=positions_L[None],
-            attention_mask=None,  # so that the attention is cut where positions start again
+            attention_mask=None,  # makes transformers split the attention where positions restart
             use_cache=False,
             **({"segments": segments} if self._packed else {}),
         )
@@ -191,21 +198,22 @@ class Scorer(torch.nn.Module):  # type: ignore[misc]
 
 
 class Policy:
-    """What is trained, on this rank.
+    """The model in training, on this rank.
 
     Attributes:
-        num_updates: optimizer steps that were applied, over all lives.
-        num_skipped: steps that were not, for want of finite gradients.
-        num_parameters, num_trained: of the whole model; with LoRA few are trained.
-        engine: DeepSpeed's; `model` is the model in it.
+        num_updates: Optimizer steps applied, restarts included.
+        num_skipped: Steps skipped because a gradient was not finite.
+        num_parameters, num_trained: Of the whole model; with LoRA few are trained.
+        engine: DeepSpeed's engine; `model` is the model in it.
     """
 
     def __init__(self, settings: LearnerSettings, world: World) -> None:
-        """Load, shard, and wait for the others. Each rank loads the whole model into its memory
-        before it gives away what is not its own.
+        """Load the model, shard it and wait for the other ranks.
+
+        Each rank loads the whole model into its memory before sharding.
 
         Raises:
-            ModelError: as `load_model`.
+            ModelError: See `load_model`.
         """
         import deepspeed
 
@@ -213,7 +221,7 @@ class Policy:
         self.num_updates = self.num_skipped = self._skipped_in_row = self._warm_from = 0
         torch.manual_seed(settings.seed + world.rank)
         self.model = load_model(settings)
-        # Before ZeRO 3 takes them away.
+        # Before ZeRO 3 partitions the parameters.
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         self.num_parameters = sum(size for size, _ in sizes)
         self.num_trained = sum(size for size, trained in sizes if trained)
@@ -229,32 +237,34 @@ class Policy:
         self.engine.train()
 
     def check(self, batch: Batch) -> None:
-        """Whether this batch is for this model; `step` and `logprobs` rely on it.
+        """Check that the batch suits this model; `step` and `logprobs` rely on it.
 
         Raises:
-            BatchError: why not.
+            BatchError: The batch does not suit the model.
         """
         vocab = self.model.config.vocab_size
         if batch.ids.max() >= vocab:
-            raise BatchError(f"ids: {int(batch.ids.max())} is none of the model's {vocab}")
+            raise BatchError(
+                f"ids: {int(batch.ids.max())} is out of range, the vocabulary has {vocab}"
+            )
         if self.settings.loss.kl_coef and batch.ref_logprobs is None:
-            raise BatchError("ref_logprobs: needed where kl_coef is set")
+            raise BatchError("ref_logprobs: required if learner.loss.kl_coef is set")
 
     def step(self, batch: Batch, lr: float | None = None) -> dict[str, Any]:
-        """Train on a batch, in `updates_per_batch` steps; the metrics are of all of them.
+        """Train on a batch in `updates_per_batch` steps; return metrics over all of them.
 
-        A sample of more than `micro_batch_tokens` is left out: a forward pass of it alone might
-        not fit into memory, and one prompt that is too long must not end a run of days.
+        A sample longer than `micro_batch_tokens` is left out: a forward pass of it might not fit
+        into memory, and one long prompt must not end a run.
 
         Raises:
-            TrainingBroken: too many steps in a row had no finite gradient.
+            TrainingBroken: Too many steps in a row had no finite gradient.
         """
         fitting = batch.up_to(self.settings.micro_batch_tokens)
         num_too_long = len(batch.lengths) - (0 if fitting is None else len(fitting.lengths))
-        metrics = self._nothing() if fitting is None else self._step(fitting, lr)
+        metrics = self._empty_metrics() if fitting is None else self._step(fitting, lr)
         return {**metrics, "num_too_long": num_too_long}
 
-    def _nothing(self) -> dict[str, Any]:
+    def _empty_metrics(self) -> dict[str, Any]:
         counts = {"num_samples": 0, "num_tokens": 0, "skipped": 0, **self.counters()}
         return {"loss": None, "grad_norm": None, **counts}
 
@@ -282,11 +292,11 @@ class Policy:
             "skipped": sum(one["skipped"] for one in done),
             **self._speed(batch, clock),
         }
-        # JSON has no infinity, and neither would help anybody.
+        # JSON has neither infinity nor NaN.
         return {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
 
     def _speed(self, batch: Batch, clock: Clock) -> dict[str, Any]:
-        """Of this rank, which is as fast as the others: they wait for each other."""
+        """Return the speed of this rank, which is that of all: they wait for each other."""
         seconds = clock.seconds
         speed: dict[str, Any] = {"tokens_per_s": len(batch.ids) / seconds, **clock.laps}
         if self._work and self._peak_tflops:
@@ -310,16 +320,16 @@ class Policy:
             clock.lap("forward_s")
             self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
             clock.lap("backward_s")
-        rate = self._rate() if lr is None else lr
+        rate = self._learning_rate() if lr is None else lr
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
         clock.lap("optimizer_s")
         skipped = bool(self.engine.optimizer.overflow)
         if skipped:
-            self._forget_gradients()
+            self._drop_gradients()
         norm = None if skipped else float(self.engine.get_global_grad_norm())
-        self._count(skipped)
+        self._count_step(skipped)
         return {**self.world.sums(sums), "grad_norm": norm, "lr": rate, "skipped": skipped}
 
     def _forward_loss(self, micro: MicroBatch) -> tuple[Any, dict[str, Any]]:
@@ -337,11 +347,11 @@ class Policy:
         )
         loss, sums = policy_loss(batch, self.settings.loss)
         if not torch.isfinite(loss):
-            # The norm of the gradients is how every rank hears of it.
+            # The norm of the gradients, shared by all ranks, tells the others.
             loss = new.sum() * math.nan
         return loss, sums
 
-    def _count(self, skipped: bool) -> None:
+    def _count_step(self, skipped: bool) -> None:
         if not skipped:
             self.num_updates += 1
             self._skipped_in_row = 0
@@ -351,24 +361,29 @@ class Policy:
         if self._skipped_in_row >= self.settings.max_skipped_steps:
             raise TrainingBroken(
                 f"{self._skipped_in_row} steps in a row had no finite gradient: the weights are "
-                f"those of {self.num_updates} updates"
+                f"those after {self.num_updates} updates"
             )
 
-    def _forget_gradients(self) -> None:
-        """Drop the gradients of a step that was left out. With offload, DeepSpeed's ZeRO 1 and 2
-        keep those that they add up in another type, and add the next step's to them."""
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of a skipped step.
+
+        With offload, DeepSpeed's ZeRO 1 and 2 keep the gradients that they accumulate in another
+        type, and would add the next step's to them.
+        """
         sums = getattr(self.engine.optimizer, "averaged_gradients", None)
         if self.settings.zero_stage < 3 and sums:
             sums.update(dict.fromkeys(sums))
 
-    def _rate(self) -> float:
+    def _learning_rate(self) -> float:
         o = self.settings.optimizer
         done = self.num_updates - self._warm_from
         return o.lr * min(1.0, (done + 1) / max(1, o.warmup_steps))
 
     def reset_optimizer(self) -> None:
-        """AdamW as it was before its first step: no moments, bias correction from the start, and
-        the rate warms up again."""
+        """Reset AdamW to its state before the first step.
+
+        The moments are 0, the bias correction starts again, and so does the warm-up of the rate.
+        """
         self._warm_from = self.num_updates
         for state in self.engine.optimizer.optimizer.state.values():
             for value in state.values():
@@ -376,13 +391,20 @@ class Policy:
                     value.zero_()
 
     def logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
-        """float32 [T]: of the sampled tokens; 0 elsewhere. On every rank. All samples fit."""
+        """Return the log-probabilities of the sampled tokens, float32 [T], 0 elsewhere
+        (collective).
+
+        Every sample must fit into a micro-batch.
+        """
         found: np.ndarray[Any, Any] = self.scores(batch)[0]
         return found
 
     def scores(self, batch: Batch) -> np.ndarray[Any, Any]:
-        """float32 [2, T]: of the sampled tokens their log-probabilities, and the entropies, in
-        nats, of what each was drawn from; 0 elsewhere. On every rank. All samples fit."""
+        """Return the log-probabilities and entropies of the sampled tokens (collective).
+
+        float32 [2, T], 0 elsewhere; an entropy, in nats, is that of the distribution that the token
+        was sampled from. Every sample must fit into a micro-batch.
+        """
         found_2T = torch.zeros(2, len(batch.ids))
         samples = range(len(batch.lengths))
         self.engine.eval()
@@ -411,7 +433,7 @@ class Policy:
         return torch.from_numpy(array).to(self.world.device, non_blocking=True)
 
     def counters(self) -> dict[str, int]:
-        """What a checkpoint keeps beside weights and optimizer."""
+        """Return the counters that a checkpoint keeps besides weights and optimizer."""
         return {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
@@ -433,7 +455,7 @@ def _adamw(scorer: Any, settings: LearnerSettings) -> Any:
         {"params": matrices, "weight_decay": o.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    # On the host a step is a loop over all that it updates: once, not once per operation.
+    # On the host, a fused step passes over the parameters once, not once per operation.
     fused = settings.offload != "none"
     return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused or None)
 
@@ -441,7 +463,7 @@ def _adamw(scorer: Any, settings: LearnerSettings) -> Any:
 def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        # Any number of backward passes, then one step.
+        # The number of backward passes per step varies.
         "managed_gradient_accumulation": False,
         "gradient_clipping": settings.optimizer.max_grad_norm,
         "zero_optimization": {"stage": settings.zero_stage, **_offloads(settings)},

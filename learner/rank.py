@@ -1,14 +1,14 @@
-"""One rank: takes requests, answers them, and ends when nobody asks any more.
+"""One rank: receives requests, answers them, and ends when the supervisor hangs up.
 
     supervisor ──JSON lines──> rank 0 ──broadcast──> every rank: check, agree, work
         ▲                        │
         └───────answer───────────┘
 
-Between requests rank 0 lets the others know every few seconds that it is there: so a rank that
-died or hangs is noticed also while nothing is trained. What all ranks can find wrong before the
-work begins is answered, and the learner goes on; so is a broken group of the servers, for which no
-other rank waits. Whatever else breaks the work of one rank ends them all, for the others would wait
-for it in vain.
+Between requests rank 0 sends a heartbeat every few seconds, so that a rank that died or hangs is
+also noticed while nothing is trained. An error that all ranks can detect before the work begins is
+answered, and the learner goes on; so is a broken process group with the servers, which no other
+rank waits for. Any other error on one rank ends all of them, because the others would wait for it
+in vain.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "Link", "serve"]
 FD_VARIABLE = "AGENTLOOP_LEARNER_FD"
 SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
 _MAX_LINE = 1 << 20
-_LOOK_S = 0.5  # between two looks at a checkpoint that is being written
+_POLL_S = 0.5  # between checks of a checkpoint that is being written
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
 
 
 class Link:
-    """Rank 0's end of the line: JSON lines over a socket."""
+    """Rank 0's connection to the supervisor: JSON lines over a socket."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._socket = stream
@@ -53,11 +53,12 @@ class Link:
 
     @classmethod
     def open(cls) -> Link:
-        """The socket whose number stands in AGENTLOOP_LEARNER_FD, or the one whose path in
-        AGENTLOOP_LEARNER_SOCKET: torchrun hands no descriptor on.
+        """Open the socket given by AGENTLOOP_LEARNER_FD or AGENTLOOP_LEARNER_SOCKET.
+
+        The first is a descriptor; the second a path, because torchrun passes no descriptors on.
 
         Raises:
-            LearnerError: neither is there.
+            LearnerError: Neither is set, or nothing listens there.
         """
         number, path = os.environ.get(FD_VARIABLE), os.environ.get(SOCKET_VARIABLE)
         try:
@@ -68,11 +69,16 @@ class Link:
                 stream.connect(path)
                 return cls(stream)
         except (OSError, ValueError) as error:
-            raise LearnerError(f"nobody to talk to at {number or path}: {error}") from error
-        raise LearnerError(f"set {FD_VARIABLE} or {SOCKET_VARIABLE}: where requests come from")
+            raise LearnerError(
+                f"cannot connect to the supervisor at {number or path}: {error}"
+            ) from error
+        raise LearnerError(f"set {FD_VARIABLE} or {SOCKET_VARIABLE}, the source of requests")
 
     def next(self, timeout_s: float) -> Request | None:
-        """The next request; None if none came in time. The end of the stream asks to close."""
+        """Return the next request, or None if none arrives in time.
+
+        The end of the stream counts as a request to close.
+        """
         while b"\n" not in self._buffer:
             if not select.select([self._socket], [], [], timeout_s)[0]:
                 return None
@@ -82,32 +88,32 @@ class Link:
                 return {"op": "close"}
             self._buffer += data
             if len(self._buffer) > _MAX_LINE:
-                raise LearnerError(f"a request of more than {_MAX_LINE} bytes")
+                raise LearnerError(f"a request is longer than {_MAX_LINE} bytes")
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer[:] = rest
         try:
             request = json.loads(line)
         except ValueError:
             request = None
-        return request if isinstance(request, dict) else {"op": f"{line[:80]!r}, no JSON object"}
+        return request if isinstance(request, dict) else {"op": f"{line[:80]!r}, not a JSON object"}
 
     def send(self, answer: Answer) -> None:
-        """Nothing is sent to a supervisor that has hung up."""
+        """Send an answer, unless the supervisor has hung up."""
         if self._ended:
             return
         self._socket.sendall(json.dumps(answer, allow_nan=False).encode() + b"\n")
 
 
 def serve(policy: Policy, link: Link | None) -> None:
-    """Work until asked to close. `link` is there on rank 0.
+    """Serve requests until asked to close. Only rank 0 has a `link`.
 
     Raises:
-        TrainingBroken, and whatever else must end the learner.
+        TrainingBroken: Training cannot go on. Other errors also end the learner.
     """
     world = policy.world
     broadcaster, saver = Broadcaster(policy), Saver(policy)
     while True:
-        beat_s = world.beat_s if saver.writing is None else min(world.beat_s, _LOOK_S)
+        beat_s = world.beat_s if saver.writing is None else min(world.beat_s, _POLL_S)
         request: Request | None = world.share(link.next(beat_s) if link else None)
         saver.go_on()
         if request is None:
@@ -118,7 +124,7 @@ def serve(policy: Policy, link: Link | None) -> None:
             answer = {"ok": True, **done}
         except _Refused as error:
             answer = {"ok": False, "error": str(error), "fatal": False}
-        except TrainingBroken:  # on all ranks; what was saved before is as good as it was
+        except TrainingBroken:  # on all ranks; a checkpoint still being written is valid
             saver.wait(policy.settings.close_timeout_s)
             raise
         if closing:
@@ -131,12 +137,12 @@ def serve(policy: Policy, link: Link | None) -> None:
 
 
 class _Refused(Exception):
-    """The request cannot be carried out. No rank is in the middle of anything."""
+    """The request cannot be carried out; all ranks are idle again."""
 
 
 def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request) -> Answer:
     problem, work = None, None
-    if request.get("op") in ("save", "load"):  # it may be about the same folder
+    if request.get("op") in ("save", "load"):  # it may concern the same folder
         saver.wait()
     try:
         work = _prepare(policy, broadcaster, saver, request)
@@ -150,21 +156,21 @@ def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Req
     try:
         return work()
     except (GroupBroken, NotConverted, NotWritten) as error:
-        # GroupBroken is rank 0's: the others have done what is theirs. The rest is everybody's.
+        # GroupBroken concerns rank 0 alone: the other ranks are done. All ranks raise the others.
         raise _Refused(str(error)) from error
 
 
 def _prepare(
     policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request
 ) -> Callable[[], Answer]:
-    """Check the request on this rank alone; what is returned is done by all ranks together."""
+    """Check the request on this rank alone; return the work that all ranks then do together."""
     match request:
         case {"op": "step", "batch": str(path), **rest}:
             batch, lr, rescue = _batch(policy, path), _lr(rest), rest.get("rescue")
             if rescue is None:
                 return lambda: policy.step(batch, lr)
             if not isinstance(rescue, str):
-                raise LearnerError(f"rescue: a folder's path expected, not {rescue!r}")
+                raise LearnerError(f"rescue: expected the path of a folder, not {rescue!r}")
             state = _state(rest)
             return lambda: _step_or_save(policy, saver, batch, lr, Path(rescue), state)
         case {"op": "logprobs", "batch": str(path), "out": str(out)}:
@@ -210,7 +216,7 @@ def _prepare(
 
 
 def _target(policy: Policy, path: str) -> Path:
-    """A folder that is to be written: rank 0 begins with it."""
+    """Return the folder to be written; rank 0 creates its temporary folder."""
     folder = Path(path)
     if policy.world.first:
         try:
@@ -223,20 +229,20 @@ def _target(policy: Policy, path: str) -> Path:
 def _state(request: Request) -> dict[str, Any]:
     state = request.get("state", {})
     if not isinstance(state, dict):
-        raise LearnerError("state: an object expected")
+        raise LearnerError("state: expected an object")
     return state
 
 
 def _flag(request: Request, name: str) -> bool:
     value = request.get(name, False)
     if not isinstance(value, bool):
-        raise LearnerError(f"{name}: true or false expected, not {value!r}")
+        raise LearnerError(f"{name}: expected true or false, not {value!r}")
     return value
 
 
-def _layout(told: Any) -> Layout | None:
+def _layout(value: Any) -> Layout | None:
     try:
-        return None if told is None else Layout(**told)
+        return None if value is None else Layout(**value)
     except TypeError as error:
         raise LearnerError(f"layout: {error}") from error
 
@@ -252,7 +258,7 @@ def _lr(request: Request) -> float | None:
     if lr is None:
         return None
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < 1:
-        raise LearnerError(f"lr: from 0 to 1 expected, not {lr!r}")
+        raise LearnerError(f"lr: expected a number from 0 to below 1, not {lr!r}")
     return float(lr)
 
 
@@ -277,17 +283,19 @@ def _step_or_save(
     folder: Path,
     state: dict[str, Any],
 ) -> Answer:
-    """Train on the batch. Where training breaks, save what it can go on from first, unless a part
-    of the batch's updates was applied: whoever goes on does the whole step again, and would apply
-    those twice. An earlier checkpoint is right then."""
+    """Train on the batch; if training breaks, save a checkpoint first.
+
+    Nothing is saved if some of the batch's updates were applied: a resumed run repeats the whole
+    step and would apply them twice. It has to go on from an earlier checkpoint.
+    """
     before = policy.num_updates
     try:
         return policy.step(batch, lr)
     except TrainingBroken as error:
         if num_applied := policy.num_updates - before:
             raise TrainingBroken(
-                f"{error}; nothing is saved, for {num_applied} of the batch's updates were "
-                "applied: go on from the checkpoint before"
+                f"{error}; nothing is saved, because {num_applied} of the batch's updates were "
+                "applied: resume from the previous checkpoint"
             ) from error
         try:
             saver.save(folder, state)

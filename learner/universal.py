@@ -2,8 +2,8 @@
 
     zero/ of n ranks ──convert, on rank 0──> a folder per parameter, whole ──load──> m ranks
 
-It is DeepSpeed's universal checkpoint (arXiv 2406.18820). What DeepSpeed makes of stage 3 differs a
-little from what it makes of the others, and is evened out here.
+The intermediate form is DeepSpeed's universal checkpoint (arXiv 2406.18820). DeepSpeed writes it
+slightly differently for stage 3 than for the other stages; the differences are reconciled here.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from learner.policy import Policy
 __all__ = ["convert", "load", "remove"]
 
 _STATES = ("fp32", "exp_avg", "exp_avg_sq")
-_WEIGHTS = 3  # the stage that shares the weights out, too
+_WEIGHTS = 3  # the stage that partitions the weights, too
 
 
 def convert(policy: Policy, zero: Path, target: Path, *, stage: int) -> None:
-    """Write what ranks of ZeRO `stage` have saved in `zero` to `target`, for all to read.
+    """Convert a checkpoint that ranks of ZeRO `stage` saved in `zero`; write it to `target`.
 
     Raises:
-        NotConverted: DeepSpeed cannot; nothing is left.
-        NotWritten: nothing is left.
+        NotConverted: DeepSpeed cannot convert it; `target` is removed.
+        NotWritten: Writing failed; `target` is removed.
     """
     try:
         with writing(target):
             remove(target)
             target.mkdir()
-            _convert(zero, _inner(target))
+            _convert(zero, _universal_folder(target))
             if (stage == _WEIGHTS) != (policy.settings.zero_stage == _WEIGHTS):
-                _even_out(_inner(target) / "zero", _shapes(policy), stage)
-    except Exception as error:  # of DeepSpeed's: an assertion, a key that is missing
+                _reconcile_steps(_universal_folder(target) / "zero", _shapes(policy), stage)
+    except Exception as error:  # DeepSpeed fails with assertions, missing keys and others
         remove(target)
         if isinstance(error, NotWritten):
             raise
@@ -57,7 +57,7 @@ def _convert(zero: Path, target: Path) -> None:
             num_merge_workers=1,
             keep_temp_folder=False,
             strict=True,
-            inject_missing_state=True,  # what only Megatron's models have
+            inject_missing_state=True,  # state that only Megatron's models have
         )
     )
 
@@ -67,39 +67,42 @@ def remove(target: Path) -> None:
 
 
 def load(policy: Policy, target: Path) -> None:
-    """Every rank comes here once `target` is whole. Settings of the optimizer stay those of now."""
+    """Load a complete `target` (collective). The optimizer keeps its current settings."""
     optimizer = policy.engine.optimizer
     whole = policy.settings.zero_stage != _WEIGHTS
-    # Stage 3 would take those of the first group for all of them, weight decay too.
+    # Stage 3 would apply the first group's settings, such as weight decay, to all groups.
     groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
     if not whole:
         optimizer.checkpoint_event_prologue()
-    optimizer.load_state_dict(None, checkpoint_folder=str(_inner(target)))
+    optimizer.load_state_dict(None, checkpoint_folder=str(_universal_folder(target)))
     if whole:
         optimizer.update_lp_params()
     else:
         optimizer.checkpoint_event_epilogue()
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update(settings)
-    # Stage 3 gives all of them one and the same count, which then counts each of them.
+    # Stage 3 gives all parameters the same step tensor, which would then advance once for each.
     for state in optimizer.optimizer.state.values():
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].clone()
 
 
-def _inner(target: Path) -> Path:
-    return target / "universal"  # DeepSpeed writes beside it, too
+def _universal_folder(target: Path) -> Path:
+    return target / "universal"  # DeepSpeed also writes next to it
 
 
 def _shapes(policy: Policy) -> dict[str, torch.Size]:
-    """Of what is trained, by name."""
+    """Return the shapes of the trained parameters by name."""
     groups = policy.engine._get_zero_param_shapes()
     return {name: shape for group in groups for name, shape in group.items()}
 
 
-def _even_out(zero: Path, shapes: dict[str, Any], stage: int) -> None:
-    """Stage 3 writes and reads the number of steps once; the others, that of each parameter, whose
-    tensors have a shape and stand in a dict."""
+def _reconcile_steps(zero: Path, shapes: dict[str, Any], stage: int) -> None:
+    """Reconcile the step counts of different stages.
+
+    Stage 3 writes and reads one count for all parameters; the other stages have one per parameter,
+    in a dict together with tensors in their original shape.
+    """
     import deepspeed
 
     common_path = zero / "optimizer_state.pt"

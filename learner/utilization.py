@@ -1,9 +1,9 @@
-"""How much of the device training uses: the arithmetic that a batch needs by what the device could.
+"""Model FLOPs utilization (MFU): the operations that a batch needs over what the device could do.
 
-Counted as in PaLM (arXiv 2204.02311, appendix B): two operations for a weight and a token on the
-way forth, four on the way back; and the attention, here causal, so half of the square. What is
-computed twice to save memory counts once. Not covered: mixtures of experts, where a token meets a
-part of the weights, and layers other than attention whose work grows with the length.
+Operations are counted as in PaLM (arXiv 2204.02311, appendix B): per weight and token two in the
+forward pass and four in the backward pass, plus attention, which is causal here and so costs half
+of the square. Recomputed activations count once. Not covered: mixtures of experts, where a token
+meets only some of the weights, and layers other than attention whose cost grows with the length.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Self
 
 __all__ = ["Work", "peak_tflops"]
 
-# Dense bfloat16, 10^12 operations a second, from the makers' data sheets; the first that is found
-# in the device's name.
+# Dense bfloat16, 10^12 operations a second, from the vendors' data sheets. The first name found in
+# the device's name wins.
 _PEAKS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -38,7 +38,7 @@ _PEAKS = {
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """What the device can do at most; None where that is not known, or not in this type."""
+    """Return the peak of the device in 10^12 operations a second, or None if it is unknown."""
     if dtype != "bfloat16":
         return None
     words = device_name.replace("-", " ")
@@ -47,12 +47,12 @@ def peak_tflops(device_name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a model costs.
+    """The cost of training a model, in operations.
 
     Attributes:
-        per_token: operations for a token, in all layers, forth and back.
-        per_sampled: operations for a token that was sampled, in the output layer.
-        per_pair: operations for two tokens of which one attends to the other.
+        per_token: Per token, in all layers, forward and backward.
+        per_sampled: Per sampled token, in the output layer.
+        per_pair: Per pair of tokens of which one attends to the other.
     """
 
     per_token: float
@@ -61,7 +61,10 @@ class Work:
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """None where it cannot be told. To be asked before the weights are shared out."""
+        """Return the cost of `model`, or None if it is unknown.
+
+        Call it before ZeRO partitions the weights.
+        """
         config = model.config
         if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts")):
             return None
@@ -72,15 +75,15 @@ class Work:
             return None
         apart = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
         layers = [p for p in model.parameters() if id(p) not in apart and p.ndim > 1]
-        # A weight that is frozen (LoRA) has no gradient of its own, but what is below it has.
+        # A frozen weight (LoRA) needs no gradient of its own, but passes one to the layers below.
         per_token = sum((6 if p.requires_grad else 4) * p.numel() for p in layers)
         output = model.get_output_embeddings().weight
         per_sampled = (6 if output.requires_grad else 4) * output.numel()
-        # q k^T and the sum over v: 2 * 2 * heads * size, twice as much on the way back.
+        # q k^T and the sum over v: 2 * 2 * heads * size, and twice as much in the backward pass.
         return cls(per_token, per_sampled, 12.0 * num_layers * heads * size)
 
     def of_batch(self, lengths: Sequence[int], num_sampled: int) -> float:
-        """Operations to train on these samples once."""
+        """Return the operations needed to train on these samples once."""
         pairs = sum(length * (length + 1) / 2 for length in lengths)
         num_tokens = sum(lengths)
         return self.per_token * num_tokens + self.per_sampled * num_sampled + self.per_pair * pairs

@@ -1,9 +1,9 @@
-"""Weights that others can load: gathered, cast, and visible all at once.
+"""Weights published for others to load: gathered, cast, and made visible all at once.
 
     parameters ──gathered, some at a time──> rank 0 ──cast──> shards ──sha256──> folder
 
-A published folder is a model folder of transformers' (safetensors, configuration, tokenizer),
-and `published.json`: {"version": "7", "sha256": {"model.safetensors": "..."}}.
+A published folder is a model folder of transformers (safetensors, configuration, tokenizer) with an
+additional `published.json`: {"version": "7", "sha256": {"model.safetensors": "..."}}.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from learner.policy import Policy, config_of
 __all__ = ["MANIFEST", "Published", "Shard", "gathered", "publish", "split", "verify"]
 
 MANIFEST = "published.json"
-# What a loader needs beside the weights; anything else in the folder stays there.
+# Files that a loader needs besides the weights; others in the folder are not copied.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
 def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
-    """Write the weights into `folder`. Every rank comes here; rank 0 writes.
+    """Write the weights to `folder` (collective; rank 0 writes).
 
-    Tied weights are written once. Returns on rank 0: version, sha256 by file, num_bytes, seconds.
+    Tied weights are written once. On rank 0, returns version, sha256 by file, num_bytes and
+    seconds.
 
     Raises:
-        NotWritten: nothing is left of what was begun.
+        NotWritten: Writing failed; the partial folder is removed.
     """
     try:
         return _publish(policy, folder, version)
@@ -79,7 +80,7 @@ def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
             _write_index(partial, names, shards)
         _copy_others(policy.settings, partial)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
-        appear(partial, folder, durable=False)  # after a crash they are published anew
+        appear(partial, folder, durable=False)  # after a crash they are published again
 
     on_first(complete)
     if not first:
@@ -89,14 +90,16 @@ def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
 
 
 def _write_shard(path: Path, tensors: dict[str, Any], sha256: dict[str, str]) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})  # lets go of Python's lock as it writes
+    save_file(tensors, path, metadata={"format": "pt"})  # releases the GIL while it writes
     path.chmod(0o644)  # safetensors writes 0600
     sha256[path.name] = _sha256_of(path, tensors)
 
 
 def _sha256_of(path: Path, tensors: dict[str, Any]) -> str:
-    """What the file's checksum must be: of its header, and of the tensors as they are in memory.
-    Whoever reads others there, for whatever reason, finds out."""
+    """Return the expected checksum of the file: its header, and the tensors as they are in memory.
+
+    Comparing it with the file on disk detects any corruption in between.
+    """
     with path.open("rb") as file:
         size = file.read(8)
         header = file.read(int.from_bytes(size, "little"))
@@ -108,16 +111,16 @@ def _sha256_of(path: Path, tensors: dict[str, Any]) -> str:
 
 
 def verify(folder: Path) -> str:
-    """The version in `folder`, after its files were compared with their checksums.
+    """Check the files in `folder` against their checksums and return the version.
 
     Raises:
-        LearnerError: it names the file that differs.
+        LearnerError: A file differs or cannot be read; the message names it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         for file, expected in manifest["sha256"].items():
             if _sha256(folder / file) != expected:
-                raise LearnerError(f"{folder / file}: not what was published: sha256 differs")
+                raise LearnerError(f"{folder / file}: sha256 differs from the published one")
     except (OSError, ValueError) as error:
         raise LearnerError(f"{folder}: {error}") from error
     version: str = manifest["version"]
@@ -125,13 +128,13 @@ def verify(folder: Path) -> str:
 
 
 class Published(NamedTuple):
-    """A tensor as others see it. Under ZeRO 3 each rank holds a part of what it is made of."""
+    """A tensor as it is published. Under ZeRO 3 each rank holds a part of its sources."""
 
     name: str
     shape: torch.Size
-    dtype: Any  # what it is published as
+    dtype: Any  # of the published tensor
     made_of: tuple[Any, ...]
-    make: Callable[[], Any]  # on the device; while all of `made_of` is gathered
+    make: Callable[[], Any]  # computes it on the device while all of `made_of` is gathered
 
     @property
     def num_bytes(self) -> int:
@@ -142,8 +145,10 @@ Shard = list[Published]
 
 
 def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
-    """All tensors, in shards of at most `max_bytes` if one tensor does not take more; floating
-    point is published as `dtype`."""
+    """Split all tensors into shards of at most `max_bytes`; a larger tensor is a shard of its own.
+
+    Floating-point tensors are published as `dtype`.
+    """
     shards: list[Shard] = [[]]
     free = max_bytes
     for one in _tensors(model, dtype):
@@ -157,22 +162,22 @@ def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
 
 
 def _tensors(model: Any, dtype: Any) -> Iterator[Published]:
-    """Parameters and buffers, tied ones once, adapters merged into the weights beside them. The
-    same on every rank."""
+    """Yield parameters and buffers, with tied ones once and adapters merged; the same on every
+    rank."""
     layers = adapted_layers(model)
-    for name, parameter in model.named_parameters():  # a tied one under its first name
-        if layers and parameter.requires_grad:  # an adapter's: it comes with the weight
+    for name, parameter in model.named_parameters():  # lists a tied one under its first name
+        if layers and parameter.requires_grad:  # an adapter's: merged into the weight
             continue
         name = name.replace(".base_layer.", ".")
         if layer := layers.get(name):
             yield _merged(name, layer, dtype)
         else:
-            yield _as_it_is(name, parameter, dtype)
+            yield _unchanged(name, parameter, dtype)
     kept = model.state_dict().keys()
-    yield from (_as_it_is(name, one, dtype) for name, one in model.named_buffers() if name in kept)
+    yield from (_unchanged(name, one, dtype) for name, one in model.named_buffers() if name in kept)
 
 
-def _as_it_is(name: str, tensor: Any, dtype: Any) -> Published:
+def _unchanged(name: str, tensor: Any, dtype: Any) -> Published:
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     return Published(name, _shape(tensor), kind, (tensor,), lambda: tensor)
 
@@ -193,8 +198,11 @@ def _shape(tensor: Any) -> torch.Size:
 
 
 def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[Published, Any]]:
-    """With each its tensor: one at a time is whole on the device, until the next one. Without
-    `keep` this rank only helps with it. Every rank comes here, and to the end."""
+    """Yield each tensor with its value, gathered one at a time (collective).
+
+    A value is whole on the device until the next one. Without `keep` this rank only takes part and
+    yields nothing. Every rank must exhaust the iterator.
+    """
     import deepspeed
 
     for one in shard:
@@ -226,7 +234,7 @@ def _copy_others(settings: LearnerSettings, target: Path) -> None:
     if settings.chat_template is not None:
         (target / "chat_template.jinja").write_text(settings.chat_template, "utf-8")
     config = config_of(settings)
-    config.pop("torch_dtype", None)  # its name of old
+    config.pop("torch_dtype", None)  # the former name
     config["dtype"] = settings.publish_dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 

@@ -1,7 +1,7 @@
-"""The ranks: this one's place among them, and what they tell each other beside the training.
+"""The group of ranks: this process's rank, and the ranks' communication outside of training.
 
-Requests, errors and metrics go over a gloo group of their own, on the host, so that a rank that
-waits for work needs no accelerator for it.
+Requests, errors and metrics go over a separate gloo group on the host, so that a rank that waits
+for work needs no accelerator for it.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _MAX_BEAT_S = 5.0
 
 
 class World:
-    """This process among its peers.
+    """The process group of the learner, as seen by one rank.
 
     Attributes:
-        rank, size: as in the environment (RANK, WORLD_SIZE).
-        device: this rank's accelerator, or the CPU.
-        beat_s: seconds between signs of life.
+        rank, size: RANK and WORLD_SIZE from the environment.
+        device: The rank's accelerator, or the CPU.
+        beat_s: Seconds between heartbeats.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Join the others at MASTER_ADDR:MASTER_PORT.
+        """Join the other ranks at MASTER_ADDR:MASTER_PORT.
 
-        `timeout_s` is how long a collective waits for a peer that does not come.
+        `timeout_s` is how long a collective waits for a missing peer.
 
         Raises:
-            LearnerError: the environment lacks something.
+            LearnerError: A variable is missing from the environment.
         """
-        # How often ranks hear of each other, so that none is taken for lost.
+        # Ranks exchange heartbeats well within the timeout, so that no idle rank is taken for lost.
         self.beat_s = min(_MAX_BEAT_S, timeout_s / _BEATS_PER_TIMEOUT)
-        self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
-        local_rank = _number("LOCAL_RANK")
+        self.rank, self.size = _int_from_environment("RANK"), _int_from_environment("WORLD_SIZE")
+        local_rank = _int_from_environment("LOCAL_RANK")
         self._cuda = torch.cuda.is_available()
         if self._cuda:
             torch.cuda.set_device(local_rank)
         self.device = torch.device("cuda", local_rank) if self._cuda else torch.device("cpu")
-        _join("nccl" if self._cuda else "gloo", timedelta(seconds=timeout_s))
+        _init_process_group("nccl" if self._cuda else "gloo", timedelta(seconds=timeout_s))
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     @property
@@ -58,16 +58,16 @@ class World:
         return self.rank == 0
 
     def share(self, item: Any) -> Any:
-        """Rank 0's `item`, on every rank."""
+        """Return rank 0's `item` on every rank (collective)."""
         box = [item]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
     def agree(self, error: LearnerError | None) -> None:
-        """Every rank comes here, with what went wrong on it, if anything.
+        """Raise the same error on every rank if any rank passes one (collective).
 
         Raises:
-            LearnerError: what went wrong on the first rank that has something, on all of them.
+            LearnerError: The error of the lowest rank that passed one.
         """
         errors: list[LearnerError | None] = [None] * self.size
         dist.all_gather_object(errors, error, group=self._control)
@@ -76,12 +76,13 @@ class World:
                 raise found
 
     def beside(self, work: Callable[[], None] | None) -> None:
-        """Every rank comes here with what it has to do on the host, if anything, and waits for all
-        for as long as they take: meanwhile each beat says that they are there. `work` runs in a
-        thread, has no collectives, and does not hold Python's lock for long.
+        """Run host work on the ranks that have some, and wait until all are done (collective).
+
+        There is no time limit: heartbeats keep the collectives alive meanwhile. `work` runs in a
+        thread; it must not use collectives or hold the GIL for long.
 
         Raises:
-            LearnerError: what went wrong on the first rank where something did, on all of them.
+            LearnerError: The error of the lowest rank whose work failed, on every rank.
         """
         task = Task(work)
         while not self.all_done(task, self.beat_s):
@@ -89,35 +90,41 @@ class World:
         self.agree(task.error)
 
     def all_done(self, task: Task, within_s: float) -> bool:
-        """Every rank comes here with a task of its own, and waits for it for `within_s` at most,
-        which is below a collective's timeout: whether those of all ranks are done."""
+        """Return whether the tasks of all ranks are done (collective).
+
+        Each rank waits for its own task for at most `within_s`, which must be below the timeout of
+        a collective.
+        """
         done = [False] * self.size
         dist.all_gather_object(done, task.wait(within_s), group=self._control)
         return all(done)
 
     def wait(self) -> None:
-        """For all ranks."""
+        """Wait for all ranks (collective)."""
         dist.barrier(group=self._control)
 
     def sum(self, values: Any) -> Any:
-        """The sum over the ranks of a float tensor, on the host."""
+        """Return the sum of a float tensor over the ranks, on the host (collective)."""
         total = values.detach().to("cpu", copy=True)
         dist.all_reduce(total, group=self._control)
         return total
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sums over the ranks, which all bring the same names."""
+        """Return the sum of each value over the ranks, which all pass the same names
+        (collective)."""
         total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, total.tolist(), strict=True))
 
     @property
     def device_name(self) -> str:
-        """As its maker calls it; "cpu" for a CPU."""
+        """Name of the device as its vendor gives it; "cpu" for a CPU."""
         return torch.cuda.get_device_name(self.device) if self._cuda else "cpu"
 
     def peak_memory(self) -> int:
-        """The most bytes of the accelerator that tensors took since this was last asked; 0 without
-        an accelerator."""
+        """Return the peak bytes of accelerator memory used by tensors since the last call.
+
+        Without an accelerator it is 0.
+        """
         if not self._cuda:
             return 0
         peak: int = torch.cuda.max_memory_allocated(self.device)
@@ -125,7 +132,7 @@ class World:
         return peak
 
     def finish(self) -> None:
-        """Wait for what the accelerator was told to do."""
+        """Wait until the accelerator has finished its queued work."""
         if self._cuda:
             torch.cuda.synchronize(self.device)
 
@@ -134,8 +141,11 @@ class World:
 
 
 class Task:
-    """`work`, if there is any, in a thread that nobody has to wait for when the process ends. It
-    has no collectives: those of several threads would meet others of other ranks."""
+    """Work that runs in a daemon thread, so that it never delays the end of the process.
+
+    It must not use collectives: those of several threads would be matched in a different order on
+    different ranks.
+    """
 
     def __init__(self, work: Callable[[], None] | None) -> None:
         self._work = work or (lambda: None)
@@ -150,7 +160,10 @@ class Task:
             self._failed = error
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is done by then. Raises what is not for the other ranks to hear."""
+        """Wait up to `timeout_s` and return whether the work is done.
+
+        An error that is not a `LearnerError` is raised here: it is not shared with the other ranks.
+        """
         self._thread.join(timeout_s)
         if self._failed is not None and not isinstance(self._failed, LearnerError):
             raise self._failed
@@ -158,15 +171,15 @@ class Task:
 
     @property
     def error(self) -> LearnerError | None:
-        """Of work that is done."""
+        """The `LearnerError` that finished work has raised, if any."""
         return self._failed if isinstance(self._failed, LearnerError) else None
 
 
 class Clock:
-    """Where the time goes, of the host and its accelerator together.
+    """Wall-clock time by phase, with the accelerator synchronized at each lap.
 
     Attributes:
-        laps: seconds by name.
+        laps: Seconds by name.
     """
 
     def __init__(self, world: World) -> None:
@@ -175,7 +188,7 @@ class Clock:
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """What was done since the last lap is `name`'s."""
+        """Add the time since the last lap to `name`."""
         self._world.finish()
         now = time.perf_counter()
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
@@ -186,15 +199,15 @@ class Clock:
         return time.perf_counter() - self._begun
 
 
-def _number(name: str) -> int:
+def _int_from_environment(name: str) -> int:
     value = os.environ.get(name, "")
     if not value.isdigit():
-        raise LearnerError(f"{name}: a number expected in the environment, not {value!r}")
+        raise LearnerError(f"environment variable {name}: expected a number, not {value!r}")
     return int(value)
 
 
-def _join(backend: str, timeout: timedelta) -> None:
-    # ZeRO clones the process group and forgets its timeout, but not this default.
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    # ZeRO clones the process group without its timeout, but the clone takes this default.
     dist.distributed_c10d.default_pg_timeout = timeout
     if backend == "gloo":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,1 +1,1 @@
-"""The inference servers, and who goes where."""
+"""Inference servers, and the routing of requests to them."""

@@ -1,8 +1,8 @@
-"""Pure: how many groups may be in flight, so that what they grow to fits into the KV caches.
+"""Pure: how many groups may be in flight so that the KV caches hold their peak.
 
-A rollout that starts is small and grows for minutes: admission by the room that is free now lets in
-twice what fits later. So the question is what those in flight will hold at their peak (`Forecast`),
-and that is kept below a part of the KV which shrinks with every retraction and grows back slowly.
+A rollout starts small and grows for minutes: admission by the capacity that is free now would admit
+twice what fits later. So the peak of the rollouts in flight is predicted (`Forecast`) and kept
+below a fraction of the KV capacity, which shrinks with every retraction and slowly grows back.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class _Member:
 
 
 class Forecast:
-    """What the rollouts in flight will hold at most, from how far they are and when others ended.
+    """Predicts the peak KV usage of the rollouts in flight, from their progress and past lengths.
 
-    Lengths are cut into 32 buckets. For each it counts the tokens that rollouts grew by while they
-    were in it, and how many of them ended: the second by the first is how likely one is to end per
-    token there. That is right at any time, also while only the short ones have ended, since the
-    long ones count with the way that they have come. What is in flight is then moved on, bucket by
-    bucket, and the peak is looked up.
+    Lengths are divided into 32 buckets. For each bucket it counts the tokens by which rollouts grew
+    and the rollouts that ended; their quotient is the probability of ending per token. This
+    estimate is unbiased at any time, even while only short rollouts have ended, because the
+    progress of long ones counts as well. The rollouts in flight are then advanced bucket by bucket
+    to find the peak.
 
-    It assumes that all grow equally fast, and does not wait for tools.
+    It assumes that all rollouts grow equally fast and ignores time spent in tools.
     """
 
     def __init__(
@@ -43,10 +43,16 @@ class Forecast:
         weight: float = 50.0,
         window: int = 16_384,
     ) -> None:
-        """No rollout holds more than `longest` tokens of its own; before `weight` of them have
-        ended, `prior` tokens are expected of each (two thirds of the longest: to start too few at
-        first is mended in seconds, too many in minutes). After every `window` that have ended, all
-        that was learnt counts half: lengths change as a model is trained."""
+        """Create a forecast.
+
+        Args:
+            longest: Bound on the tokens of a rollout besides its group's prompt.
+            prior: Tokens expected per rollout until about `weight` of them have ended; by default
+                two thirds of `longest`, because starting too few is corrected in seconds, starting
+                too many in minutes.
+            window: After this many rollouts have ended, all counts are halved, because lengths
+                change during training.
+        """
         self._width = max(1, math.ceil(longest / _NUM_BUCKETS))
         self._grown = [weight * self._width] * _NUM_BUCKETS  # tokens
         self._ended = [weight * self._width / (prior or longest * 2 / 3)] * _NUM_BUCKETS
@@ -59,14 +65,18 @@ class Forecast:
         return len(self._members)
 
     def start(self, key: str) -> None:
-        """A rollout is in flight. Raises ValueError: it was already."""
+        """Add a rollout.
+
+        Raises:
+            ValueError: It is already in flight.
+        """
         if key in self._members:
-            raise ValueError(f"{key} is in flight already")
+            raise ValueError(f"{key} is already in flight")
         self._members[key] = _Member()
         self._present[0] += 1
 
     def grow(self, key: str, num_tokens: int) -> None:
-        """It holds so many more, sampled ones and those of tools."""
+        """Record that a rollout grew by `num_tokens`, sampled or from tools."""
         member = self._members.get(key)
         if member is None:
             return
@@ -83,7 +93,7 @@ class Forecast:
         member.bucket = bucket
 
     def end(self, key: str, *, whole: bool = True) -> None:
-        """It ended; `whole` says by itself, so that its length tells something."""
+        """Remove a rollout; only if it ended normally (`whole`) does its length count."""
         member = self._members.pop(key, None)
         if member is None:
             return
@@ -97,7 +107,8 @@ class Forecast:
                 self._ended = [count / 2 for count in self._ended]
 
     def peak(self, num_new: int = 0) -> float:
-        """Tokens held at the worst moment to come, if `num_new` start now and none after them."""
+        """Return the predicted peak of tokens held if `num_new` rollouts start now and none
+        later."""
         present = [float(count) for count in self._present]
         present[0] += num_new
         stays = [
@@ -116,29 +127,32 @@ class Forecast:
 
 
 class AdmissionSettings(pydantic.BaseModel):
-    """How much of the KV caches the rollouts in flight may come to hold."""
+    """Bounds on the KV capacity that the rollouts in flight may come to use."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     target: float = pydantic.Field(
-        1.0, gt=0, le=2, description="The part of the KV that rollouts may fill at their peak."
+        1.0,
+        gt=0,
+        le=2,
+        description="Fraction of the KV capacity that rollouts may use at their peak.",
     )
     growth: float = pydantic.Field(
-        0.01, ge=0, description="What is added to that part per period without retractions."
+        0.01, ge=0, description="Increase of that fraction per period without retractions."
     )
     cut: float = pydantic.Field(
-        0.9, gt=0, lt=1, description="By which factor it falls after a retraction."
+        0.9, gt=0, lt=1, description="Factor applied to that fraction after a retraction."
     )
     period_s: float = pydantic.Field(
-        2.0, gt=0, description="How long a change is left to show its effect."
+        2.0, gt=0, description="Minimum time between changes, so that each can take effect."
     )
     report_ttl_s: float = pydantic.Field(
-        15.0, gt=0, description="Nothing grows when servers have told nothing new for so long."
+        15.0, gt=0, description="Without new reports of the servers for this long, nothing grows."
     )
 
 
 class Admission:
-    """Which groups may start: grow, hold or cut once per period."""
+    """Decides whether groups may start; grows, holds or cuts the target once per period."""
 
     def __init__(self, settings: AdmissionSettings, forecast: Forecast) -> None:
         self._settings = settings
@@ -149,11 +163,11 @@ class Admission:
         self._num_retracted = 0
 
     def observe(self, now: float, num_retracted: int, reported_s: float) -> str:
-        """What servers reported: "grow", "hold" or "cut", for the log.
+        """Update the target from the servers' reports; return "grow", "hold" or "cut", for the log.
 
         Args:
-            num_retracted: requests, since the last call.
-            reported_s: when a server last told anything new.
+            num_retracted: Requests retracted since the last call.
+            reported_s: Time of the last report with new content.
         """
         settings = self._settings
         self._num_retracted += num_retracted
@@ -169,8 +183,10 @@ class Admission:
         return change
 
     def may_start(self, capacity: int, group_size: int, num_prompt: int = 0) -> bool:
-        """Whether one more group may start now, of `group_size` with a prompt of `num_prompt`
-        tokens. `capacity` is that of all servers that take requests. One may always be in flight.
+        """Return whether another group of `group_size` rollouts may start now.
+
+        `num_prompt` is the number of tokens of its prompt, `capacity` that of all available
+        servers. One group may always be in flight.
         """
         if not self.num_in_flight:
             return True
@@ -178,11 +194,16 @@ class Admission:
         return peak <= self.target * capacity
 
     def start(self) -> None:
-        """A group started. It counts until it ends, also where it was not free to."""
+        """Record that a group started; it counts until it ends, whether or not it was allowed to
+        start."""
         self.num_in_flight += 1
 
     def end(self) -> None:
-        """A group ended. Raises ValueError: more ended than started."""
+        """Record that a group ended.
+
+        Raises:
+            ValueError: More groups ended than started.
+        """
         if not self.num_in_flight:
             raise ValueError("more groups ended than started")
         self.num_in_flight -= 1

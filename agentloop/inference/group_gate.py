@@ -1,11 +1,11 @@
-"""The gate that groups of rollouts come in by: no more at a time than the KV caches will hold.
+"""Backpressure on groups of rollouts: no more at a time than the KV caches will hold.
 
     task source ──has_room──> next task ──group──> its siblings start, all at once
                                  ▲                    │ grow, end
-                                 └──── admission.py ──┘ (and what servers report)
+                                 └──── admission.py ──┘ (and the servers' reports)
 
-A source is asked for a task only when one more group may start, so that backpressure reaches it.
-How many may start is decided by pure code (admission.py); here it meets those who wait.
+A source is asked for a task only when another group may start, so that backpressure reaches it. How
+many may start is decided by pure code (admission.py); this module keeps the queue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Group", "GroupGate"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Siblings that were let in: `keys` are the names that their trajectories must have."""
+    """A group that was admitted; `keys` are the names that its trajectories must have."""
 
     name: str
     keys: tuple[str, ...]
@@ -37,12 +37,12 @@ class _Waiting:
     size: int
     num_prompt: int
     since_s: float
-    keys: tuple[str, ...] = ()  # none: it only asks whether a group could start
-    may_go: anyio.Event = field(default_factory=anyio.Event)
+    keys: tuple[str, ...] = ()  # empty: only waits until a group could start
+    admitted: anyio.Event = field(default_factory=anyio.Event)
 
 
 class GroupGate:
-    """First come, first served."""
+    """A first-come, first-served queue of groups."""
 
     def __init__(
         self,
@@ -51,28 +51,30 @@ class GroupGate:
         capacity: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`capacity` is that of all servers that take requests, in tokens of KV."""
+        """`capacity` returns the KV tokens of all available servers."""
         self._admission = admission
         self._capacity = capacity
         self._clock = clock
         self._waiting: deque[_Waiting] = deque()
-        self._names: set[str] = set()  # of those that wait or are in flight
-        self._num_tokens: dict[str, int] = {}  # of its own, by the trajectory's key
+        self._names: set[str] = set()  # of groups that wait or are in flight
+        self._num_tokens: dict[str, int] = {}  # by trajectory, without the group's prompt
 
     async def has_room(self, size: int) -> None:
-        """Wait until one more group of `size` rollouts may start, as far as one can tell without
-        its prompt. No deadline: the groups in flight have theirs."""
+        """Wait until another group of `size` rollouts may start, judged without its prompt.
+
+        There is no deadline: the groups in flight have theirs.
+        """
         await self._wait(_Waiting("the next task", size, 0, self._clock()))
 
     @asynccontextmanager
     async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[Group]:
-        """A group is in flight within this context; entering waits, as `has_room`.
+        """Keep a group in flight within this context; entering it waits until the group may start.
 
         Raises:
-            ValueError: a group of that name waits or is in flight.
+            ValueError: A group of that name is waiting or in flight.
         """
         if name in self._names:
-            raise ValueError(f"a group {name!r} is in flight already")
+            raise ValueError(f"a group {name!r} is already in flight")
         keys = tuple(f"{name}.{index}" for index in range(size))
         self._names.add(name)
         try:
@@ -85,20 +87,22 @@ class GroupGate:
             self._names.discard(name)
 
     def reached(self, key: str, num_tokens: int) -> None:
-        """A rollout holds `num_tokens` besides its group's prompt. Harmless for others."""
+        """Record that a rollout holds `num_tokens` besides its group's prompt; ignored if
+        unknown."""
         before = self._num_tokens.get(key)
         if before is not None and num_tokens > before:
             self._num_tokens[key] = num_tokens
             self._admission.forecast.grow(key, num_tokens - before)
 
     def ended(self, key: str, *, whole: bool) -> None:
-        """A rollout ended; `whole` says by itself, so that its length tells something."""
+        """Record that a rollout ended; only if it ended normally (`whole`) does its length
+        count."""
         if self._num_tokens.pop(key, None) is not None:
             self._admission.forecast.end(key, whole=whole)
             self.admit()
 
     def admit(self) -> None:
-        """Let in those who fit, in order: to be called when there may be more capacity."""
+        """Admit waiting groups that fit, in order; call it when capacity may have increased."""
         while self._waiting:
             first = self._waiting[0]
             if not self._admission.may_start(self._capacity(), first.size, first.num_prompt):
@@ -109,29 +113,29 @@ class GroupGate:
             for key in first.keys:
                 self._admission.forecast.start(key)
                 self._num_tokens[key] = 0
-            first.may_go.set()
+            first.admitted.set()
 
     def observe(self, now: float, num_retracted: int, reported_s: float) -> str:
-        """As `Admission.observe`."""
+        """Pass the servers' reports to `Admission.observe` and admit groups that fit now."""
         change = self._admission.observe(now, num_retracted, reported_s)
         self.admit()
         return change
 
     def waits(self) -> list[tuple[str, float, str]]:
-        """Who waits at the gate: the group, for how long [s], and why; in order."""
+        """Return the waiting groups in order: name, seconds waited, and reason."""
         now = self._clock()
-        why = f"{self._admission.num_in_flight} groups in flight will need the KV that there is"
+        why = f"the {self._admission.num_in_flight} groups in flight will need all KV capacity"
         return [(one.name, now - one.since_s, why) for one in self._waiting]
 
     async def _wait(self, waiting: _Waiting) -> None:
         self._waiting.append(waiting)
         self.admit()
         try:
-            await waiting.may_go.wait()  # no deadline: until another group ends, which has its own
+            await waiting.admitted.wait()  # no deadline: another group ends, and that has one
         except BaseException:
-            if not waiting.may_go.is_set():
+            if not waiting.admitted.is_set():
                 self._waiting.remove(waiting)
-            elif waiting.keys:  # it had just been let in
+            elif waiting.keys:  # it has just been admitted
                 self._leave(waiting.keys)
             self.admit()
             raise

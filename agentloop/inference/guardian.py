@@ -1,16 +1,16 @@
-"""Stands between the runtime and one server: when either ends, nothing of the server is left.
+"""A process between the runtime and one server: when either ends, it removes all of the server.
 
     runtime ──stdin (closes when the runtime ends, however it ends)──> guardian ──> server
             <──stdout: one line, the server's process id──             (reaps)      └─ its children
 
 It runs the command in a session of its own and exits with the server's exit status, as a shell
-would give it (128 + signal). When stdin closes, on SIGTERM, or when its parent is gone, it asks
-the server to end, waits, and kills every descendant. On Linux it adopts orphans, dies no sooner
-than the server (which is killed if the guardian is), and removes what the server leaves in
-shared memory. Each server has its own temporary directory, removed at the end.
+would report it (128 + signal). When stdin closes, on SIGTERM, or when its parent is gone, it asks
+the server to end, waits, and kills every descendant. On Linux it adopts orphans, never dies before
+the server (which the kernel kills with it), and removes the server's files in shared memory. Each
+server has its own temporary directory, removed at the end.
 
-Run by path, on the standard library alone, so that it starts in milliseconds. Not covered: what
-a server writes elsewhere; its files, when the guardian itself is killed.
+It is run by path and uses only the standard library, so that it starts in milliseconds. Not
+covered: files that a server writes elsewhere, and its files if the guardian itself is killed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SGLANG_FILES = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-")
 
 
 class Guardian:
-    """One server, from its start until the last of its processes is gone."""
+    """Runs a server, from its start until the last of its processes is gone."""
 
     def __init__(self, command: list[str], *, stop_timeout_s: float) -> None:
         self._stop_timeout_s = stop_timeout_s
         self._parent = os.getppid()
-        # What is there before the server is not its own.
+        # Files that exist before the server starts are not its own.
         self._foreign = {path for path, _ in _shared_memory()}
         self._mapped: set[str] = set()  # inodes
         self._status: int | None = None
@@ -65,7 +65,7 @@ class Guardian:
         return self._server
 
     def run(self) -> int:
-        """Wait for the server's end or the order to stop; returns the exit status to give."""
+        """Wait until the server ends or is to be stopped; return the exit status to report."""
         while not self._stopping and self._reap() and os.getppid() == self._parent:
             readable, _, _ = select.select([sys.stdin, self._wakeup], [], [], _TICK_S)
             if self._wakeup in readable:
@@ -80,7 +80,7 @@ class Guardian:
         self._stopping = True
 
     def _reap(self) -> bool:
-        """Collect whoever has ended; whether the server itself still runs."""
+        """Collect processes that have ended; return whether the server itself still runs."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -101,7 +101,7 @@ class Guardian:
         _until(self._killed_all, _KILL_DEADLINE_S)
 
     def _killed_all(self) -> bool:
-        if sys.platform != "linux":  # without /proc the session is all that we can name
+        if sys.platform != "linux":  # without /proc only the session can be signalled
             _signal_group(self._server, signal.SIGKILL)
         left = list(_descendants(os.getpid()))
         for pid in left:
@@ -109,7 +109,7 @@ class Guardian:
         return not self._reap() and not left
 
     def _clean_up(self) -> None:
-        """Remove the server's files: those it mapped, and after a crash those that nobody does."""
+        """Remove the server's files: those that it mapped, and unmapped leftovers of SGLang."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         files = {path: inode for path, inode in _shared_memory() if path not in self._foreign}
         in_use = _mapped(int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat"))
@@ -127,7 +127,7 @@ def _start(command: list[str], scratch: str) -> int:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # The server's output goes where the guardian's errors go: its log.
+    # Both of the server's outputs go to the guardian's stderr, which is the log.
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -149,16 +149,16 @@ def _prctl() -> Callable[[int, int], object]:
 
 
 def _shared_memory() -> Iterator[tuple[str, str]]:
-    """Path and inode of every file in shared memory."""
+    """Yield path and inode of every file in shared memory."""
     with suppress(FileNotFoundError), os.scandir("/dev/shm") as entries:
         for entry in entries:
             yield entry.path, str(entry.inode())
 
 
 def _mapped(pids: Iterable[int]) -> set[str]:
-    """Inodes in shared memory that these processes map.
+    """Return the inodes in shared memory that these processes map.
 
-    Not paths: a semaphore is mapped under the name that it had before it was linked.
+    Inodes and not paths: a semaphore is mapped under the name it had before it was linked.
     """
     inodes: set[str] = set()
     for pid in pids:
@@ -185,7 +185,7 @@ def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _descendants(ancestor: int) -> Iterator[int]:
-    """Every process below `ancestor` that is not a zombie; none where there is no /proc."""
+    """Yield every process below `ancestor` that is not a zombie; none if there is no /proc."""
     children: dict[int, list[int]] = {}
     zombies: set[int] = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -225,7 +225,7 @@ def main() -> int:
     except OSError as error:
         print(f"cannot run {options.command[0]}: {error}", file=sys.stderr)
         return 127
-    with suppress(BrokenPipeError):  # the runtime is gone already; stdin says so, too
+    with suppress(BrokenPipeError):  # the runtime is already gone, which stdin shows as well
         print(guardian.pid, flush=True)
     return guardian.run()
 

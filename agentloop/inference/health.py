@@ -1,4 +1,4 @@
-"""Pure: how well a server is, and what it may do.
+"""Pure: the health of a server and what it is allowed to do.
 
     HEALTHY ──failures──> SUSPECT ──more──> DEAD ──start──> RESTARTING ──answers──┐
        ▲  ▲                  │               │                                    │
@@ -6,12 +6,12 @@
        │                                                            ▼             │
        └────────────── has the current weights ──────────────── STALE <───────────┘
 
-    RETIRED is the end, from anywhere: it takes nothing new and what runs there ends.
+    RETIRED is final and can be entered from any state: no new requests, running ones may end.
 
-Failed requests and failed probes are counted apart, since they mean different things: a server
-whose requests break while it answers probes is as ill as one that answers nothing. A success of
-one kind says nothing about the other. After a time as DEAD a server is STALE when it answers: it
-may have been restarted by others, with the weights of its start.
+Failed requests and failed probes are counted separately, because a server whose requests fail while
+it answers probes is as unhealthy as one that answers nothing. A success of one kind does not reset
+the count of the other. A server that answers after it was DEAD is STALE: someone else may have
+restarted it with its initial weights.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class ServerState(StrEnum):
 
     @property
     def takes_new(self) -> bool:
-        """Whether a trajectory may come here that was not here before."""
+        """Return whether new trajectories may be sent here."""
         return self is ServerState.HEALTHY
 
     @property
     def takes_own(self) -> bool:
-        """Whether a trajectory may come back, to what the cache holds of it."""
+        """Return whether a trajectory may return here, to its part of the prefix cache."""
         return self in (ServerState.HEALTHY, ServerState.SUSPECT)
 
     @property
     def keeps_running(self) -> bool:
-        """Whether a stream that runs there is left alone."""
+        """Return whether streams that run here are left alone."""
         return self not in (ServerState.DEAD, ServerState.RESTARTING)
 
     @property
@@ -52,22 +52,23 @@ class ServerState(StrEnum):
 
 
 class HealthSettings(pydantic.BaseModel):
-    """When a server that fails is given up."""
+    """Limits after which a failing server is considered dead."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     max_request_failures: int = pydantic.Field(
-        3, ge=1, description="Requests that break in a row until the server counts as dead."
+        3, ge=1, description="Consecutive failed requests after which a server is considered dead."
     )
     max_probe_failures: int = pydantic.Field(
-        3, ge=1, description="Probes that fail in a row until the server counts as dead."
+        3, ge=1, description="Consecutive failed probes after which a server is considered dead."
     )
 
 
 class Health:
-    """One server's. Every event returns the state after it; one that does not apply changes none.
+    """State machine of one server.
 
-    Without versions of weights (nobody trains) every answer has the current ones.
+    Every event returns the resulting state; an event that does not apply changes nothing. If
+    weights have no versions (there is no training), every server counts as having the current ones.
     """
 
     def __init__(self, settings: HealthSettings | None = None) -> None:
@@ -78,8 +79,8 @@ class Health:
         self.reason = ""
 
     def request_failed(self, reason: str) -> ServerState:
-        """A stream broke, or could not begin. Not: the request itself was at fault."""
-        if self.state is ServerState.RESTARTING:  # one of its last life
+        """Record that a stream broke or could not begin, but not that the request was invalid."""
+        if self.state is ServerState.RESTARTING:  # a request to the previous process
             return self.state
         self.num_request_failures += 1
         return self._failed(
@@ -87,58 +88,58 @@ class Health:
         )
 
     def request_succeeded(self) -> ServerState:
-        """A stream ended as it should."""
+        """Record that a stream ended normally."""
         self.num_request_failures = 0
         return self.state if self.num_probe_failures else self._answered()
 
     def probe_failed(self, reason: str) -> ServerState:
-        """It did not say in time that it is ready. One that is being started need not yet."""
+        """Record that the server did not report ready in time; a starting server need not."""
         self.num_probe_failures += 1
         return self._failed(reason, self.num_probe_failures >= self._settings.max_probe_failures)
 
     def probe_succeeded(self, *, has_weights: bool) -> ServerState:
-        """It says that it is ready, and which weights it has was looked at.
+        """Record that the server is ready; `has_weights` says whether its weights are current.
 
-        A probe that succeeds cannot prove that requests do: a server that is ill because of them
-        is given another try, and their count goes on, so that the next one that fails is enough.
+        A successful probe does not prove that requests succeed: a suspect server gets another try,
+        but keeps its count of failed requests, so that the next failure is enough.
         """
         self.num_probe_failures = 0
         if self.state in (ServerState.DEAD, ServerState.RESTARTING):
-            self.state, self.reason = ServerState.STALE, "it is back with other weights"
+            self.state, self.reason = ServerState.STALE, "it came back with different weights"
         if self.state is ServerState.STALE:
             return self.weights_loaded() if has_weights else self.state
         if not has_weights and self.state is not ServerState.RETIRED:
-            self.state, self.reason = ServerState.STALE, "it has other weights"
+            self.state, self.reason = ServerState.STALE, "it has different weights"
             return self.state
         return self._answered()
 
     def exited(self, reason: str) -> ServerState:
-        """Its process ended: no need to count. Also of one that was being started again."""
+        """Record that the process ended, also while restarting: the server is dead at once."""
         if self.state is not ServerState.RETIRED:
             self.state, self.reason = ServerState.DEAD, reason
         return self.state
 
     def restarting(self) -> ServerState:
-        """Somebody starts it again: a new process, of which nothing is known."""
+        """Record that the server is being restarted; the counts of failures start again."""
         if self.state is ServerState.DEAD:
             self.state = ServerState.RESTARTING
             self.num_request_failures = self.num_probe_failures = 0
         return self.state
 
     def weights_missed(self) -> ServerState:
-        """An update went by without it."""
+        """Record that the server missed a weight update."""
         if self.state in (ServerState.HEALTHY, ServerState.SUSPECT):
-            self.state, self.reason = ServerState.STALE, "it missed an update of the weights"
+            self.state, self.reason = ServerState.STALE, "it missed a weight update"
         return self.state
 
     def weights_loaded(self) -> ServerState:
-        """It has the current ones."""
+        """Record that the server has the current weights."""
         if self.state is ServerState.STALE:
             self.state, self.reason = ServerState.HEALTHY, ""
         return self.state
 
     def retire(self) -> ServerState:
-        """It is to leave for good."""
+        """Retire the server for good."""
         self.state, self.reason = ServerState.RETIRED, "retired"
         return self.state
 

@@ -1,10 +1,10 @@
 """Install SGLang for this machine: `python -m agentloop.inference.install`.
 
-With an accelerator: SGLang as it comes. Without one there are three steps, because SGLang's own
-requirements name CUDA libraries and a PyTorch that wants them: what it imports on a CPU, then
-SGLang itself and triton without their requirements, then torchvision into a folder that only the
-servers see.
-Installs into the environment of the running interpreter; does nothing when all of it is there.
+With an accelerator, SGLang is installed as usual. Without one there are three steps, because
+SGLang's own requirements include CUDA libraries and a PyTorch that depends on them: first the
+packages that it imports on a CPU, then SGLang itself and triton without their requirements, then
+torchvision into a folder that only the servers see.
+Packages go into the environment of the running interpreter; if all are present, nothing is done.
 Not covered: building from source where there are no wheels (macOS, Windows).
 """
 
@@ -35,7 +35,7 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One run of pip: requirements and options; `folder` is None for the environment itself."""
+    """A run of pip: requirements and options; `folder` is None for the environment itself."""
 
     requirements: list[Requirement]
     options: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Step:
 
 
 def steps(*, accelerator: bool) -> list[Step]:
-    """Return what is installed, in order."""
+    """Return the steps of the installation, in order."""
     if accelerator:
         return [Step([Requirement("sglang==0.5.23")])]
     return [
@@ -67,21 +67,22 @@ def missing(wanted: list[Step]) -> list[str]:
 
 
 def install(on_progress: Callable[[str], None] = print) -> None:
-    """Install whatever is missing; says what it does, line by line.
+    """Install missing packages and report progress line by line.
 
     Raises:
-        ServerStartError: no installer, no network, or no wheel for this machine and Python.
+        ServerStartError: There is no installer, no network, or no wheel for this machine and
+            Python.
     """
     accelerator = has_accelerator()
     kind = "GPU" if accelerator else "CPU"
     wanted = steps(accelerator=accelerator)
     absent = missing(wanted)
     if not absent:
-        on_progress(f"SGLang for the {kind} is installed already.")
+        on_progress(f"SGLang for the {kind} is already installed.")
         return
     on_progress(
-        f"Installing SGLang for the {kind} into {sys.prefix}: {len(absent)} packages and what "
-        "they need, several GB, some minutes, once."
+        f"Installing SGLang for the {kind} into {sys.prefix}: {len(absent)} packages and their "
+        "dependencies. This downloads several GB and takes some minutes, once."
     )
     installer = _installer()
     for number, step in enumerate(wanted, start=1):
@@ -90,7 +91,9 @@ def install(on_progress: Callable[[str], None] = print) -> None:
             _run([*installer, *step.options, *map(str, step.requirements)], on_progress)
     importlib.invalidate_caches()
     if left := missing(wanted):
-        raise ServerStartError(f"after the installation these are still missing: {', '.join(left)}")
+        raise ServerStartError(
+            f"the installation finished, but these packages are missing: {', '.join(left)}"
+        )
     on_progress(f"SGLang for the {kind} is installed.")
 
 
@@ -121,7 +124,7 @@ def _installer() -> list[str]:
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--python", sys.executable]
     raise ServerStartError(
-        f"{sys.executable} has no pip: run `{sys.executable} -m ensurepip`, then again"
+        f"{sys.executable} has no pip: run `{sys.executable} -m ensurepip` and try again"
     )
 
 
@@ -146,7 +149,7 @@ def _explain(command: list[str], returncode: int, tail: list[str]) -> str:
         python = ".".join(map(str, sys.version_info[:3]))
         hint = (
             f"\nThe index has no wheel for Python {python} on {sys.platform}. "
-            "The recipe is tested with Python 3.11 on Linux x86-64."
+            "The installation is tested with Python 3.11 on Linux x86-64."
         )
     return f"`{' '.join(command)}` failed (exit status {returncode}):\n{said}{hint}"
 

@@ -1,8 +1,8 @@
-"""Servers of our own that die are started again; those that only seem to live are killed first.
+"""Restarts our own servers when they die; unresponsive ones are killed first.
 
 a process ends ──> exited ──> backoff ──> restarting ──> ready
-     ▲                            └─ too often: given up; if no other is left, that is the end
-     └─ killed: it has answered nothing for too long
+     ▲                            └─ too often: given up; if no other is left, raise
+     └─ killed: no answer for too long
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Restarts:
-    """Pure: whether a server that died is started again, and how long to wait before."""
+    """Pure: decides whether a dead server is restarted, and after which delay."""
 
     def __init__(self, max_restarts: int, *, window_s: float = 600.0) -> None:
         self._max_restarts = max_restarts
@@ -32,7 +32,7 @@ class Restarts:
         self._when: deque[float] = deque()
 
     def died(self, now: float) -> float | None:
-        """Seconds to wait until the next start: 0, 1, 2, 4, ... 30; None: give it up."""
+        """Return the delay in seconds until the restart: 0, 1, 2, 4, ... 30; None to give up."""
         while self._when and now - self._when[0] >= self._window_s:
             self._when.popleft()
         if len(self._when) >= self._max_restarts:
@@ -43,32 +43,32 @@ class Restarts:
 
 
 class Clients(Protocol):
-    """Who uses the servers, and knows how they are: `agentloop.inference.router.Router`."""
+    """The user of the servers, which knows their health: `agentloop.inference.router.Router`."""
 
     def exited(self, url: str, reason: str) -> None:
-        """The process is gone."""
+        """Record that the process is gone."""
 
     def restarting(self, url: str) -> None:
-        """Its next process is started."""
+        """Record that a new process is being started."""
 
     def is_dead(self, url: str) -> bool:
-        """Whether it answers nothing. Not asked while it is being started again."""
+        """Return whether the server is unresponsive; not called during a restart."""
 
     def is_wanted(self, url: str) -> bool:
-        """Whether it should be started again."""
+        """Return whether the server should be restarted."""
 
     def give_up(self, url: str) -> bool:
-        """It won't be. Whether any other server is left."""
+        """Record that the server won't be restarted; return whether any other is left."""
 
 
 async def keep_alive(
     servers: Sequence[ServerProcess], settings: ServerSettings, clients: Clients
 ) -> None:
-    """Until cancelled: start servers that die again, and kill those that only seem to live.
+    """Restart servers that die and kill unresponsive ones, until cancelled.
 
     Raises:
-        ServerError: one was given up, and there is no other, not of others either; the message
-            ends with its log's tail.
+        ServerError: A server was given up and no other one is left, including those of others; the
+            message ends with the tail of its log.
     """
     starting: set[ServerProcess] = set()
 
@@ -82,7 +82,7 @@ async def keep_alive(
             elif dead_since_s is None:
                 dead_since_s = now
             elif now - dead_since_s >= settings.unresponsive_s:
-                log.error("%s answers nothing: its process is killed", server.url)
+                log.error("%s is unresponsive: killing its process", server.url)
                 await server.stop()
                 dead_since_s = None
 
@@ -96,11 +96,11 @@ async def keep_alive(
                     return
                 delay_s = restarts.died(time.monotonic())
                 if delay_s is None:
-                    log.error("%s is given up: %s", server.url, how)
+                    log.error("giving up %s: %s", server.url, how)
                     if not clients.give_up(server.url):
                         raise ServerError(f"no server is left: {server.url}: {how}")
                     return
-                log.error("%s died and is started again: %s", server.url, how)
+                log.error("%s died, restarting it: %s", server.url, how)
                 await anyio.sleep(delay_s)
                 clients.restarting(server.url)
                 starting.add(server)
@@ -112,7 +112,7 @@ async def keep_alive(
                     await server.stop()
                 finally:
                     starting.discard(server)
-            log.warning("%s runs again", server.url)
+            log.warning("%s is running again", server.url)
 
     async with anyio.create_task_group() as tasks:
         for server in servers:

@@ -1,16 +1,16 @@
-"""Pure: how many tokens of each server's KV cache are spoken for, and by whom.
+"""Pure: accounting of the tokens in each server's KV cache.
 
     reserve ──> live ──grow──> live ──park──> parked ──reserve (next turn)──> live
                   └──release──> gone            └──(oldest first)──> evicted
 
-A pool is one data-parallel rank of one server: it has a KV cache of its own. Its tokens are
+A pool is one data-parallel rank of one server, which has a KV cache of its own. Its tokens are
 
-- live: a sequence that is being generated holds it; the prompt that the siblings of a group share
+- live: held by a sequence that is being generated; the prompt that the siblings of a group share
   is counted once;
-- reserved: a live sequence will probably need it (`LengthPredictor`);
-- parked: its trajectory waits for a tool. The server's prefix cache has it still, and gives it up
-  when something live needs the room, the least recently used first. So do we, in the same order;
-- of others: the server reports more in use than we know of.
+- reserved: a live sequence will probably need them (`LengthPredictor`);
+- parked: their trajectory runs a tool. They are still in the server's prefix cache, which evicts
+  the least recently used ones when live sequences need space. So does this ledger, in that order;
+- of others: in use according to the server, but unknown here.
 
 Time is passed in as `now` [s], on any monotonic clock.
 """
@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 __all__ = ["KVLedger", "LengthPredictor", "Place", "Pool", "Report"]
 
-_MAX_GROUPS = 4096  # groups whose lengths are remembered; the oldest are forgotten
-_FREED_TAU_S = 20.0  # over how long the rate at which room comes free is averaged
+_MAX_GROUPS = 4096  # groups whose lengths are remembered; beyond it the oldest are forgotten
+_FREED_TAU_S = 20.0  # time constant of the average rate at which capacity is freed
 
 
 class Place(NamedTuple):
-    """Where a request can go: one data-parallel rank of one server."""
+    """A data-parallel rank of a server."""
 
     server: str
     rank: int = 0
@@ -38,11 +38,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank says of itself (SGLang: an element of `loads` of GET /v1/loads).
+    """The load that a rank reports (SGLang: an element of `loads` of GET /v1/loads).
 
     Attributes:
-        num_used: tokens of the KV cache that running requests hold.
-        num_retracted: requests that were thrown out of the batch so far, a counter.
+        num_used: Tokens of the KV cache held by running requests.
+        num_retracted: Requests retracted from the batch so far, a counter.
     """
 
     num_used: int
@@ -52,18 +52,18 @@ class Report:
 
 
 class LengthPredictor:
-    """How long a turn will be, from the turns of its siblings and, else, the recent ones of all.
+    """Predicts the length of a turn from its siblings' turns or, if they are few, from recent ones.
 
-    It answers with a quantile of what is left for those that came as far as this one, so that a
-    long turn is not expected to end at once because most turns are short. The quantile need not be
-    high: of many sequences that share a cache few are long at the same time, and what is parked is
-    a cushion beneath them. It was chosen with bench/router.py.
+    The prediction is a quantile of the remaining length among turns that got as far as this one, so
+    that a long turn is not expected to end at once because most turns are short. The quantile need
+    not be high: of many sequences that share a cache few are long at the same time, and parked
+    tokens are a buffer. It was chosen with bench/router.py.
     """
 
     def __init__(
         self, *, quantile: float = 0.4, prior: int = 512, window: int = 2048, min_samples: int = 8
     ) -> None:
-        """`prior` tokens are expected where fewer than `min_samples` turns came that far."""
+        """Create a predictor; `prior` is used if fewer than `min_samples` turns got that far."""
         self._quantile = quantile
         self._prior = prior
         self._min_samples = min_samples
@@ -73,7 +73,7 @@ class LengthPredictor:
         self._groups: OrderedDict[str, list[int]] = OrderedDict()
 
     def learn(self, group: str, num_tokens: int) -> None:
-        """A turn of `group` ended by itself after `num_tokens`."""
+        """Record that a turn of `group` ended normally after `num_tokens`."""
         if len(self._recent) == self._window:
             del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
         self._recent.append(num_tokens)
@@ -86,7 +86,7 @@ class LengthPredictor:
                 self._groups.popitem(last=False)
 
     def remaining(self, group: str, num_so_far: int = 0) -> int:
-        """Tokens still to come of a turn that has `num_so_far`; at least 1."""
+        """Return the expected number of tokens to come after `num_so_far`; at least 1."""
         for lengths in (self._groups.get(group, ()), self._sorted):
             first = bisect_right(lengths, num_so_far)
             num_longer = len(lengths) - first
@@ -97,7 +97,7 @@ class LengthPredictor:
 
 @dataclass(slots=True)
 class _Live:
-    """A sequence that is being generated: `num_own` tokens besides its group's prompt."""
+    """A sequence that is being generated; `num_own` excludes its group's prompt."""
 
     pool: Pool
     key: str
@@ -105,7 +105,7 @@ class _Live:
     num_shared: int
     num_own: int
     num_reserved: int
-    num_prefill: int  # prompt tokens that were not cached, until the first token has come
+    num_prefill: int  # prompt tokens that are not cached; 0 after the first token
     budget: int  # tokens it may still generate
     num_generated: int = 0
 
@@ -113,30 +113,30 @@ class _Live:
 @dataclass(slots=True)
 class _Parked:
     num_tokens: int
-    wanted: bool  # somebody will soon come back for it
+    wanted: bool  # its trajectory is expected to return soon
     since_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Pool:
-    """What is known of one KV cache, in tokens. Read it; only the ledger writes."""
+    """Accounting of one KV cache, in tokens. Only the ledger writes to it."""
 
     place: Place
     capacity: int
-    max_sequences: float = math.inf  # that its batch takes
+    max_sequences: float = math.inf  # maximum batch size
     num_live: int = 0
     num_reserved: int = 0
     num_parked: int = 0
-    num_wanted: int = 0  # the part of `num_parked` whose trajectories will come back
-    num_prefill: int = 0  # prompt tokens that wait for being computed
+    num_wanted: int = 0  # part of `num_parked` whose trajectories are expected to return
+    num_prefill: int = 0  # prompt tokens that are still to be computed
     num_sequences: int = 0
-    num_others: int = 0  # in use beside ours, as reported
-    num_strangers: int = 0  # requests beside ours, as reported
+    num_others: int = 0  # tokens in use besides ours, as reported
+    num_strangers: int = 0  # requests besides ours, as reported
     num_retracted: int = 0
     _report: Report | None = None
     _reported_s: float = -math.inf
-    _excess: tuple[int, int] = (0, 0)  # tokens and requests beside ours in the last report
-    _believed: tuple[int, int] = (0, 0)  # what the last two reports agree on
+    _excess: tuple[int, int] = (0, 0)  # tokens and requests besides ours in the last report
+    _confirmed: tuple[int, int] = (0, 0)  # minimum of the excess in the last two reports
     _num_streamed: int = 0
     _num_streamed_then: int = 0
     _freed_per_s: float = 0.0
@@ -147,35 +147,35 @@ class Pool:
 
     @property
     def room(self) -> int:
-        """Tokens that are neither live nor reserved nor of others; parked ones can go."""
+        """Tokens that are neither live, reserved nor of others; parked tokens can be evicted."""
         return self.capacity - self.num_live - self.num_reserved - self.num_others
 
     def num_cached(self, key: str, group: str) -> int:
-        """Tokens of this trajectory's next prompt that need not be computed here."""
+        """Return how many tokens of this trajectory's next prompt are cached here."""
         own = self._lru.get((key, False))
         prompt = self.prompts.get(group) if group else None
         return (own.num_tokens if own else 0) + (prompt[0] if prompt else 0)
 
     def num_kept_for(self, key: str) -> int:
-        """What this trajectory left here and will soon come back for."""
+        """Return the parked tokens that are kept for this trajectory's return."""
         own = self._lru.get((key, False))
         return own.num_tokens if own is not None and own.wanted else 0
 
     def num_shared(self, group: str) -> int:
-        """Tokens that a live sibling holds already, so that they need no more room."""
+        """Return the prompt tokens that a live sibling already holds."""
         prompt = self.prompts.get(group) if group else None
         return prompt[0] if prompt and prompt[1] else 0
 
     def freed_per_s(self, now: float) -> float:
-        """Tokens per second that ended turns gave back lately."""
+        """Return the recent rate at which ended turns freed tokens."""
         return self._freed_per_s * math.exp(-max(0.0, now - self._freed_s) / _FREED_TAU_S)
 
 
 class KVLedger:
-    """Reserve, grow, park, release; every sum is kept as it changes.
+    """Accounting of all KV caches; every sum is updated incrementally.
 
-    Sequences are turns, by a name that is unique; `key` names the trajectory that a turn is of and
-    `group` the siblings that share a prompt, "" for none.
+    A sequence is a turn with a unique name; `key` names its trajectory and `group` the siblings
+    that share a prompt ("" for none).
     """
 
     def __init__(
@@ -185,8 +185,12 @@ class KVLedger:
         report_ttl_s: float = 10.0,
         away_s: float = 5.0,
     ) -> None:
-        """What a report says beyond our own books is believed less with age, not at all after
-        `report_ttl_s`. The room of one that waits for a tool is kept for it for `away_s`."""
+        """Create a ledger.
+
+        Args:
+            report_ttl_s: Time over which a report's excess over our own accounting fades to 0.
+            away_s: Time for which tokens are kept for a trajectory that runs a tool.
+        """
         self.predictor = predictor or LengthPredictor()
         self.pools: dict[Place, Pool] = {}
         self._away_s = away_s
@@ -197,24 +201,24 @@ class KVLedger:
     # --- servers --------------------------------------------------------------------------------
 
     def add(self, place: Place, capacity: int, max_sequences: float = math.inf) -> None:
-        """`capacity` in tokens and `max_sequences` of a batch, as the server reports them.
+        """Add a pool with the `capacity` in tokens and the batch size that the server reports.
 
         Raises:
-            ValueError: it is there already.
+            ValueError: It was already added.
         """
         if place in self.pools:
-            raise ValueError(f"{place} is there already")
+            raise ValueError(f"{place} was already added")
         self.pools[place] = Pool(place, capacity, max_sequences)
 
     def remove(self, place: Place) -> None:
-        """Forget a pool and all that it held: it was retired, or died."""
+        """Remove the pool of a retired or dead server, with all that it held."""
         pool = self.pools.pop(place)
         for sequence in pool._live:
             del self._live[sequence]
         self._homes = {key: home for key, home in self._homes.items() if home is not pool}
 
     def flush(self, place: Place) -> None:
-        """The prefix cache was emptied, as new weights do; what runs goes on."""
+        """Clear the prefix cache, as new weights do; live sequences are kept."""
         pool = self.pools[place]
         while pool._lru:
             self._evict_one(pool)
@@ -222,12 +226,13 @@ class KVLedger:
     # --- sequences ------------------------------------------------------------------------------
 
     def need(self, pool: Pool, group: str, num_tokens: int, budget: int) -> int:
-        """Room that a turn takes here: prompt, less what siblings hold, and its growth."""
+        """Return the tokens that a turn needs here: its prompt, minus the siblings' part, and its
+        growth."""
         growth = min(budget, self.predictor.remaining(group))
         return num_tokens - pool.num_shared(group) + growth
 
     def fits(self, pool: Pool, need: int) -> bool:
-        """Whether there is room; an idle pool takes whatever it can hold at all."""
+        """Return whether there is room; an idle pool accepts whatever its capacity can hold."""
         return need <= pool.room or (not pool.num_sequences and need <= pool.capacity)
 
     def reserve(
@@ -241,17 +246,16 @@ class KVLedger:
         group: str = "",
         num_shared: int = 0,
     ) -> int:
-        """A turn begins with a prompt of `num_tokens`, the first `num_shared` of them its group's,
-        and may generate `budget` more.
+        """Begin a turn with a prompt of `num_tokens`; return how many of them must be computed.
 
-        Returns:
-            How many tokens of the prompt have to be computed.
+        The first `num_shared` tokens are those of its group's prompt; up to `budget` more may be
+        generated.
 
         Raises:
-            ValueError: the sequence holds already.
+            ValueError: The sequence already holds a reservation.
         """
         if sequence in self._live:
-            raise ValueError(f"{sequence} holds already")
+            raise ValueError(f"{sequence} already holds a reservation")
         pool = self.pools[place]
         num_prefill = max(1, num_tokens - pool.num_cached(key, group))
         own = pool._lru.pop((key, False), None) if key else None
@@ -260,7 +264,7 @@ class KVLedger:
         if group and num_shared:
             prompt = pool.prompts.setdefault(group, [num_shared, 0])
             num_shared = min(prompt[0], num_tokens)
-            if not prompt[1]:  # nobody else holds it
+            if not prompt[1]:  # no live sibling
                 pool.num_live += prompt[0]
                 parked = pool._lru.pop((group, True), None)
                 if parked is not None:
@@ -283,9 +287,9 @@ class KVLedger:
         return num_prefill
 
     def grow(self, sequence: str, num_tokens: int) -> None:
-        """Tokens were streamed; they come out of the reserve, which is renewed when it is gone."""
+        """Record streamed tokens, taken from the reserve; a used-up reserve is renewed."""
         live = self._live.get(sequence)
-        if live is None or not num_tokens:  # its server was removed
+        if live is None or not num_tokens:  # None if its server was removed
             return
         pool = live.pool
         pool.num_prefill -= live.num_prefill
@@ -304,33 +308,33 @@ class KVLedger:
             self._evict(pool)
 
     def park(self, sequence: str, now: float) -> None:
-        """The turn ended by itself; the prefix cache keeps its tokens for a while."""
+        """Record that a turn ended normally; its tokens stay in the prefix cache for a while."""
         live = self._live.get(sequence)
         if live is None:
             return
         self.predictor.learn(live.group, live.num_generated)
         pool = live.pool
-        self._let_go(sequence, live, now)
+        self._remove_live(sequence, live, now)
         wanted = self._homes.get(live.key) is pool
         if live.key:
             old = pool._lru.pop((live.key, False), None)
-            if old is not None:  # two turns of one trajectory: the later one counts
+            if old is not None:  # replaced by the trajectory's later turn
                 self._unpark(pool, old)
             pool._lru[live.key, False] = _Parked(live.num_own, wanted, now)
             pool.num_parked += live.num_own
             pool.num_wanted += live.num_own if wanted else 0
-        if (live.group, True) in pool._lru:  # used later than what hangs on it
+        if (live.group, True) in pool._lru:  # more recently used than the tokens that follow it
             pool._lru.move_to_end((live.group, True))
         self._evict(pool)
 
     def release(self, sequence: str, now: float) -> None:
-        """The turn was lost or cancelled: nothing of it is counted on. Harmless if it is over."""
+        """Record that a turn was lost or cancelled; ignored if it is over."""
         live = self._live.get(sequence)
         if live is not None:
-            self._let_go(sequence, live, now)
+            self._remove_live(sequence, live, now)
 
     def forget(self, key: str) -> None:
-        """A trajectory ended: nobody comes back for what it parked, which goes when it must."""
+        """Record that a trajectory ended, so that its parked tokens are no longer kept."""
         pool = self._homes.pop(key, None)
         if pool is None:
             return
@@ -340,21 +344,19 @@ class KVLedger:
             pool.num_wanted -= parked.num_tokens
 
     def home(self, key: str) -> Pool | None:
-        """Where the trajectory's last turn was."""
+        """Return the pool of the trajectory's last turn."""
         return self._homes.get(key)
 
     # --- what servers say -----------------------------------------------------------------------
 
     def report(self, place: Place, report: Report, now: float) -> int:
-        """Correct the books by what the server says.
+        """Correct the accounting by a server's report; return the requests retracted since the last
+        one.
 
-        Only an excess counts: what is in use and not ours. It has to stand in two reports in a
-        row, since a turn that has just ended may still be in one. Less than ours says nothing: our
-        requests may be in the server's queue. A report that repeats the last one while tokens were
-        streamed is a frozen picture, and keeps the age of the first.
-
-        Returns:
-            Requests that were retracted since the last report.
+        Only an excess counts: tokens in use that are not ours. It has to appear in two consecutive
+        reports, since one may still include a turn that has just ended. Usage below ours means
+        nothing, because our requests may be in the server's queue. A report equal to the last one
+        although tokens were streamed since is outdated and does not renew its age.
         """
         pool = self.pools[place]
         last = pool._report
@@ -364,20 +366,22 @@ class KVLedger:
         tokens = max(0, min(report.num_used, pool.capacity) - pool.num_live)
         requests = max(0, report.num_running + report.num_waiting - pool.num_sequences)
         before, pool._excess = pool._excess, (tokens, requests)
-        pool._believed = (min(tokens, before[0]), min(requests, before[1]))
+        pool._confirmed = (min(tokens, before[0]), min(requests, before[1]))
         pool._report, pool._reported_s = report, now
         pool._num_streamed_then = pool._num_streamed
         self._fade(pool, now)
         self._evict(pool)
         num_new = report.num_retracted - (last.num_retracted if last else report.num_retracted)
-        if num_new < 0:  # it was restarted
+        if num_new < 0:  # the server was restarted
             num_new = report.num_retracted
         pool.num_retracted += num_new
         return num_new
 
     def age(self, now: float) -> None:
-        """Believe old reports less, and expect those less who have been away for long. Call it
-        about once a second."""
+        """Let old reports fade, and stop keeping tokens of trajectories that are away for long.
+
+        Call it about once a second.
+        """
         for pool in self.pools.values():
             self._fade(pool, now)
             for parked in pool._lru.values():
@@ -386,13 +390,13 @@ class KVLedger:
                     pool.num_wanted -= parked.num_tokens
 
     def reported_s(self, place: Place) -> float:
-        """When its last report that told anything new came."""
+        """Return when the last report with new content arrived."""
         return self.pools[place]._reported_s
 
     # --- within ---------------------------------------------------------------------------------
 
-    def _let_go(self, sequence: str, live: _Live, now: float) -> None:
-        """`live` stops being live; its group's prompt is parked with its last live sibling."""
+    def _remove_live(self, sequence: str, live: _Live, now: float) -> None:
+        """Remove a live sequence; its group's prompt is parked with the last live sibling."""
         pool = live.pool
         del self._live[sequence], pool._live[sequence]
         pool.num_sequences -= 1
@@ -417,7 +421,7 @@ class KVLedger:
             pool.num_wanted -= parked.num_tokens
 
     def _evict(self, pool: Pool) -> None:
-        """The oldest parked go until all that is in the cache can be in it."""
+        """Evict the oldest parked tokens until the rest fits into the cache."""
         while pool._lru and pool.num_live + pool.num_parked + pool.num_others > pool.capacity:
             self._evict_one(pool)
 
@@ -428,7 +432,7 @@ class KVLedger:
             del pool.prompts[name]
 
     def _fade(self, pool: Pool, now: float) -> None:
-        """A report is worth less the older it is."""
+        """Weight the reported excess by the age of the report."""
         left = max(0.0, 1.0 - (now - pool._reported_s) / self._report_ttl_s)
-        pool.num_others = math.ceil(pool._believed[0] * left)
-        pool.num_strangers = math.ceil(pool._believed[1] * left)
+        pool.num_others = math.ceil(pool._confirmed[0] * left)
+        pool.num_strangers = math.ceil(pool._confirmed[1] * left)

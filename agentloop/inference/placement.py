@@ -1,12 +1,12 @@
-"""Pure: which server takes a request, by policies that can be compared by name.
+"""Pure: choosing the server of a request, by policies that can be compared by name.
 
-`kv` weighs seconds, those of the request and those of the sequences beside it alike: a prefill
-stops everybody's decoding, one more sequence makes everybody's steps longer, and tokens that are
-pushed out of a cache are computed again. So a trajectory comes back to its own server unless that
-is much busier; where its own has no room, it waits as long as that costs less than moving; and
+`kv` minimises seconds, counting those of the request and those of the sequences next to it alike: a
+prefill stops everybody's decoding, another sequence makes everybody's steps longer, and evicted
+tokens have to be computed again. So a trajectory returns to its own server unless that is much
+busier; if its own server has no capacity, it waits as long as that costs less than moving; and
 siblings share a server, and the prompt, until it is busier than others by more than that saves.
 
-The other policies are what gateways do: they see counts, not tokens, and send at once.
+The other policies are those of gateways: they count requests, not tokens, and never wait.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ from agentloop.inference.kv_ledger import KVLedger, Place, Pool
 
 __all__ = ["POLICIES", "Ask", "Candidate", "Costs", "Decision", "Placement"]
 
-_TIE = 1.02  # costs within this factor are equal: the prediction is no better
+_TIE = 1.02  # costs within this factor count as equal: predictions are not more precise
 
 
 class Costs(pydantic.BaseModel):
-    """What work takes on a server, in seconds. Only their proportions matter; the defaults are
-    near those of a 14B model on one GPU. `python -m bench.live_router check` measures a server's.
+    """Costs of a server's work in seconds, of which only the proportions matter.
+
+    The defaults are near those of a 14B model on one GPU. `python -m bench.live_router check`
+    measures those of a server.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     prefill_s_per_token: float = pydantic.Field(
-        1e-4, gt=0, description="Of a prompt's token that is not cached."
+        1e-4, gt=0, description="Prefill time per prompt token that is not cached."
     )
     step_s: float = pydantic.Field(
-        0.015, gt=0, description="Of a decoding step, whatever is in it."
+        0.015, gt=0, description="Fixed part of the time of a decoding step."
     )
     step_s_per_sequence: float = pydantic.Field(
-        5e-5, ge=0, description="What each sequence of the batch adds to a step."
+        5e-5, ge=0, description="Time that each sequence of the batch adds to a step."
     )
     step_s_per_token: float = pydantic.Field(
-        5e-8, ge=0, description="What each token of their contexts adds."
+        5e-8, ge=0, description="Time that each token of their contexts adds to a step."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A turn that looks for a place.
+    """A turn that waits for a server.
 
     Attributes:
-        key: its trajectory.
-        group: the siblings that share the first `num_shared` tokens of the prompt; "" for none.
-        num_tokens: the prompt's.
-        budget: tokens that it may generate.
+        key: Its trajectory.
+        group: The siblings that share the first `num_shared` tokens of the prompt; "" for none.
+        num_tokens: Length of the prompt.
+        budget: Tokens that it may generate.
     """
 
     key: str
@@ -66,12 +68,12 @@ class Ask:
 
 
 class Candidate(NamedTuple):
-    """What was known of a place, in tokens, and what going there was expected to cost: seconds,
-    summed over the request and the sequences that it delays.
+    """A rank's state in tokens, and the expected cost of sending the turn there.
 
-    `room` is without what is kept for those that will soon be back. `wait_s` is until there is
-    enough of it, `queue_s` the prefill of others before, `evict_s` that of what is pushed out.
-    Where it does not fit, and is not at home, nothing else was reckoned: these are 0.
+    Costs are seconds, summed over the request and the sequences that it delays. `room` excludes
+    tokens kept for trajectories that will return soon. `wait_s` is the time until there is enough
+    room, `queue_s` the prefill of earlier requests, `evict_s` the recomputation of evicted tokens.
+    For a rank that has no room and is not the trajectory's own, costs are not computed and stay 0.
     """
 
     place: Place
@@ -93,20 +95,20 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes (`place` is none: it waits), and why."""
+    """The chosen rank and the reason; with `place` None, the request waits."""
 
     place: Place | None
     policy: str
     why: str
-    seen: Sequence[tuple[Any, ...]] = field(repr=False)  # as `Candidate`; made where asked for
+    seen: Sequence[tuple[Any, ...]] = field(repr=False)  # fields of `Candidate`, built on demand
 
     @property
     def candidates(self) -> list[Candidate]:
-        """What was considered."""
+        """The ranks that were considered."""
         return [Candidate(*one) for one in self.seen]
 
     def explain(self) -> str:
-        """One line per candidate, the chosen one marked."""
+        """Return one line per candidate, with the chosen one marked."""
         lines = [f"{self.policy}: {self.why}"]
         for one in self.candidates:
             mark = "->" if one.place == self.place else "  "
@@ -125,7 +127,7 @@ class Decision:
 
 
 class Placement:
-    """Chooses by a policy's name; holds what policies remember between requests."""
+    """Chooses by a named policy and holds the policies' state between requests."""
 
     def __init__(
         self,
@@ -136,51 +138,53 @@ class Placement:
         patience_s: float = 10.0,
         seed: int = 0,
     ) -> None:
-        """One that has waited for `patience_s` may push parked ones out. `seed` settles ties.
+        """`patience_s` is the wait after which a request may evict parked tokens; `seed` breaks
+        ties.
 
         Raises:
-            ValueError: there is no such policy.
+            ValueError: There is no such policy.
         """
         if policy not in POLICIES:
-            raise ValueError(f"no policy {policy!r}: choose of {', '.join(POLICIES)}")
+            raise ValueError(f"no policy {policy!r}: choose one of {', '.join(POLICIES)}")
         self.policy = policy
         self.ledger = ledger
         self.patience_s = patience_s
         self.costs = costs or Costs()
         self.random = random.Random(seed)
-        self.homes: dict[str, Place] = {}  # of keys or groups, where a policy pins them
+        self.homes: dict[str, Place] = {}  # by key or group, for policies that pin them
         self.count = 0
         self._choose = POLICIES[policy]
 
     def choose(
         self, ask: Ask, places: Sequence[Place], *, now: float, waited_s: float = 0.0
     ) -> Decision:
-        """Where `ask` goes of `places`, those that may take it; it has waited for `waited_s`."""
+        """Choose one of `places`, the ranks that accept `ask`, which has waited for `waited_s`."""
         if not places:
-            return Decision(None, self.policy, "no server may take requests", ())
+            return Decision(None, self.policy, "no server accepts requests", ())
         pools = [self.ledger.pools[place] for place in places]
         return self._choose(self, ask, pools, now, waited_s)
 
     def forget(self, key: str) -> None:
-        """A trajectory, or a group, is over."""
+        """Forget a trajectory, or a group, that has ended."""
         self.homes.pop(key, None)
 
     def any_of(self, pools: Sequence[Pool]) -> Pool:
-        """One of them, at random: the first one would take every idle start."""
+        """Return a random one: otherwise every idle start would go to the first."""
         return pools[0] if len(pools) == 1 else self.random.choice(pools)
 
 
-def _seen(ask: Ask, pool: Pool) -> Candidate:
-    """What policies that only count still show of a place."""
+def _candidate(ask: Ask, pool: Pool) -> Candidate:
+    """Return a candidate without costs, for policies that only count."""
     need = ask.num_tokens - pool.num_shared(ask.group)
     cached = min(ask.num_tokens, pool.num_cached(ask.key, ask.group))
     return Candidate(pool.place, need <= pool.room, pool.room, need, cached, pool.num_sequences)
 
 
-def _decided(
-    placement: Placement, ask: Ask, pool: Pool, seen: Sequence[Pool], why: str
+def _decide(
+    placement: Placement, ask: Ask, pool: Pool, considered: Sequence[Pool], why: str
 ) -> Decision:
-    return Decision(pool.place, placement.policy, why, tuple(_seen(ask, one) for one in seen))
+    candidates = tuple(_candidate(ask, other) for other in considered)
+    return Decision(pool.place, placement.policy, why, candidates)
 
 
 def _fewest(placement: Placement, pools: Sequence[Pool]) -> Pool:
@@ -191,15 +195,15 @@ def _fewest(placement: Placement, pools: Sequence[Pool]) -> Pool:
 def _static(
     placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
 ) -> Decision:
-    """Each group is assigned to a server when it starts, in equal shares, for good."""
+    """Assign each group to a server when it starts, permanently and in equal shares."""
     name = ask.group or ask.key
     home = next((pool for pool in pools if pool.place == placement.homes.get(name)), None)
     if home is None:
         home = pools[placement.count % len(pools)]
         placement.count += 1
         placement.homes[name] = home.place
-        return _decided(placement, ask, home, [home], "its share of the servers, for good")
-    return _decided(placement, ask, home, [home], "its group was assigned to it")
+        return _decide(placement, ask, home, [home], "assigned permanently, in equal shares")
+    return _decide(placement, ask, home, [home], "its group is assigned to this server")
 
 
 def _round_robin(
@@ -207,14 +211,14 @@ def _round_robin(
 ) -> Decision:
     pool = pools[placement.count % len(pools)]
     placement.count += 1
-    return _decided(placement, ask, pool, [pool], "the next in turn")
+    return _decide(placement, ask, pool, [pool], "next in rotation")
 
 
 def _least_requests(
     placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
 ) -> Decision:
     pool = _fewest(placement, pools)
-    return _decided(placement, ask, pool, pools, f"it has the fewest, {pool.num_sequences}")
+    return _decide(placement, ask, pool, pools, f"fewest requests ({pool.num_sequences})")
 
 
 def _power_of_two(
@@ -222,7 +226,7 @@ def _power_of_two(
 ) -> Decision:
     two = placement.random.sample(pools, min(2, len(pools)))
     pool = min(two, key=lambda one: one.num_sequences)
-    return _decided(placement, ask, pool, two, "the one with fewer of two drawn at random")
+    return _decide(placement, ask, pool, two, "fewer requests of two servers drawn at random")
 
 
 def _sticky_least_loaded(
@@ -230,28 +234,29 @@ def _sticky_least_loaded(
 ) -> Decision:
     home = next((pool for pool in pools if pool.place == placement.homes.get(ask.key)), None)
     if home is not None:
-        return _decided(placement, ask, home, [home], "its last turn was there")
+        return _decide(placement, ask, home, [home], "its last turn was on this server")
     pool = _fewest(placement, pools)
     placement.homes[ask.key] = pool.place
-    return _decided(placement, ask, pool, pools, f"new: it has the fewest, {pool.num_sequences}")
+    return _decide(placement, ask, pool, pools, f"new; fewest requests ({pool.num_sequences})")
 
 
 def _kv(
     placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
 ) -> Decision:
-    """One pass over all servers, in plain local arithmetic: it runs for every turn."""
+    """Compute the cost of each server in one pass, in plain local arithmetic: it runs for every
+    turn."""
     costs, group, num_tokens = placement.costs, ask.group, ask.num_tokens
     home = placement.ledger.home(ask.key)
     expected = min(ask.budget, placement.ledger.predictor.remaining(group))
     impatient = waited_s > placement.patience_s
-    # Of this turn's decoding: a step's fixed part, what each sequence beside it and each of their
-    # tokens add to its own steps, and what it adds to the steps of each of them.
+    # The cost of this turn's decoding: the fixed part of its steps, the time that each other
+    # sequence and each of their tokens add to them, and the time that it adds to others' steps.
     prefill = costs.prefill_s_per_token
     fixed_s = costs.step_s * expected
     token_s = costs.step_s_per_token * expected
     beside_s = 2 * costs.step_s_per_sequence * expected + token_s * num_tokens
-    seen: list[tuple[Any, ...]] = []
-    options: list[tuple[float, int]] = []  # cost, index in `seen`
+    candidates: list[tuple[Any, ...]] = []
+    options: list[tuple[float, int]] = []  # cost, index in `candidates`
     limit_s = math.inf
     for pool in pools:
         batch = pool.num_sequences + pool.num_strangers
@@ -263,7 +268,7 @@ def _kv(
             cached = min(num_tokens - 1, pool.num_cached(ask.key, group))
             need -= pool.num_shared(group)
             own = pool.num_kept_for(ask.key)
-            if own:  # it comes back: its growth was reckoned with when it first came
+            if own:  # it returns: its growth was accounted for when it first came
                 need -= expected
                 kept -= own
         room = pool.capacity - held - pool.num_reserved - kept
@@ -272,49 +277,49 @@ def _kv(
         stall_s = prefill * (1 + batch)
         if not fits:
             if batch >= pool.max_sequences:
-                seen.append((pool.place, False, room, need, cached, batch))
+                candidates.append((pool.place, False, room, need, cached, batch))
                 continue
             if (impatient and need <= room + kept) or (not batch and need <= pool.capacity):
                 fits, evict_s = True, stall_s * min(need - room, kept)
             elif pool is home:
-                # Once it has waited for longer than was expected, so it will be again.
+                # If it has waited longer than expected, expect it to wait as long again.
                 wait_s = max(waited_s, (need - room) / max(1.0, pool.freed_per_s(now)))
             else:
-                seen.append((pool.place, False, room, need, cached, batch))
+                candidates.append((pool.place, False, room, need, cached, batch))
                 continue
         prefill_s = stall_s * (num_tokens - cached)
         queue_s = prefill * pool.num_prefill
         decode_s = fixed_s + beside_s * batch + token_s * held
         cost_s = wait_s + prefill_s + queue_s + decode_s + evict_s
         if cost_s <= limit_s:
-            options.append((cost_s, len(seen)))
+            options.append((cost_s, len(candidates)))
             limit_s = min(limit_s, cost_s * _TIE)
         place = pool.place
-        seen.append(
+        candidates.append(
             (place, fits, room, need, cached, batch, wait_s, prefill_s, queue_s, decode_s, evict_s)
         )
     best = [index for cost_s, index in options if cost_s <= limit_s]
     if not best:
-        return Decision(None, "kv", "no server has room for it", seen)
-    best = [index for index in best if seen[index][1]] or best
+        return Decision(None, "kv", "no server has free KV capacity for it", candidates)
+    best = [index for index in best if candidates[index][1]] or best
     own_place = home.place if home is not None else None
-    index = next((one for one in best if seen[one][0] == own_place), None)
+    index = next((i for i in best if candidates[i][0] == own_place), None)
     if index is None:
-        # The least work, then the least company.
-        ranks = {one: (-seen[one][4], seen[one][5]) for one in best}
+        # Prefer more cached tokens, then fewer sequences.
+        ranks = {i: (-candidates[i][4], candidates[i][5]) for i in best}
         first = min(ranks.values())
-        index = placement.random.choice([one for one, rank in ranks.items() if rank == first])
-    chosen = Candidate(*seen[index])
+        index = placement.random.choice([i for i, rank in ranks.items() if rank == first])
+    chosen = Candidate(*candidates[index])
     if not chosen.fits:
-        why = f"its own server will have room in {chosen.wait_s:.2f} s; moving costs more"
-        return Decision(None, "kv", why, seen)
+        why = f"its own server will have capacity in {chosen.wait_s:.2f} s; moving costs more"
+        return Decision(None, "kv", why, candidates)
     if own_place is None:
-        why = "it shares its group's prompt" if chosen.num_cached else "it costs the least there"
+        why = "shares its group's prompt" if chosen.num_cached else "lowest cost"
     elif chosen.place == own_place:
-        why = "its own server has its context" if chosen.num_cached else "its own server, again"
+        why = "its own server caches its context" if chosen.num_cached else "its own server"
     else:
-        why = "it moves: to compute its context again costs less than to stay"
-    return Decision(chosen.place, "kv", why, seen)
+        why = "moves: recomputing its context costs less than staying"
+    return Decision(chosen.place, "kv", why, candidates)
 
 
 Policy = Callable[[Placement, Ask, Sequence[Pool], float, float], Decision]

@@ -1,16 +1,18 @@
-"""The waiting room in front of the servers, and who goes where.
+"""Queues turns, sends each to a server, and moves it to another one if its stream breaks.
 
     generate() ──> waiting room ──placement──> a server's stream ──chunks──> the rollout
                        ▲   ▲                        │ breaks
-                       │   └── the same turn, its prompt longer by what was received
-                       └── room: a turn ended, a server answers again, a report came
+                       │   └── the same turn, its prompt extended by the received tokens
+                       └── new capacity: a turn ended, a server recovered, a report arrived
 
-The decisions are pure and elsewhere: what each KV cache holds (kv_ledger.py), which server takes a
-turn (placement.py), who is next (waiting_room.py), how well a server is (health.py), how many
-groups are in flight (group_gate.py). Here they meet the servers: each is asked once a second which
-weights it has and what it holds, which tells that it lives, too.
+The decisions are pure and made elsewhere: the content of each KV cache (kv_ledger.py), the server
+of a turn (placement.py), the order of waiting turns (waiting_room.py), the health of a server
+(health.py), the number of groups in flight (group_gate.py). This module connects them to the
+servers. Each server is asked once a second for its weight version and its load, which also serves
+as the health probe.
 
-A stream that breaks goes on elsewhere from its exact ids, so that its reader sees one stream.
+A turn whose stream breaks continues on another server from its exact ids, so that its reader sees a
+single stream.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]
 log = logging.getLogger(__name__)
 explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO; off by default
 
-_MAX_ORDERS = 100_000  # trajectories and groups whose place in line is remembered
+_MAX_ORDERS = 100_000  # trajectories and groups whose position in the queue is remembered
 _CLOSED = "the runtime is shutting down"
 
 
 class RouterSettings(pydantic.BaseModel):
-    """How requests meet servers."""
+    """Settings of the router."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -64,29 +66,29 @@ class RouterSettings(pydantic.BaseModel):
         "kv", "static", "round_robin", "least_requests", "power_of_two", "sticky_least_loaded"
     ] = pydantic.Field(
         "kv",
-        description="Which server takes a turn. kv: where its KV fits and the work is least; the "
-        "others are for comparison, and send at once.",
+        description="How the server of a turn is chosen. kv: the cheapest one whose KV cache has "
+        "capacity; the others are for comparison and never wait.",
     )
     wait_timeout_s: float = pydantic.Field(
-        600.0, gt=0, description="A request that waited this long for room fails."
+        600.0, gt=0, description="Time after which a request that waits for KV capacity fails."
     )
     patience_s: float = pydantic.Field(
-        10.0, gt=0, description="Nobody overtakes a request that has waited this long for room."
+        10.0, gt=0, description="Time after which a waiting request is no longer overtaken."
     )
     max_waiting: int = pydantic.Field(
-        65_536, ge=1, description="Requests in the waiting room; one more is refused."
+        65_536, ge=1, description="Maximum number of waiting requests; further ones are refused."
     )
     max_moves: int = pydantic.Field(
-        4, ge=0, description="How often a turn may go on elsewhere after a server failed."
+        4, ge=0, description="How often a turn may move to another server after a failure."
     )
     reserve_tokens: int = pydantic.Field(
-        256, ge=1, description="KV room kept for a turn's growth, before lengths are known."
+        256, ge=1, description="KV tokens reserved for a turn's growth before lengths are known."
     )
     probe_interval_s: float = pydantic.Field(
-        1.0, gt=0, description="How often a server is asked how it is and what it holds."
+        1.0, gt=0, description="Time between two probes of a server's health and load."
     )
     stall_timeout_s: float = pydantic.Field(
-        120.0, gt=0, description="A stream that is silent for this long is broken."
+        120.0, gt=0, description="Time without data after which a stream counts as broken."
     )
     costs: Costs = pydantic.Field(default_factory=lambda: Costs())
     health: HealthSettings = pydantic.Field(default_factory=HealthSettings)
@@ -95,9 +97,10 @@ class RouterSettings(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a turn asks for. `rid` is its name, unique; `key` is that of its trajectory.
+    """A turn to be generated.
 
-    Siblings have the same `group` and the first `num_shared` ids of the prompt in common.
+    `rid` is its unique name, `key` the name of its trajectory. Siblings have the same `group` and
+    share the first `num_shared` ids of the prompt.
     """
 
     rid: str
@@ -113,67 +116,69 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """What the router knows of one server; tokens of its KV cache."""
+    """The router's knowledge of one server; sizes are tokens of its KV cache."""
 
     url: str
     state: ServerState
     num_running: int
     num_held_tokens: int
     num_reserved_tokens: int
-    num_parked_tokens: int  # of rollouts at a tool, which will come back for them
+    num_parked_tokens: int  # of rollouts that run a tool and will continue here
     capacity_tokens: int
     num_others_tokens: int = 0
     reason: str = ""
-    weight_version: str | None = None  # until it has said so
-    num_cached_tokens: int = 0  # of turns that are over: reusable, and given up when there is need
+    weight_version: str | None = None  # None until it has reported one
+    num_cached_tokens: int = 0  # of finished turns: reusable, and evicted when space is needed
 
     @property
     def healthy(self) -> bool:
-        """Whether it takes what comes."""
+        """True if the server accepts new trajectories."""
         return self.state.takes_new
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Replica:
+    """A server with its state."""
+
     server: SGLangServer
     info: ServerInfo
     health: Health
-    weight_version: str | None = None  # until it has said so
-    verified_version: str | None = None  # what somebody has seen to that it has
-    num_loads: int = 0  # of weights, that the router was told of
+    weight_version: str | None = None  # None until it has reported one
+    verified_version: str | None = None  # confirmed by `weights_loaded`
+    num_loads: int = 0  # weight updates confirmed by `weights_loaded`
     num_retracted: Counter[Place] = field(default_factory=Counter)
 
     @property
     def places(self) -> list[Place]:
-        """One for each data-parallel rank: each has a KV cache of its own."""
+        """The server's data-parallel ranks, each of which has a KV cache of its own."""
         return [Place(self.server.url, rank) for rank in range(self.info.dp_size)]
 
     @property
     def context_length(self) -> int:
-        """Prompt and response tokens of the longest sequence that it can hold."""
+        """Prompt and response tokens of the longest sequence that the server can hold."""
         return min(self.info.context_length, self.info.max_total_num_tokens - 1)
 
 
 @dataclass(slots=True)
 class _Request:
-    """A turn, or the rest of one, that looks for a place."""
+    """A turn, or the rest of one, that waits for a server."""
 
     generation: Generation
     ask: Ask
     placed: anyio.Event = field(default_factory=anyio.Event)
-    seat: _Seat | None = None
-    decision: Decision | None = None  # the last one
+    replica: _Replica | None = None
+    decision: Decision | None = None  # the latest one
 
 
 OnPlaced = Callable[[str, Decision], None]
-"""Told of the server's url, and of the decision that sends the turn there."""
+"""Called with the server's URL and the decision to send the turn there."""
 
 OnMoved = Callable[[str, str], None]
-"""Told of the server's url, and why the turn leaves it."""
+"""Called with the server's URL and the reason why the turn leaves it."""
 
 
 class Router:
-    """Use `Router.open(...)`; see the module's docstring."""
+    """Routes turns to servers; create it with `Router.open(...)`."""
 
     def __init__(self, settings: RouterSettings, *, longest: int) -> None:
         self._settings = settings
@@ -181,13 +186,13 @@ class Router:
         self._placement = Placement(
             self._ledger, settings.policy, costs=settings.costs, patience_s=settings.patience_s
         )
-        self._room: WaitingRoom[_Request] = WaitingRoom(patience_s=settings.patience_s)
-        self._seats: dict[str, _Seat] = {}
+        self._queue: WaitingRoom[_Request] = WaitingRoom(patience_s=settings.patience_s)
+        self._replicas: dict[str, _Replica] = {}
         self._gate = GroupGate(
             Admission(settings.admission, Forecast(longest=longest)), capacity=self._capacity
         )
-        self._weights: str | None = None  # the version that servers must have; none: any
-        self._verified = False  # whether their own word for it is not enough
+        self._weights: str | None = None  # the version that servers must have; None: any
+        self._verified = False  # require a confirmation besides the server's own report
         self._orders: OrderedDict[str, int] = OrderedDict()
         self._num_orders = 0
         self._closed = False
@@ -198,19 +203,19 @@ class Router:
     async def open(
         cls, servers: Sequence[SGLangServer], settings: RouterSettings, *, longest: int = 8192
     ) -> AsyncIterator[Router]:
-        """Ask each server what it is and keep watch over them.
+        """Query each server and keep watching them.
 
-        `longest` is what a rollout's response may have, in tokens; groups are admitted by it.
+        `longest` is the maximum number of response tokens of a rollout, which admission relies on.
 
         Raises:
-            ServerUnavailable, ServerRefused: one cannot be used.
+            ServerUnavailable, ServerRefused: A server cannot be used.
         """
         router = cls(settings, longest=longest)
-        seats = [await router._seat(server) for server in servers]
+        replicas = [await router._connect(server) for server in servers]
         async with anyio.create_task_group() as tasks:
             router._tasks = tasks
-            for seat in seats:
-                router._take_in(seat)
+            for replica in replicas:
+                router._register(replica)
             tasks.start_soon(router._watch_streams)
             try:
                 yield router
@@ -221,112 +226,123 @@ class Router:
     # --- servers --------------------------------------------------------------------------------
 
     async def add(self, server: SGLangServer) -> None:
-        """One more server, from now on.
+        """Add a server.
 
         Raises:
-            ValueError: it is there already.
-            ServerUnavailable, ServerRefused: it cannot be used.
+            ValueError: It was already added.
+            ServerUnavailable, ServerRefused: It cannot be used.
         """
-        seat = await self._seat(server)
-        if server.url in self._seats:
-            raise ValueError(f"{server.url} is there already")
-        self._take_in(seat)
-        self._admit()
+        replica = await self._connect(server)
+        if server.url in self._replicas:
+            raise ValueError(f"{server.url} was already added")
+        self._register(replica)
+        self._place_waiting()
         self._gate.admit()
 
     def retire(self, url: str) -> None:
-        """It takes nothing new; what runs there ends, and then it is forgotten.
+        """Stop sending turns to a server, and remove it when its running turns have ended.
 
         Raises:
-            KeyError: there is no such server.
+            KeyError: There is no such server.
         """
-        self._seats[url.rstrip("/")].health.retire()
-        self._admit()  # who waits for it alone need not wait any longer
+        self._replicas[url.rstrip("/")].health.retire()
+        self._place_waiting()  # requests that only it could serve must not wait any longer
 
     def exited(self, url: str, reason: str) -> None:
-        """The server's process ended, somebody saw: its turns go on elsewhere at once."""
-        if seat := self._seats.get(url):
-            self._note(seat, seat.health.exited, reason)
-            seat.server.break_streams(reason)  # of a retired one, too
+        """Record that the server's process ended; its turns move to other servers at once."""
+        if replica := self._replicas.get(url):
+            self._record_failure(replica, replica.health.exited, reason)
+            replica.server.break_streams(reason)  # also if it is retired
 
     def restarting(self, url: str) -> None:
-        """Somebody starts it again; it is back when it answers."""
-        if seat := self._seats.get(url):
-            seat.health.restarting()
+        """Record that the server is being restarted; it is back when it answers a probe."""
+        if replica := self._replicas.get(url):
+            replica.health.restarting()
 
     def is_dead(self, url: str) -> bool:
-        """Whether nothing at `url` answers, or what it answers is worth nothing; also of one that
-        is started again and has not answered yet."""
-        seat = self._seats.get(url)
-        return seat is not None and not seat.health.state.keeps_running
+        """Return whether the server is dead or restarting and has not answered a probe since."""
+        replica = self._replicas.get(url)
+        return replica is not None and not replica.health.state.keeps_running
 
     def is_wanted(self, url: str) -> bool:
-        """Whether turns go there, when it is well."""
-        seat = self._seats.get(url)
-        return seat is not None and seat.health.state is not ServerState.RETIRED
+        """Return whether the server is known and not retired."""
+        replica = self._replicas.get(url)
+        return replica is not None and replica.health.state is not ServerState.RETIRED
 
     def give_up(self, url: str) -> bool:
-        """It won't come back: as if it had been retired. Whether any other server is left."""
-        if url in self._seats:
+        """Retire a server that will not come back; return whether any other one is left."""
+        if url in self._replicas:
             self.retire(url)
-        return any(self.is_wanted(other) for other in self._seats)
+        return any(self.is_wanted(other) for other in self._replicas)
 
     def require_weights(self, version: str | None, *, verified: bool = False) -> None:
-        """From now on only servers with these weights take turns; the others are STALE until they
-        say that they have them, or with `verified` until `weights_loaded` says so, anew also of
-        those that have had them. None: any weights will do."""
-        self._weights, self._verified = version, verified
-        for seat in self._seats.values():
-            seat.verified_version = None
-            if not self._has_weights(seat, seat.weight_version):
-                seat.health.weights_missed()
-        self._admit()
+        """Accept only servers with these weights from now on; the others are STALE until they
+        report them.
 
-    def _has_weights(self, seat: _Seat, said: str | None) -> bool:
-        """Whether a server that says that it has `said` has what is required."""
+        With `verified`, each server needs a new call of `weights_loaded`, even if it had these
+        weights before. None accepts any weights.
+        """
+        self._weights, self._verified = version, verified
+        for replica in self._replicas.values():
+            replica.verified_version = None
+            if not self._has_weights(replica, replica.weight_version):
+                replica.health.weights_missed()
+        self._place_waiting()
+
+    def _has_weights(self, replica: _Replica, said: str | None) -> bool:
+        """Return whether a server that reports the version `said` has the required weights."""
         if self._weights is None:
             return True
-        return said == self._weights and (not self._verified or seat.verified_version == said)
+        return said == self._weights and (not self._verified or replica.verified_version == said)
 
     def weights_loaded(self, url: str, version: str) -> None:
-        """Somebody has seen to it that the server has them now; nothing that its cache holds will
-        be found by the turns to come, whether it was emptied or not."""
-        seat = self._seats.get(url)
-        if seat is None:  # it was retired meanwhile
+        """Record that the server now has these weights.
+
+        Its prefix cache counts as empty, because later turns will not find its entries, whether or
+        not it was flushed.
+        """
+        replica = self._replicas.get(url)
+        if replica is None:  # retired meanwhile
             return
-        seat.weight_version = seat.verified_version = version
-        seat.num_loads += 1
-        for place in seat.places:
+        replica.weight_version = replica.verified_version = version
+        replica.num_loads += 1
+        for place in replica.places:
             self._ledger.flush(place)
         if version == self._weights:
-            seat.health.weights_loaded()
-        self._admit()
+            replica.health.weights_loaded()
+        self._place_waiting()
 
     @property
     def servers(self) -> list[SGLangServer]:
-        """Those that can be given weights."""
-        return [seat.server for seat in self._seats.values() if seat.health.state.takes_weights]
+        """Servers that can be given weights."""
+        return [
+            replica.server
+            for replica in self._replicas.values()
+            if replica.health.state.takes_weights
+        ]
 
-    async def _seat(self, server: SGLangServer) -> _Seat:
-        seat = _Seat(server, await server.info(), Health(self._settings.health))
+    async def _connect(self, server: SGLangServer) -> _Replica:
+        replica = _Replica(server, await server.info(), Health(self._settings.health))
         if self._weights is not None:
-            seat.health.weights_missed()  # for all that is known
-        return seat
+            replica.health.weights_missed()  # its weights are unknown
+        return replica
 
-    def _take_in(self, seat: _Seat) -> None:
-        self._seats[seat.server.url] = seat
-        for place in seat.places:
+    def _register(self, replica: _Replica) -> None:
+        self._replicas[replica.server.url] = replica
+        for place in replica.places:
             self._ledger.add(
-                place, seat.info.max_total_num_tokens, seat.info.max_running_requests or math.inf
+                place,
+                replica.info.max_total_num_tokens,
+                replica.info.max_running_requests or math.inf,
             )
-        self._tasks.start_soon(self._watch, seat)
+        self._tasks.start_soon(self._watch, replica)
 
     def _capacity(self) -> int:
-        """Tokens of KV, of all servers that take requests."""
+        """Return the KV tokens of all servers that accept requests."""
         return sum(
-            seat.info.max_total_num_tokens * seat.info.dp_size
-            for seat in self._seats.values()
-            if seat.health.state.takes_new
+            replica.info.max_total_num_tokens * replica.info.dp_size
+            for replica in self._replicas.values()
+            if replica.health.state.takes_new
         )
 
     @property
@@ -334,44 +350,44 @@ class Router:
         """Prompt and response tokens that every server can hold.
 
         Raises:
-            ServerUnavailable: all have been retired.
+            ServerUnavailable: All servers have been retired.
         """
-        if not self._seats:
+        if not self._replicas:
             raise ServerUnavailable("there is no server: all have been retired")
-        return min(seat.context_length for seat in self._seats.values())
+        return min(replica.context_length for replica in self._replicas.values())
 
     @property
     def model_path(self) -> str:
-        """What the servers say they have loaded."""
-        return next(iter(self._seats.values())).info.model_path
+        """The model that the servers report."""
+        return next(iter(self._replicas.values())).info.model_path
 
     @property
     def num_waiting(self) -> int:
-        return len(self._room)
+        return len(self._queue)
 
     def view(self) -> list[ServerView]:
         views = []
-        for url, seat in self._seats.items():
-            pools = [self._ledger.pools[place] for place in seat.places]
+        for url, replica in self._replicas.items():
+            pools = [self._ledger.pools[place] for place in replica.places]
             views.append(
                 ServerView(
                     url,
-                    seat.health.state,
+                    replica.health.state,
                     sum(pool.num_sequences for pool in pools),
                     sum(pool.num_live for pool in pools),
                     sum(pool.num_reserved for pool in pools),
                     sum(pool.num_wanted for pool in pools),
                     sum(pool.capacity for pool in pools),
                     sum(pool.num_others for pool in pools),
-                    seat.health.reason,
-                    seat.weight_version,
+                    replica.health.reason,
+                    replica.weight_version,
                     sum(pool.num_parked - pool.num_wanted for pool in pools),
                 )
             )
         return views
 
     def waits(self) -> list[tuple[str, float, str]]:
-        """Who waits for room: the trajectory or the group, for how long [s], and why; in order."""
+        """Return the waiting turns and groups in order: name, seconds waited, and reason."""
         now = time.monotonic()
         turns = [
             (
@@ -379,26 +395,26 @@ class Router:
                 now - waiting.since_s,
                 waiting.request.decision.why if waiting.request.decision else "",
             )
-            for waiting in self._room
+            for waiting in self._queue
         ]
         return turns + self._gate.waits()
 
     # --- groups ---------------------------------------------------------------------------------
 
     async def has_room(self, size: int) -> None:
-        """Wait until one more group of `size` rollouts may start: then ask for the next task."""
+        """Wait until another group of `size` rollouts may start; then ask for the next task."""
         if self._settings.policy == "kv":
             await self._gate.has_room(size)
 
     @asynccontextmanager
     async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[Group]:
-        """A group of rollouts is in flight within this context; entering waits for its turn.
+        """Keep a group in flight within this context; entering it waits until the group may start.
 
         Args:
-            num_prompt: tokens of the prompt that all of them share.
+            num_prompt: Tokens of the prompt that the siblings share.
 
         Raises:
-            ValueError: a group of that name is in flight.
+            ValueError: A group of that name is in flight.
         """
         if self._settings.policy == "kv":
             async with self._gate.group(name, size, num_prompt) as group:
@@ -406,14 +422,14 @@ class Router:
                     yield group
                 finally:
                     self.forget_group(name)
-        else:  # as gateways do: it starts whatever is asked
+        else:  # like a gateway: every group starts at once
             try:
                 yield Group(name, tuple(f"{name}.{index}" for index in range(size)))
             finally:
                 self.forget_group(name)
 
     def forget_group(self, name: str) -> None:
-        """All of a group have ended: its place in line and its home are free."""
+        """Release the queue position and the assigned server of a group that has ended."""
         self._placement.forget(name)
         self._orders.pop(name, None)
 
@@ -428,45 +444,46 @@ class Router:
         on_placed: OnPlaced,
         on_moved: OnMoved,
     ) -> None:
-        """Stream one turn, over as many servers as it takes; ends with a chunk that has `end` set.
+        """Stream one turn, over as many servers as needed; the last chunk has `end` set.
 
         Args:
-            on_chunk: called as tokens arrive, in the event loop's callback: must not block.
-            vocab_size: an id outside of it would kill a server, so it is refused here.
-            on_placed: told which server takes the turn, and why, before its first chunk.
-            on_moved: told of each server that failed meanwhile.
+            vocab_size: Ids outside of it are refused here, because they would crash a server.
+            on_chunk: Called as tokens arrive, in the event loop's callback; it must not block.
+            on_placed: Called with the server and the decision before the first chunk of each
+                server.
+            on_moved: Called with each server that failed.
 
         Raises:
-            RequestError: the request itself is at fault.
-            ServerUnavailable: no server could serve it in time or in `max_moves`.
+            RequestError: The request is invalid.
+            ServerUnavailable: No server could serve it in time or within `max_moves`.
         """
         _check_ids(generation.ids, vocab_size)
         if len(generation.ids) >= self.context_length:
             raise PromptTooLong(
-                f"the prompt has {len(generation.ids)} tokens; the servers hold "
-                f"{self.context_length}, with the response"
+                f"the prompt has {len(generation.ids)} tokens, the servers' context length is "
+                f"{self.context_length}, response included"
             )
         received: list[int] = []
         moves = 0
         num_own = len(generation.ids) - generation.num_shared
         while True:
-            if ending := _ended_unseen(generation, received):
+            if ending := _missing_end(generation, received):
                 on_chunk(ending)
                 return
             rest = replace(
                 generation,
-                # Never used twice, nor the beginning of another: SGLang aborts by prefix, and
-                # once more when a stream has ended.
+                # Never reused, nor a prefix of another: SGLang aborts by prefix, and once more
+                # after a stream has ended.
                 rid=uuid.uuid4().hex,
                 ids=generation.ids + received,
                 max_new_tokens=generation.max_new_tokens - len(received),
             )
-            seat, decision = await self._place(rest, first=moves > 0)
+            replica, decision = await self._place(rest, first=moves > 0)
             place = decision.place
             assert place is not None
             offset = len(received)
-            # A server that joined after the turn began may hold less than was asked for.
-            num_new = min(rest.max_new_tokens, seat.context_length - len(rest.ids))
+            # A server added after the turn began may have a smaller context.
+            num_new = min(rest.max_new_tokens, replica.context_length - len(rest.ids))
             params = rest.sampling.to_sglang(max_new_tokens=num_new, stop_ids=rest.stop_ids)
             aborted: list[Chunk] = []
             whole = False
@@ -476,47 +493,47 @@ class Router:
                 rid: str = rest.rid,
                 offset: int = offset,
                 aborted: list[Chunk] = aborted,
-                seat: _Seat = seat,
+                replica: _Replica = replica,
                 place: Place = place,
             ) -> None:
                 self._ledger.grow(rid, len(chunk.ids))
                 received.extend(chunk.ids)
                 self._gate.reached(generation.key, num_own + len(received))
                 if chunk.num_retractions:
-                    seat.num_retracted[place] += chunk.num_retractions
+                    replica.num_retracted[place] += chunk.num_retractions
                 if chunk.end is None:
                     on_chunk(chunk)
                 elif chunk.end is not TurnEnd.ABORT:
-                    on_chunk(_shifted(chunk, offset))
-                else:  # not by us: what it carried is good, and the turn goes on
+                    on_chunk(_shift_versions(chunk, offset))
+                else:  # the server's own abort: its tokens are valid, and the turn goes on
                     aborted.append(chunk)
                     on_chunk(replace(chunk, end=None, versions=()))
 
             try:
                 on_placed(place.server, decision)
-                await seat.server.generate(
+                await replica.server.generate(
                     rest.ids,
                     params,
                     rid=rest.rid,
                     on_chunk=take,
-                    rank=place.rank if seat.info.dp_size > 1 else None,
+                    rank=place.rank if replica.info.dp_size > 1 else None,
                     num_top_logprobs=rest.num_top_logprobs,
                 )
                 if not aborted:
                     whole = True
-                    seat.health.request_succeeded()
+                    replica.health.request_succeeded()
                     return
-                raise ServerUnavailable(f"{seat.server.url} aborted: {aborted[0].error}")
+                raise ServerUnavailable(f"{replica.server.url} aborted: {aborted[0].error}")
             except (ServerUnavailable, ServerRefused) as error:
-                if isinstance(error, ServerRefused) and not _worth_moving(error):
+                if isinstance(error, ServerRefused) and not _is_retryable(error):
                     raise RequestError(str(error)) from error
-                if self._closed:  # our servers end with us: that is no fault of theirs
+                if self._closed:  # our servers end with us: that is not a failure
                     raise ServerUnavailable(_CLOSED) from error
-                # One that is given weights loses what runs there, where they do not come whole.
-                if seat.health.state is not ServerState.STALE:
-                    self._note(seat, seat.health.request_failed, str(error))
-                self._ledger.forget(generation.key)  # what it had there draws it back no more
-                on_moved(seat.server.url, str(error))
+                # A failed weight update breaks the streams of a server; that is not its fault.
+                if replica.health.state is not ServerState.STALE:
+                    self._record_failure(replica, replica.health.request_failed, str(error))
+                self._ledger.forget(generation.key)  # its cache there no longer attracts it
+                on_moved(replica.server.url, str(error))
                 moves += 1
                 if moves > self._settings.max_moves:
                     raise ServerUnavailable(f"gave up after {moves} servers: {error}") from error
@@ -525,60 +542,64 @@ class Router:
                     self._ledger.park(rest.rid, time.monotonic())
                 else:
                     self._ledger.release(rest.rid, time.monotonic())
-                self._admit()
+                self._place_waiting()
 
     def forget(self, key: str, *, whole: bool = False) -> None:
-        """A trajectory ended: what it has in a server's cache is of no more use. `whole` says that
-        it ended by itself, so that others may be expected to end alike."""
+        """Release the cache of a trajectory that ended; its length counts only if `whole`.
+
+        `whole` means that it ended normally, so that others can be expected to end alike.
+        """
         self._ledger.forget(key)
         self._gate.ended(key, whole=whole)
         self._placement.forget(key)
         self._orders.pop(key, None)
 
-    async def _place(self, generation: Generation, *, first: bool) -> tuple[_Seat, Decision]:
-        """Wait for room; `first` goes before those who wait already: it has begun."""
+    async def _place(self, generation: Generation, *, first: bool) -> tuple[_Replica, Decision]:
+        """Wait for a server; `first` goes ahead of waiting turns, because it has already begun."""
         if self._closed:
             raise ServerUnavailable(_CLOSED)
-        if len(self._room) >= self._settings.max_waiting:
-            raise ServerUnavailable(f"{len(self._room)} requests wait already")
+        if len(self._queue) >= self._settings.max_waiting:
+            raise ServerUnavailable(f"{len(self._queue)} requests are already waiting")
         now = time.monotonic()
         num_tokens = len(generation.ids)
         order = -1 if first else self._order(generation)
         ask = Ask(
             generation.key,
             num_tokens,
-            # What moved may have come further than a server that is new here could hold.
+            # A moved turn may be longer than the context of a server added since.
             max(1, min(generation.max_new_tokens, self.context_length - num_tokens)),
             generation.group,
             generation.num_shared,
         )
         request = _Request(generation, ask)
         expected = num_tokens + self._ledger.predictor.remaining(generation.group)
-        self._room.enter(Waiting(generation.rid, order, expected, now, request))
-        self._admit()
+        self._queue.enter(Waiting(generation.rid, order, expected, now, request))
+        self._place_waiting()
         try:
             with anyio.fail_after(self._settings.wait_timeout_s):
                 await request.placed.wait()
         except BaseException as error:
-            # It may have been given a seat in the same moment, and have kept others waiting.
-            self._room.leave(generation.rid)
+            # It may have been placed at the same moment and so have kept others waiting.
+            self._queue.leave(generation.rid)
             self._ledger.release(generation.rid, time.monotonic())
-            self._admit()
+            self._place_waiting()
             if isinstance(error, TimeoutError):
                 why = f": {request.decision.why}" if request.decision else ""
                 raise ServerUnavailable(
-                    f"no server had room within {self._settings.wait_timeout_s:g} s{why}"
+                    "no server had free KV capacity within "
+                    f"{self._settings.wait_timeout_s:g} s{why}"
                 ) from error
             raise
-        if request.seat is None and self._closed:
+        if request.replica is None and self._closed:
             raise ServerUnavailable(_CLOSED)
-        if request.seat is None:
-            raise ServerUnavailable(f"no server that is left can hold {num_tokens} tokens")
+        if request.replica is None:
+            raise ServerUnavailable(f"no remaining server can hold {num_tokens} tokens")
         assert request.decision is not None
-        return request.seat, request.decision
+        return request.replica, request.decision
 
     def _order(self, generation: Generation) -> int:
-        """The group's number, or that of a trajectory without one, in the order of their start."""
+        """Return the position of the group, or of a trajectory without one, in the order of
+        starts."""
         name = generation.group or generation.key
         order = self._orders.get(name)
         if order is None:
@@ -588,45 +609,50 @@ class Router:
                 self._orders.popitem(last=False)
         return order
 
-    def _admit(self) -> None:
-        """Place those who wait and fit, in order."""
-        if not len(self._room):
+    def _place_waiting(self) -> None:
+        """Place waiting turns that fit, in order."""
+        if not len(self._queue):
             return
         now = time.monotonic()
         places = [
             place
-            for seat in self._seats.values()
-            if seat.health.state.takes_new
-            for place in seat.places
+            for replica in self._replicas.values()
+            if replica.health.state.takes_new
+            for place in replica.places
         ]
         longest = max(
             (
-                seat.context_length
-                for seat in self._seats.values()
-                if seat.health.state is not ServerState.RETIRED
+                replica.context_length
+                for replica in self._replicas.values()
+                if replica.health.state is not ServerState.RETIRED
             ),
             default=0,
         )
-        self._room.place(now, lambda waiting: self._try(waiting, places, longest, now))
+        self._queue.place(now, lambda waiting: self._try_to_place(waiting, places, longest, now))
 
-    def _try(
+    def _try_to_place(
         self, waiting: Waiting[_Request], places: list[Place], longest: int, now: float
     ) -> bool:
-        """Return whether it waits no longer: it has a seat, or is told that there will be none,
-        since no server's context holds it (`longest` is the largest), or this is the end."""
+        """Return whether the turn waits no longer.
+
+        It is placed, or it will never be, because no context can hold it (`longest` is the largest)
+        or the router is closed.
+        """
         request = waiting.request
         generation, ask = request.generation, request.ask
-        # It would wait in vain, and others behind it.
+        # It would wait in vain and block others.
         if self._closed or ask.num_tokens >= longest:
             request.placed.set()
             return True
         home = self._ledger.home(generation.key)
-        if home is not None and home.place not in places:  # it may come back to a suspect one
-            seat = self._seats.get(home.place.server)
-            if seat is not None and seat.health.state.takes_own:
+        if home is not None and home.place not in places:  # it may return to a suspect server
+            replica = self._replicas.get(home.place.server)
+            if replica is not None and replica.health.state.takes_own:
                 places = [*places, home.place]
         places = [
-            place for place in places if ask.num_tokens < self._seats[place.server].context_length
+            place
+            for place in places
+            if ask.num_tokens < self._replicas[place.server].context_length
         ]
         decision = self._placement.choose(ask, places, now=now, waited_s=now - waiting.since_s)
         request.decision = decision
@@ -641,7 +667,7 @@ class Router:
             group=generation.group,
             num_shared=generation.num_shared,
         )
-        request.seat = self._seats[decision.place.server]
+        request.replica = self._replicas[decision.place.server]
         request.placed.set()
         if explain_log.isEnabledFor(logging.INFO):
             waited_s = now - waiting.since_s
@@ -655,109 +681,122 @@ class Router:
         return True
 
     def _close(self) -> None:
-        """Whose turns still run or wait is told so at once."""
+        """Fail all running and waiting turns at once."""
         self._closed = True
-        for seat in self._seats.values():
-            seat.server.break_streams(_CLOSED)
-        self._admit()
+        for replica in self._replicas.values():
+            replica.server.break_streams(_CLOSED)
+        self._place_waiting()
 
     # --- watching -------------------------------------------------------------------------------
 
-    def _note(self, seat: _Seat, tell: Callable[[str], ServerState], reason: str) -> None:
-        """Tell a server's health of a failure, and people when that changes what it may do."""
-        before = seat.health.state
-        state = tell(reason)
+    def _record_failure(
+        self, replica: _Replica, record: Callable[[str], ServerState], reason: str
+    ) -> None:
+        """Report a failure to a server's health; log a change of state and break streams if
+        needed."""
+        before = replica.health.state
+        state = record(reason)
         if state is not before:
-            log.warning("%s is %s: %s", seat.server.url, state, reason)
+            log.warning("%s is %s: %s", replica.server.url, state, reason)
             if not state.keeps_running:
-                seat.server.break_streams(reason)
+                replica.server.break_streams(reason)
 
-    async def _watch(self, seat: _Seat) -> None:
-        """Ask a server how it is and what it holds, until it is retired and empty."""
+    async def _watch(self, replica: _Replica) -> None:
+        """Probe a server and fetch its load, until it is retired and idle."""
         while True:
             await anyio.sleep(self._settings.probe_interval_s)
-            if seat.health.state is ServerState.RETIRED:
-                if not any(self._ledger.pools[place].num_sequences for place in seat.places):
-                    del self._seats[seat.server.url]
-                    for place in seat.places:
+            if replica.health.state is ServerState.RETIRED:
+                if not any(self._ledger.pools[place].num_sequences for place in replica.places):
+                    del self._replicas[replica.server.url]
+                    for place in replica.places:
                         self._ledger.remove(place)
                     return
                 continue
             try:
-                await self._probe(seat)
+                await self._probe(replica)
             except ServerError:
-                why = "it does not answer"
-                self._note(seat, seat.health.probe_failed, why)
-                if not seat.health.state.keeps_running:
-                    seat.server.break_streams(why)  # what was placed before, and began after
+                why = "it does not answer probes"
+                self._record_failure(replica, replica.health.probe_failed, why)
+                if not replica.health.state.keeps_running:
+                    replica.server.break_streams(
+                        why
+                    )  # including streams that began after it was declared dead
                 continue
-            self._admit()  # reports may take long, or there are none
+            self._place_waiting()  # do not wait for the report, which may be slow or missing
             self._gate.admit()
-            with contextlib.suppress(ServerError):  # the ledger does without for a while
-                await self._take_reports(seat)
-                self._admit()
+            with contextlib.suppress(ServerError):  # the ledger works without reports for a while
+                await self._take_reports(replica)
+                self._place_waiting()
 
-    async def _probe(self, seat: _Seat) -> None:
-        """Raises ServerError: it would not take a request."""
-        before, num_loads = seat.health.state, seat.num_loads
-        version = await seat.server.weight_version()
-        info = seat.info if before.keeps_running else await seat.server.info()
-        if seat.health.state is not before or seat.num_loads != num_loads:
-            return  # what it said is of the time before
+    async def _probe(self, replica: _Replica) -> None:
+        """Check that the server would take a request, and update its state.
+
+        Raises:
+            ServerError: It would not.
+        """
+        before, num_loads = replica.health.state, replica.num_loads
+        version = await replica.server.weight_version()
+        info = replica.info if before.keeps_running else await replica.server.info()
+        if replica.health.state is not before or replica.num_loads != num_loads:
+            return  # its answer is outdated
         if not before.keeps_running:
-            # Back from the dead: a new process, for all that is known, with an empty cache.
-            for place in seat.places:
+            # It may be a new process with an empty cache.
+            for place in replica.places:
                 self._ledger.remove(place)
-            seat.info = info
-            seat.verified_version = None
-            for place in seat.places:
+            replica.info = info
+            replica.verified_version = None
+            for place in replica.places:
                 self._ledger.add(
                     place, info.max_total_num_tokens, info.max_running_requests or math.inf
                 )
-        elif seat.weight_version not in (None, version):  # the cache is of no more use
-            for place in seat.places:
+        elif replica.weight_version not in (None, version):  # new weights invalidate the cache
+            for place in replica.places:
                 self._ledger.flush(place)
-        seat.weight_version = version
-        has_weights = self._has_weights(seat, version)
-        if seat.health.probe_succeeded(has_weights=has_weights) is not before:
-            log.warning("%s is %s", seat.server.url, seat.health.state)
+        replica.weight_version = version
+        has_weights = self._has_weights(replica, version)
+        if replica.health.probe_succeeded(has_weights=has_weights) is not before:
+            log.warning("%s is %s", replica.server.url, replica.health.state)
 
-    async def _take_reports(self, seat: _Seat) -> None:
-        """Raises ServerError: it did not say."""
-        reports = await seat.server.loads()
+    async def _take_reports(self, replica: _Replica) -> None:
+        """Fetch the server's load and update ledger and admission.
+
+        Raises:
+            ServerError: It did not report.
+        """
+        reports = await replica.server.loads()
         now = time.monotonic()
-        places = seat.places
+        places = replica.places
         num_retracted = 0
         for place, report in zip(places, reports, strict=False):
-            report = replace(report, num_retracted=seat.num_retracted[place])
+            report = replace(report, num_retracted=replica.num_retracted[place])
             num_retracted += self._ledger.report(place, report, now)
         self._ledger.age(now)
         reported_s = max(self._ledger.reported_s(place) for place in places)
         self._gate.observe(now, num_retracted, reported_s)
 
     async def _watch_streams(self) -> None:
-        """Break the streams that are silent for too long; their turns go on elsewhere."""
+        """Break streams that are silent for too long; their turns move to other servers."""
         while True:
             await anyio.sleep(min(1.0, self._settings.stall_timeout_s / 4))
-            for seat in self._seats.values():
-                seat.server.close_stalled()
+            for replica in self._replicas.values():
+                replica.server.close_stalled()
 
 
-def _worth_moving(error: ServerRefused) -> bool:
-    """Whether another server, or a later time, may answer what this one refused."""
+def _is_retryable(error: ServerRefused) -> bool:
+    """Return whether another server, or the same one later, may accept the request."""
     return error.status >= 500 or error.status in (408, 429)
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
     if not ids:
-        raise RequestError("ids: empty")
+        raise RequestError("ids: the prompt is empty")
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise RequestError(f"ids: {wrong} is outside of the vocabulary of {vocab_size}")
 
 
-def _ended_unseen(generation: Generation, received: list[int]) -> Chunk | None:
-    """The stream broke between its last token and the frame that says so."""
+def _missing_end(generation: Generation, received: list[int]) -> Chunk | None:
+    """Return the last chunk if the stream broke just before the frame that ends it."""
     if not received:
         return None
     if received[-1] in generation.stop_ids:
@@ -767,8 +806,8 @@ def _ended_unseen(generation: Generation, received: list[int]) -> Chunk | None:
     return None
 
 
-def _shifted(chunk: Chunk, offset: int) -> Chunk:
-    """`versions` counted from the turn's first token, not from where it went on."""
+def _shift_versions(chunk: Chunk, offset: int) -> Chunk:
+    """Return the chunk with `versions` counted from the turn's first token."""
     if not offset:
         return chunk
     spans = tuple(

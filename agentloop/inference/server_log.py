@@ -1,4 +1,4 @@
-"""What the log of an SGLang server says, and what that means to whoever reads the error."""
+"""The log of an SGLang server: its start-up stage, its end, and advice on errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADVICE = (
         "ModuleNotFoundError: ",
         f"A package that SGLang imports is missing: `{INSTALL_COMMAND}`",
     ),
-    ("address already in use", "Another program took its port in the meantime: start again"),
+    ("address already in use", "Another program has taken the port in the meantime: start again"),
     ("out of memory", "There is not enough GPU memory: lower `max_total_tokens`"),
     ("Not enough memory", "There is not enough memory: lower `max_total_tokens`"),
     ("Cannot allocate memory", "There is not enough memory: lower `max_total_tokens` or `count`"),
@@ -31,7 +31,7 @@ _ADVICE = (
 _STAGES = (
     ("Uvicorn running", "answering"),
     ("Capture", "capturing CUDA graphs"),
-    ("KV Cache is allocated", "laying out the KV cache"),
+    ("KV Cache is allocated", "allocating the KV cache"),
     ("Load weight begin", "loading the weights"),
     ("", "importing SGLang"),
 )
@@ -39,10 +39,10 @@ _NOISE = re.compile(
     r"UserWarning|DeprecationWarning|warnings\.warn\(|server_args=|Ignore import error when"
     r"|^[\s^~]*$|sglang serve"
 )
-_NOISY_BLOCK = "post-warmup freeze_gc failed"  # the traceback of a harmless request
+_NOISY_BLOCK = "post-warmup freeze_gc failed"  # followed by a harmless traceback
 _STAMP = re.compile(r"\[\d{4}-|INFO:")
 _CAUSE = re.compile(r"^[\w.]*(?:Error|Exception)\b.*|Subprocess \S+ .*crashed with exit code.*")
-_GAVE_UP = "kill_process_tree called"  # SGLang's way out once one of its processes has failed
+_GAVE_UP = "kill_process_tree called"  # SGLang logs it when one of its processes has failed
 
 
 class ServerLog:
@@ -52,25 +52,25 @@ class ServerLog:
         self.path = path
 
     def stage(self) -> str:
-        """How far a start has come."""
+        """Return the stage that the start has reached."""
         text = self._read_end()
-        return next(stage for said, stage in _STAGES if said in text)
+        return next(stage for pattern, stage in _STAGES if pattern in text)
 
     def tail(self) -> str:
-        """The last lines that may say why, without what every start prints."""
+        """Return the last lines of the log, without those that every start prints."""
         lines = self._lines()[-_TAIL_LINES:] or ["(it is empty)"]
         return "\n".join([f"The end of its log, {self.path}:", *(f"  {line}" for line in lines)])
 
     def ending(self, exit_status: int | None) -> str:
-        """How the server ended, the log's line that says why, and what to do about it.
+        """Return how the server ended, the log line that says why, and advice.
 
         Args:
-            exit_status: as a shell gives it (128 + signal).
+            exit_status: As a shell reports it (128 + signal).
         """
         lines = self._lines()
         causes = [found[0] for line in lines if (found := _CAUSE.search(line))]
         advice = _advice("\n".join(lines), exit_status, unexplained=not causes)
-        return "\n".join([_manner(lines, exit_status) + ".", *causes[-1:], *advice])
+        return "\n".join([_describe_end(lines, exit_status) + ".", *causes[-1:], *advice])
 
     def _lines(self) -> list[str]:
         lines: list[str] = []
@@ -91,7 +91,7 @@ class ServerLog:
             return f"(it cannot be read: {error})"
 
 
-def _manner(lines: list[str], exit_status: int | None) -> str:
+def _describe_end(lines: list[str], exit_status: int | None) -> str:
     if any(_GAVE_UP in line for line in lines):
         return "gave up"
     if exit_status is not None and exit_status > 128:
@@ -101,8 +101,8 @@ def _manner(lines: list[str], exit_status: int | None) -> str:
 
 
 def _advice(text: str, exit_status: int | None, *, unexplained: bool) -> list[str]:
-    for said, advice in _ADVICE:
-        if said in text:
+    for pattern, advice in _ADVICE:
+        if pattern in text:
             return [f"{advice}."]
     killed = exit_status == 128 + signal.SIGKILL and unexplained
     if killed or "crashed with exit code -9" in text:

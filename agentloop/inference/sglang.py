@@ -1,8 +1,8 @@
-"""One SGLang server, over its own protocol (0.5.23): stream, abort, information, loads.
+"""Client of one SGLang server, over SGLang's own protocol (0.5.23).
 
 Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/server_info`,
-`/model_info` and `/v1/loads`; for new weights `/pause_generation`, `/update_weights_from_disk` and
-those of its update groups. Token ids go in and come out; the server's text is not used.
+`/model_info` and `/v1/loads`; for weight sync `/pause_generation`, `/update_weights_from_disk` and
+the endpoints of its update groups. Token ids are sent and received; the server's text is not used.
 """
 
 from __future__ import annotations
@@ -41,39 +41,53 @@ __all__ = [
 ]
 
 _MAX_FRAME_BYTES = 64 << 20
-_MAX_ANSWER_BYTES = 16 << 20  # /server_info is long
+_MAX_ANSWER_BYTES = 16 << 20  # the answer of /server_info is long
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=10)
-# Settings by which the tensors of a server are others than those of its model, if they are set.
+# Settings of a server that make its tensors differ from those of the model.
 _UNUSUAL = ("quantization", "enable_dp_attention", "enable_fp32_lm_head", "cpu_offload_gb")
 _UNUSUAL_ABOVE_1 = ("attn_cp_size", "dcp_size")
 
 
 class Sampling(pydantic.BaseModel):
-    """How tokens are drawn. The defaults are those of training: the policy as it is."""
+    """Sampling parameters. The defaults sample from the policy unchanged, as in training."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    temperature: float = pydantic.Field(1.0, ge=0, le=100, description="0 is greedy.")
-    top_p: float = pydantic.Field(1.0, gt=0, le=1, description="Nucleus of this mass.")
-    # A number beyond 32 bits would kill the server.
-    top_k: int = pydantic.Field(
-        -1, ge=-1, le=1 << 30, description="The k likeliest; -1 or 0 for all."
+    temperature: float = pydantic.Field(
+        1.0, ge=0, le=100, description="Sampling temperature; 0: greedy."
     )
-    min_p: float = pydantic.Field(0.0, ge=0, le=1, description="Relative to the likeliest.")
+    top_p: float = pydantic.Field(
+        1.0, gt=0, le=1, description="Probability mass of nucleus sampling."
+    )
+    # A number beyond 32 bits would crash the server.
+    top_k: int = pydantic.Field(
+        -1,
+        ge=-1,
+        le=1 << 30,
+        description="Number of most likely tokens to sample from; -1 or 0: all.",
+    )
+    min_p: float = pydantic.Field(
+        0.0, ge=0, le=1, description="Minimum probability relative to the most likely token."
+    )
     seed: int | None = pydantic.Field(
-        None, ge=0, lt=1 << 63, description="Where the server supports it."
+        None, ge=0, lt=1 << 63, description="Random seed, if the server supports it."
     )
 
     def of_group(self, name: str) -> Sampling:
-        """The same for the group of this name: with a seed of its own, where there is one, or a
-        task that comes again would have the same rollouts."""
+        """Return the parameters for a group, with a seed derived from its name if there is one.
+
+        Otherwise a repeated task would get identical rollouts.
+        """
         if self.seed is None:
             return self
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
         return self.model_copy(update={"seed": int.from_bytes(digest[:8]) >> 1})
 
     def of_sibling(self, index: int) -> Sampling:
-        """The same for the `index`-th of a group: with a seed of its own, or all would be alike."""
+        """Return the parameters for the `index`-th sibling, with a seed of its own if there is one.
+
+        Otherwise all siblings would be identical.
+        """
         if self.seed is None or not index:
             return self
         return self.model_copy(update={"seed": (self.seed + index) % (1 << 63)})
@@ -83,13 +97,13 @@ class Sampling(pydantic.BaseModel):
             "max_new_tokens": max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k or -1,  # it refuses 0
+            "top_k": self.top_k or -1,  # SGLang refuses 0
             "min_p": self.min_p,
             "stop_token_ids": list(stop_ids),
             "skip_special_tokens": False,
         }
         if not stop_ids:
-            params["ignore_eos"] = True  # or the model's own would end it still
+            params["ignore_eos"] = True  # otherwise the model's own end token would still apply
         if self.seed is not None:
             params["sampling_seed"] = self.seed
         return params
@@ -97,33 +111,33 @@ class Sampling(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens, of one frame or of several that arrived together; the last has `end` set."""
+    """New tokens of one or more frames that arrived together; the last chunk has `end` set."""
 
     ids: list[int]
     logprobs: list[float]
     version: str
     end: TurnEnd | None = None
-    versions: tuple[VersionSpan, ...] = ()  # of the whole response; on the last frame
+    versions: tuple[VersionSpan, ...] = ()  # of the whole response; in the last chunk
     cached_tokens: int = 0  # of the prompt
-    num_retractions: int = 0  # on the last frame: how often the server threw it out of its batch
-    error: str | None = None  # with TurnEnd.ABORT: what the server said
-    top_logprobs: Sequence[list[tuple[float, int]]] = ()  # of each id, where they are asked for
+    num_retractions: int = 0  # times the server retracted it from its batch; in the last chunk
+    error: str | None = None  # the server's message, with TurnEnd.ABORT
+    top_logprobs: Sequence[list[tuple[float, int]]] = ()  # for each id, if requested
 
 
 OnChunk = Callable[[Chunk], None]
 
 Pause = Literal["retract", "in_place"]
-"""What becomes of running requests when the weights change under them. retract: they are computed
-anew from their ids, and the cache is emptied. in_place: they keep the KV of the old weights, and
-so does the prefix cache, where new requests do not find it (see `SGLangServer.update_weights`)."""
+"""How running requests are treated in a weight sync. retract: they are recomputed from their ids,
+and the prefix cache is flushed. in_place: they keep the KV of the old weights, and so does the
+prefix cache, but new requests do not find its entries (see `SGLangServer.update_weights`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server is. `context_length` counts prompt and response.
+    """The properties of a server. `context_length` includes prompt and response.
 
-    It has `dp_size` data-parallel ranks, each with a KV cache of `max_total_num_tokens` and room
-    for `max_running_requests` sequences in its batch.
+    The server has `dp_size` data-parallel ranks, each with a KV cache of `max_total_num_tokens` and
+    up to `max_running_requests` sequences in its batch.
     """
 
     model_path: str
@@ -136,7 +150,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightsGroup:
-    """A process group by which weights come; its rank 0, who sends, is at `address`."""
+    """A process group for weight sync; its rank 0, the sender, is at `address`."""
 
     name: str
     address: str
@@ -148,14 +162,14 @@ class WeightsGroup:
 
 @dataclass(frozen=True, slots=True)
 class WeightsInfo:
-    """How a server holds its weights.
+    """The way a server stores its weights.
 
     Attributes:
-        num_ranks: of tensor parallelism; each is a member of a group.
+        num_ranks: Tensor-parallel ranks; each is a member of a group.
         device: "cpu", "cuda", ...
-        dtype: as it was told; may be "auto".
-        sglang: its version.
-        unusual: a setting by which its tensors are not simply those of the model; none as a rule.
+        dtype: The configured one; may be "auto".
+        sglang: The version of SGLang.
+        unusual: Settings that make its tensors differ from the model's; usually empty.
     """
 
     num_ranks: int
@@ -167,7 +181,7 @@ class WeightsInfo:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that are sent in one piece, end to end."""
+    """Tensors that are sent in one piece, stored end to end."""
 
     names: list[str]
     dtypes: list[str]
@@ -176,17 +190,22 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Of the weights that a server has: of all; and of each tensor by its name there, for each of
-    its processes, with the process's tensor-parallel rank."""
+    """Checksums of a server's weights.
+
+    Attributes:
+        whole: Checksum of all weights.
+        ranks: For each process its tensor-parallel rank and the checksums by the server's tensor
+            names.
+    """
 
     whole: str
     ranks: list[tuple[int, dict[str, str]]]
 
 
 class FrameDecoder:
-    """Bytes of a server-sent event stream in, payloads of `data:` out, however they are cut.
+    """Decodes the bytes of a server-sent event stream into the payloads of `data:`.
 
-    Linear in the bytes; an event that never ends is refused at 64 MiB.
+    It takes time linear in the bytes; an event longer than 64 MiB is refused.
     """
 
     def __init__(self) -> None:
@@ -194,7 +213,11 @@ class FrameDecoder:
         self._half_newline = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Raises ServerUnavailable where an event outgrows its bound."""
+        """Add bytes and return the payloads that are complete.
+
+        Raises:
+            ServerUnavailable: An event is too long.
+        """
         # The common case: one whole event.
         if (
             data.startswith(b"data: ")
@@ -207,11 +230,11 @@ class FrameDecoder:
         if self._half_newline or b"\r" in data:
             data = self._with_plain_newlines(data)
         if self._rest:
-            # An end may have been cut in two; what lies before it is not looked at again.
+            # The separator may be split over two reads; earlier bytes are not searched again.
             unseen = len(self._rest) - 1
             self._rest += data
             if len(self._rest) > _MAX_FRAME_BYTES:
-                raise ServerUnavailable(f"an event of more than {_MAX_FRAME_BYTES} bytes")
+                raise ServerUnavailable(f"an event is longer than {_MAX_FRAME_BYTES} bytes")
             if self._rest.find(b"\n\n", unseen) < 0:
                 return []
             data = bytes(self._rest)
@@ -241,14 +264,15 @@ def _data_lines(event: bytes) -> bytes:
 
 @asynccontextmanager
 async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A session without aiohttp's limit of 100 connections: streams are held for minutes."""
+    """Open a session without aiohttp's limit of 100 connections, because streams last for
+    minutes."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, json_serialize=_dumps) as session:
         yield session
 
 
 class SGLangServer:
-    """A client of one server. Knows nothing of the others."""
+    """A client of one server."""
 
     def __init__(
         self,
@@ -258,14 +282,15 @@ class SGLangServer:
         connect_timeout_s: float = 5.0,
         stall_timeout_s: float = 120.0,
     ) -> None:
-        """`stall_timeout_s` bounds the silence before and between frames, not the whole stream."""
+        """Create a client; `stall_timeout_s` bounds the silence between frames, not the whole
+        stream."""
         self.url = url.rstrip("/")
         self._session = session
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._streams: set[PostStream] = set()
-        self._cache_key: str | None = None  # of the prefix cache's entries that new requests share
-        self._is_loading = False  # or has failed to: its weights are unknown
+        self._cache_key: str | None = None  # namespace of new requests in the prefix cache
+        self._is_loading = False  # or loading has failed: its weights are unknown
 
     async def generate(
         self,
@@ -277,18 +302,18 @@ class SGLangServer:
         rank: int | None = None,
         num_top_logprobs: int = 0,
     ) -> None:
-        """Stream the continuation of `ids`; returns after the chunk that has `end` set.
+        """Stream the continuation of `ids`; return after the chunk that has `end` set.
 
         Cancelling it closes the connection, which frees the request on the server.
 
         Args:
-            on_chunk: called as tokens arrive, in the event loop's callback: must not block.
-            rank: the data-parallel rank that serves it; none: the server chooses.
-            num_top_logprobs: how many of the likeliest tokens are told in the place of each token.
+            on_chunk: Called as tokens arrive, in the event loop's callback; it must not block.
+            rank: The data-parallel rank that serves it; None: the server chooses.
+            num_top_logprobs: Number of most likely tokens reported for each token.
 
         Raises:
-            ServerRefused: the server answered with an error.
-            ServerUnavailable: it could not be reached, or the stream broke before its last frame.
+            ServerRefused: The server answered with an error.
+            ServerUnavailable: It could not be reached, or the stream broke before its last frame.
         """
         body = {
             "input_ids": ids,
@@ -309,10 +334,10 @@ class SGLangServer:
         try:
             await stream.run(connect_timeout_s=self._connect_timeout_s)
         except StreamBroken as error:
-            after = f", after {frames.seen} tokens" if frames.seen else ""
+            after = f", after {frames.num_tokens} tokens" if frames.num_tokens else ""
             raise ServerUnavailable(f"{self.url}: {error}{after}") from error
-        except _NoFrame as error:
-            raise ServerUnavailable(f"{self.url}: a frame that is none: {error}") from error
+        except _InvalidFrame as error:
+            raise ServerUnavailable(f"{self.url}: invalid frame: {error}") from error
         except _ErrorFrame as error:
             raise ServerRefused(f"{self.url}: {error}", status=error.status) from error
         finally:
@@ -321,26 +346,26 @@ class SGLangServer:
             raise _refusal(self.url, stream.status, stream.error_body)
         if not frames.ended:
             raise ServerUnavailable(
-                f"{self.url}: the stream ended after {frames.seen} tokens, unfinished"
+                f"{self.url}: the stream ended early, after {frames.num_tokens} tokens"
             )
 
     def close_stalled(self) -> None:
-        """Break the streams that have been silent for too long; to be called now and then."""
+        """Break streams that have been silent for too long; call it periodically."""
         limit = time.monotonic() - self._stall_timeout_s
         for stream in self._streams:
             if stream.heard_s < limit:
                 stream.break_off(f"silent for {self._stall_timeout_s:g} s")
 
     def break_streams(self, why: str) -> None:
-        """Break all streams: the server counts as dead, or what it computes is not wanted."""
+        """Break all streams, because the server is dead or its results are not wanted."""
         for stream in self._streams:
             stream.break_off(why)
 
     async def loads(self) -> list[Report]:
-        """What each rank holds and does now, as it says itself (SGLang: GET /v1/loads).
+        """Return the current load of each rank, as the server reports it (SGLang: GET /v1/loads).
 
         Raises:
-            ServerUnavailable, ServerRefused: it did not say.
+            ServerUnavailable, ServerRefused: It did not report.
         """
         answer = await self._control("GET", "/v1/loads")
         try:
@@ -353,21 +378,20 @@ class SGLangServer:
                 for rank in sorted(answer["loads"], key=lambda rank: int(rank["dp_rank"]))
             ]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerRefused(
-                f"{self.url}/v1/loads: not what was expected", status=200
-            ) from error
+            raise ServerRefused(f"{self.url}/v1/loads: unexpected answer", status=200) from error
 
     async def abort(self, rid: str) -> None:
-        """Tell the server to drop a request; best effort, bounded to ten seconds."""
+        """Ask the server to abort a request, without guarantee; takes ten seconds at most."""
         await self._control("POST", "/abort_request", {"rid": rid})
 
     async def weight_version(self) -> str:
-        """The version of the weights that it has; also a probe, which does not generate.
+        """Return the version of the server's weights; also serves as a probe that does not
+        generate.
 
         Raises:
-            ServerUnavailable, ServerRefused: it would not take a request.
+            ServerUnavailable, ServerRefused: It would not take a request.
         """
-        # Not /server_info, which goes on saying what the server was started with.
+        # Not /server_info, which keeps reporting the version at the server's start.
         answer = await self._control("GET", "/model_info")
         try:
             return str(answer.get("weight_version") or "default")
@@ -375,7 +399,12 @@ class SGLangServer:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
     async def info(self) -> ServerInfo:
-        """Raises ServerUnavailable, or ServerRefused where this is no SGLang server."""
+        """Return the server's properties.
+
+        Raises:
+            ServerUnavailable: It did not answer.
+            ServerRefused: It is not an SGLang server.
+        """
         info = await self._control("GET", "/server_info")
         models = await self._control("GET", "/v1/models")
         try:
@@ -390,7 +419,7 @@ class SGLangServer:
                 max_running_requests=None if most is None else int(most),
             )
             if min(found.context_length, found.max_total_num_tokens, found.dp_size) < 1:
-                raise ValueError("no room at all")
+                raise ValueError("no capacity")
             return found
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
@@ -398,26 +427,27 @@ class SGLangServer:
     async def update_weights(
         self, folder: str, version: str, *, timeout_s: float, pause: Pause = "retract"
     ) -> Checksum:
-        """Load the weights in `folder`, which the server can read too, under what runs.
+        """Load the weights in `folder`, which the server must be able to read, while requests run.
 
-        SGLang finds the prefix cache's entries by ids alone. Without flushing, which it refuses
-        while requests run, a new prompt would be given what the old weights computed of it: a
-        system prompt for as long as it is in use, over any number of versions. So in place, the
-        requests from now on have a key of their own, under which they find only each other's; what
-        is left of the others is evicted as the oldest. And in place it has to run without SGLang's
-        overlapped scheduling: a retraction waits for the tokens under way, but this pause leaves
-        one of each request in flight, which would be told as the new version's.
+        SGLang finds entries of the prefix cache by ids alone, and refuses to flush while requests
+        run. Without flushing, a new prompt would use KV of the old weights: for a system prompt,
+        over any number of versions. So with `pause` in_place, later requests have a key of their
+        own and find only each other's entries; the others are evicted as the oldest. in_place also
+        needs SGLang to run without overlapped scheduling: a retraction waits for tokens in
+        progress, but this pause leaves one per request in flight, which would be reported with the
+        new version.
 
-        The checksum is taken in the pause. SGLang computes it between two batches, so that after
-        the pause it would silence the streams for as long, and they would by then have gone on.
-        Where anything fails, the streams are broken before it goes on: all that came of them is of
-        weights that are known, and their turns go on elsewhere.
+        The checksum is computed during the pause. SGLang computes it between two batches, so that
+        afterwards it would stall the streams for as long. If anything fails, the streams are broken
+        before the server continues, so that every received token is of known weights; the turns
+        move to other servers.
 
         Returns:
-            Of what it has now; equal weights have equal ones (SGLang's own).
+            The checksum of the new weights; equal weights have equal ones (SGLang's own).
 
         Raises:
-            ServerUnavailable, ServerRefused: it did not, or not in time: what it has is unknown.
+            ServerUnavailable, ServerRefused: It failed or timed out; the server's weights are
+                unknown.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         if pause == "in_place":
@@ -429,17 +459,21 @@ class SGLangServer:
             body = {"model_path": folder, "weight_version": version, "flush_cache": flush}
             await self._control("POST", "/update_weights_from_disk", body, timeout)
             checksum = await self._checksum(timeout)
-        except BaseException:  # it may be paused, also where it did not say so
+        except BaseException:  # it may be paused even if the request failed
             # no deadline: the request has one, ten seconds
             with anyio.CancelScope(shield=True), suppress(ServerError):  # in ten seconds at most
-                await self._go_on()
+                await self._resume()
             raise
-        self._has_loaded(pause)
-        await self._go_on()
+        self._mark_loaded(pause)
+        await self._resume()
         return checksum
 
     async def weights_info(self) -> WeightsInfo:
-        """How it holds its weights. Raises ServerUnavailable, ServerRefused."""
+        """Return how the server stores its weights.
+
+        Raises:
+            ServerUnavailable, ServerRefused: It did not answer as expected.
+        """
         return self._weights_info(await self._control("GET", "/server_info"))
 
     def _weights_info(self, info: Any) -> WeightsInfo:
@@ -458,18 +492,18 @@ class SGLangServer:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
     async def group_member(self, pause: Pause = "retract") -> WeightsInfo:
-        """What it would be in a group.
+        """Return how the server would take part in a group.
 
         Raises:
-            ServerUnavailable: it did not say.
-            ServerRefused: it cannot be in one.
+            ServerUnavailable: It did not answer.
+            ServerRefused: It cannot be a member.
         """
         info = await self._control("GET", "/server_info")
         try:
             if max(int(info.get(name) or 1) for name in ("dp_size", "pp_size")) > 1:
                 raise ServerRefused(
-                    f"{self.url}: SGLang gives data- and pipeline-parallel ranks weights by disk "
-                    "alone: set weights.by to disk",
+                    f"{self.url}: data- and pipeline-parallel ranks of SGLang load weights only "
+                    "from disk: set weights.by to disk",
                     status=200,
                 )
         except (AttributeError, TypeError, ValueError) as error:
@@ -479,11 +513,13 @@ class SGLangServer:
         return self._weights_info(info)
 
     async def join_group(self, group: WeightsGroup, rank: int, *, timeout_s: float) -> None:
-        """Pause it and make it members of the group, from `rank` on. It answers once all members
-        are there; `finish_group` or `leave_group` must follow, also where this fails.
+        """Pause the server and add its ranks to the group, from `rank` on.
+
+        Returns when all members have joined. `finish_group` or `leave_group` must follow, even on
+        failure.
 
         Raises:
-            ServerUnavailable, ServerRefused: it did not.
+            ServerUnavailable, ServerRefused: It failed.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         body = {
@@ -495,7 +531,7 @@ class SGLangServer:
             "backend": group.backend,
         }
         await self._control("POST", "/pause_generation", {"mode": group.pause}, timeout)
-        with suppress(ServerRefused):  # of a group that it was too late to leave, as a rule of none
+        with suppress(ServerRefused):  # an update left over from an earlier group; usually none
             await self._control("POST", "/end_weight_update", {}, timeout)
         await self._control("POST", "/init_weights_update_group", body, timeout)
         await self._control("POST", "/begin_weight_update", {}, timeout)
@@ -503,11 +539,13 @@ class SGLangServer:
     async def receive(
         self, group: WeightsGroup, bucket: Bucket, version: str | None, *, timeout_s: float
     ) -> None:
-        """Load a bucket that is being sent; `version` with the last one, which empties the cache
-        unless the pause is in place: see `update_weights`.
+        """Load a bucket that is being sent.
+
+        `version` is passed with the last one, which flushes the cache unless the pause is in_place:
+        see `update_weights`.
 
         Raises:
-            ServerUnavailable, ServerRefused: it did not: what it has is unknown.
+            ServerUnavailable, ServerRefused: It failed; the server's weights are unknown.
         """
         body = {
             "names": bucket.names,
@@ -523,37 +561,38 @@ class SGLangServer:
         await self._control("POST", "/update_weights_from_distributed", body, timeout)
 
     async def finish_group(self, group: WeightsGroup, *, timeout_s: float) -> Checksum:
-        """After the last bucket: leave the group, and serve again.
+        """Leave the group after the last bucket, and resume serving.
 
         Returns:
-            Of what it has now; equal weights have equal ones (SGLang's own).
+            The checksum of the new weights; equal weights have equal ones (SGLang's own).
 
         Raises:
-            ServerUnavailable, ServerRefused: it did not; `leave_group` must follow.
+            ServerUnavailable, ServerRefused: It failed; `leave_group` must follow.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         await self._control("POST", "/end_weight_update", {}, timeout)
         checksum = await self._checksum(timeout)
-        self._has_loaded(group.pause)
+        self._mark_loaded(group.pause)
         body = {"group_name": group.name}
         await self._control("POST", "/destroy_weights_update_group", body, timeout)
-        await self._go_on()
+        await self._resume()
         return checksum
 
     async def leave_group(self, group: WeightsGroup) -> None:
-        """Leave a group that failed, from whatever point, and go on; without what runs, where it
-        may have some of the new weights.
+        """Leave a failed group at any point and resume serving.
+
+        Running requests are broken if the server may have some of the new weights.
 
         Raises:
-            ServerUnavailable, ServerRefused: it does not answer: it is gone, or hangs.
+            ServerUnavailable, ServerRefused: It does not answer: it is gone, or hangs.
         """
         for path, body in (
             ("/end_weight_update", {}),
             ("/destroy_weights_update_group", {"group_name": group.name}),
         ):
-            with suppress(ServerRefused):  # nothing of the kind was open
+            with suppress(ServerRefused):  # nothing to end
                 await self._control("POST", path, body)
-        await self._go_on()
+        await self._resume()
 
     def _check_in_place(self, info: Any) -> None:
         if not info.get("disable_overlap_schedule"):
@@ -564,14 +603,14 @@ class SGLangServer:
                 status=200,
             )
 
-    def _has_loaded(self, pause: Pause) -> None:
+    def _mark_loaded(self, pause: Pause) -> None:
         self._is_loading = False
-        if pause == "in_place":  # not the version: another run may have given it to others
+        if pause == "in_place":  # a random key: another run may use the same version
             self._cache_key = uuid.uuid4().hex
 
-    async def _go_on(self) -> None:
+    async def _resume(self) -> None:
         if self._is_loading:
-            self.break_streams("it did not get its new weights whole")
+            self.break_streams("its weight update is incomplete")
         await self._control("POST", "/continue_generation", {})
 
     async def _checksum(self, timeout: aiohttp.ClientTimeout) -> Checksum:
@@ -579,7 +618,7 @@ class SGLangServer:
         try:
             ranks = answer["ranks"]
             whole = " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
-            return Checksum(whole, [_tensors(rank) for rank in ranks])
+            return Checksum(whole, [_rank_checksums(rank) for rank in ranks])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url}/weights_checker: {answer}", status=200) from error
 
@@ -599,35 +638,38 @@ class SGLangServer:
                 async for piece in response.content.iter_any():
                     content += piece
                     if len(content) > _MAX_ANSWER_BYTES:
-                        raise ServerRefused(f"{self.url}{path}: an endless answer", status=200)
+                        raise ServerRefused(
+                            f"{self.url}{path}: an answer of more than {_MAX_ANSWER_BYTES} bytes",
+                            status=200,
+                        )
                 if response.status != 200:
                     raise _refusal(self.url + path, response.status, content)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerUnavailable(f"{self.url}: {_say(error)}") from error
+            raise ServerUnavailable(f"{self.url}: {_describe(error)}") from error
         try:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError as error:
-            raise ServerRefused(f"{self.url}{path} did not answer in JSON", status=200) from error
+            raise ServerRefused(f"{self.url}{path}: the answer is not JSON", status=200) from error
 
 
-def _tensors(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
-    (place, *_) = rank.get("parallelism_info") or [{}]  # a draft model's would come behind
+def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+    (place, *_) = rank.get("parallelism_info") or [{}]  # a draft model's would follow
     return int(place.get("tp_rank") or 0), dict(rank.get("checksums") or {})
 
 
 class _Frames:
-    """The bytes of one response in, its chunks out."""
+    """Converts the bytes of one response into chunks."""
 
     def __init__(self, on_chunk: OnChunk) -> None:
-        self.seen = 0  # tokens
+        self.num_tokens = 0
         self.ended = False
         self._decoder = FrameDecoder()
         self._on_chunk = on_chunk
 
     def feed(self, data: bytes) -> bool:
-        """Returns whether the response has ended."""
-        for chunk in _together(self._decoder.feed(data), self.seen):
-            self.seen += len(chunk.ids)
+        """Add bytes; return whether the response has ended."""
+        for chunk in _merge_frames(self._decoder.feed(data), self.num_tokens):
+            self.num_tokens += len(chunk.ids)
             self._on_chunk(chunk)
             if chunk.end is not None:
                 self.ended = True
@@ -635,22 +677,22 @@ class _Frames:
         return False
 
 
-class _NoFrame(Exception):
-    """What came is not what SGLang sends."""
+class _InvalidFrame(Exception):
+    """A frame does not have SGLang's format."""
 
 
 class _ErrorFrame(Exception):
-    """The server's own error, in a stream that had begun with status 200."""
+    """An error of the server, in a stream that began with status 200."""
 
     def __init__(self, message: object, status: object) -> None:
         super().__init__(message)
         self.status = status if isinstance(status, int) else 500
 
 
-def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
-    """Frames that arrived together, as one chunk per policy version.
+def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
+    """Merge frames that arrived together into one chunk per policy version.
 
-    What comes after costs the same for one token as for many. `seen` tokens came before.
+    Later stages cost the same for one token as for many. `num_tokens` tokens came before.
     """
     chunks: list[Chunk] = []
     ids: list[int] = []
@@ -667,14 +709,14 @@ def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
                 chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
                 ids, logprobs, top = [], [], []
             version, num_cached = meta["weight_version"], meta.get("cached_tokens") or 0
-            # Increments with `--incremental-streaming-output`, the whole response so far
-            # without: counting from the end reads both.
-            if num_new := meta["completion_tokens"] - seen:
-                seen += num_new
+            # With `--incremental-streaming-output` a frame has only new ids, otherwise all so far:
+            # counting from the end works for both.
+            if num_new := meta["completion_tokens"] - num_tokens:
+                num_tokens += num_new
                 new_ids = frame["output_ids"][-num_new:]
                 new_logprobs = meta["output_token_logprobs"][-num_new:]
                 if not len(new_ids) == len(new_logprobs) == num_new:
-                    raise _NoFrame(f"{num_new} new tokens, {len(new_ids)} of them in it")
+                    raise _InvalidFrame(f"{num_new} new tokens announced, {len(new_ids)} received")
                 ids += new_ids
                 logprobs += [entry[0] for entry in new_logprobs]
                 if "output_top_logprobs" in meta:
@@ -684,7 +726,7 @@ def _together(payloads: Sequence[bytes], seen: int) -> list[Chunk]:
                 chunks.append(_last_chunk(ids, logprobs, top, meta))
                 return chunks
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise _NoFrame(f"{type(error).__name__}: {error}") from error
+        raise _InvalidFrame(f"{type(error).__name__}: {error}") from error
     if ids:
         chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
     return chunks
@@ -694,7 +736,7 @@ def _frame(payload: bytes) -> Any:
     frame = orjson.loads(payload)
     if "error" in frame:
         said = frame["error"] if isinstance(frame["error"], dict) else {"message": frame["error"]}
-        # 0.5.23 streams even a bad request with status 200, and tells the true one here.
+        # SGLang 0.5.23 answers a bad request with status 200 and sends the true status here.
         raise _ErrorFrame(said.get("message", said), said.get("code"))
     return frame
 
@@ -705,7 +747,7 @@ def _last_chunk(
     finish = meta["finish_reason"]
     kind = finish["type"]
     status = finish.get("status_code")
-    if isinstance(status, int) and 400 <= status < 500:  # an abort that was the request's fault
+    if isinstance(status, int) and 400 <= status < 500:  # aborted because the request is invalid
         raise _ErrorFrame(finish.get("message"), status)
     return Chunk(
         ids,
@@ -727,11 +769,11 @@ def _refusal(where: str, status: int, body: bytes) -> ServerRefused:
     try:
         message = orjson.loads(body)["error"]["message"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        message = body[:500].decode(errors="replace") or responses.get(status, "no reason given")
+        message = body[:500].decode(errors="replace") or responses.get(status, "no message")
     return ServerRefused(f"{where}: {status}: {message}", status=status)
 
 
-def _say(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

@@ -1,10 +1,10 @@
-"""One POST whose answer is handled byte by byte as it arrives, in the event loop's own callback.
+"""A POST request whose response is handled as bytes arrive, in the event loop's own callback.
 
-A client library wakes a task for every read; a token stream is nothing but small reads, and the
-task then walks its whole stack to handle a few bytes. Here the bytes go from the socket through
-llhttp (httptools) into a function, and the task sleeps until the answer is whole (figures:
-docs/benchmarks.md). HTTP/1.1, TLS; one connection per request, which ends with it: closing it is
-how a request is taken back. Not covered: redirects, proxies, compression.
+A client library wakes a task for every read. A token stream consists of small reads, and the task
+would walk its whole stack to handle a few bytes each time. Here the bytes go from the socket
+through llhttp (httptools) into a function, and the task sleeps until the response is complete
+(figures: docs/benchmarks.md). HTTP/1.1 and TLS; one connection per request, which is closed to
+cancel the request. Not covered: redirects, proxies, compression.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ _MAX_ERROR_BYTES = 65_536
 
 
 class StreamBroken(Exception):
-    """No connection, or it ended before the answer did."""
+    """The connection could not be made, or it ended before the response did."""
 
 
 class PostStream(asyncio.Protocol):
-    """Use `run()` once. `on_data` gets the body of a 200, piece by piece; returning True ends it.
+    """A single request; call `run()` once.
+
+    `on_data` gets the body of a 200 response piece by piece; it returns True to end the stream.
 
     Attributes:
-        status: of the answer; 0 until its head has arrived.
-        error_body: what came with another status than 200, its first 64 KiB.
-        heard_s: time.monotonic() when anything last arrived.
+        status: Status of the response; 0 until its headers have arrived.
+        error_body: First 64 KiB of the body of a response other than 200.
+        heard_s: time.monotonic() when data last arrived.
     """
 
     def __init__(self, url: str, body: bytes, on_data: Callable[[bytes], bool]) -> None:
@@ -53,11 +55,13 @@ class PostStream(asyncio.Protocol):
         self._error: BaseException | None = None
 
     async def run(self, *, connect_timeout_s: float) -> None:
-        """Send the request and return when its answer has ended. Silence is the caller's to bound.
+        """Send the request and return when the response has ended.
+
+        Only connecting has a timeout; bounding silence is up to the caller.
 
         Raises:
-            StreamBroken: see the class.
-            Exception: whatever `on_data` raised.
+            StreamBroken: No connection could be made, or it ended early.
+            Exception: Any error raised by `on_data`.
         """
         loop = asyncio.get_running_loop()
         host, port, tls = _address(self._url)
@@ -66,7 +70,7 @@ class PostStream(asyncio.Protocol):
                 await loop.create_connection(lambda: self, host, port, ssl=tls)
             await self._ended.wait()  # no deadline here: see break_off()
         except TimeoutError as error:
-            raise StreamBroken(f"no connection within {connect_timeout_s:g} s") from error
+            raise StreamBroken(f"could not connect within {connect_timeout_s:g} s") from error
         except OSError as error:
             raise StreamBroken(str(error) or type(error).__name__) from error
         finally:
@@ -75,12 +79,12 @@ class PostStream(asyncio.Protocol):
             raise self._error
 
     def break_off(self, reason: str) -> None:
-        """End it from outside: `run()` raises StreamBroken."""
+        """Abort the stream: `run()` raises StreamBroken."""
         self._end(StreamBroken(reason))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        if self._over:  # taken back while it was connecting
+        if self._over:  # aborted while connecting
             self._transport.abort()
             return
         self._transport.write(self._request)
@@ -92,9 +96,9 @@ class PostStream(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(StreamBroken(f"what came is not HTTP: {error}"))
+            self._end(StreamBroken(f"the response is not valid HTTP: {error}"))
         else:
-            self._hand_on()
+            self._deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(StreamBroken(str(exc) if exc else "the connection was closed"))
@@ -108,8 +112,8 @@ class PostStream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._complete = True
 
-    def _hand_on(self) -> None:
-        """What one read brought, as one piece, however it was chunked."""
+    def _deliver(self) -> None:
+        """Pass on the body of one read as one piece, however it was chunked."""
         pieces, self._pieces = self._pieces, []
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         try:
@@ -117,7 +121,7 @@ class PostStream(asyncio.Protocol):
                 self.error_body += data[: _MAX_ERROR_BYTES - len(self.error_body)]
             elif data and self._on_data(data):
                 self._complete = True
-        except BaseException as error:  # raised where the stream is waited for, not in the loop
+        except BaseException as error:  # run() raises it instead of the event loop
             self._end(error)
         if self._complete:
             self._end()

@@ -1,11 +1,11 @@
-"""The SGLang servers that we start ourselves, and must stop.
+"""Starts and stops our own SGLang servers.
 
-    sglang_servers ──> one guardian a server ──> SGLang and its children
-         │  polls /ready, watches the guardian         (guardian.py says who kills what)
-         └─ on the way out: closes each guardian's stdin, waits, kills
+    sglang_servers ──> one guardian per server ──> SGLang and its children
+         │  polls /ready, watches the guardian      (guardian.py says who kills what)
+         └─ at the end: closes each guardian's stdin, waits, kills
 
-A server that dies while it starts for the first time fails the start, with its log's tail. One that
-dies later is started again by keep_alive.py, a few times.
+A server that dies during its first start fails the start, with the tail of its log. One that dies
+later is restarted by keep_alive.py, a limited number of times.
 """
 
 from __future__ import annotations
@@ -47,80 +47,84 @@ __all__ = [
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_S = 0.1
 _GUARDIAN_GRACE_S = 15.0
-# Outside the range that kernels hand out for outgoing connections, so that a port found free
-# is still free when the server binds it, many seconds later.
+# Outside the range that kernels use for outgoing connections, so that a free port is still free
+# when the server binds it, many seconds later.
 _PORTS = range(20_000, 30_000)
 _CPU_KV_TOKENS = 65_536
 _CPU_KV_BYTES = 2 * 1024**3
-_OURS = (
+_RESERVED = (
     *("--device", "--model-path", "--host", "--port", "--nccl-port"),
     *("--tp-size", "--dp-size", "--base-gpu-id"),
 )
 
 
 class ServerSettings(BaseModel, extra="forbid", frozen=True):
-    """How one's own servers are started. They listen on loopback."""
+    """Settings of our own servers, which listen on loopback."""
 
-    count: PositiveInt = Field(1, description="Servers, each with its own copy of the model.")
+    count: PositiveInt = Field(
+        1, description="Number of servers, each with its own copy of the model."
+    )
     port: int = Field(
-        0, ge=0, le=65_535, description="Of the first one, the others follow; 0 finds free ones."
+        0,
+        ge=0,
+        le=65_535,
+        description="Port of the first server, the others follow; 0 finds free ones.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda where there is an accelerator, else cpu."
+        "auto", description="auto: cuda if there is an accelerator, else cpu."
     )
     dtype: str | None = Field(
         None,
-        description="Of weights and KV cache; none: float32 on a CPU, the model's own on a GPU.",
+        description="Type of weights and KV cache; none: float32 on a CPU, the model's on a GPU.",
     )
     max_total_tokens: PositiveInt | None = Field(
-        None, description="Size of the KV cache; none: what fits."
+        None, description="Size of the KV cache in tokens; none: as many as fit."
     )
-    tp_size: PositiveInt = Field(1, description="GPUs a rank of a server.")
+    tp_size: PositiveInt = Field(1, description="Tensor parallelism: GPUs per data-parallel rank.")
     dp_size: PositiveInt = Field(
         1,
-        description="Data-parallel ranks of a server, each with the model and a KV cache of its "
-        "own.",
+        description="Data-parallel ranks per server, each with its own copy of the model and KV "
+        "cache.",
     )
     threads: PositiveInt = Field(
-        1, description="OpenMP threads a server, on a CPU. More pays only on idle cores."
+        1, description="OpenMP threads per server on a CPU; more only help if cores are idle."
     )
     extra_args: tuple[str, ...] = Field(
-        (), description="More of SGLang's own options, last on its command line."
+        (), description="Additional options of SGLang, at the end of its command line."
     )
     start_timeout_s: PositiveFloat = Field(
-        300.0, description="From the start until a server is ready."
+        300.0, description="Maximum time from the start until a server is ready."
     )
     stop_timeout_s: float | None = Field(
         None,
         ge=0,
-        description="Between asking a server to end and killing it; none: 0 on a CPU, where there "
-        "is nothing to release, and 15 on a GPU.",
+        description="Time between asking a server to end and killing it; none: 0 on a CPU, where "
+        "there is nothing to release, and 15 on a GPU.",
     )
 
     max_restarts: int = Field(
         3,
         ge=0,
-        description="How often a server that dies is started again in ten minutes, before it is "
-        "given up.",
+        description="Maximum number of restarts of a server in ten minutes, before it is given up.",
     )
     unresponsive_s: PositiveFloat = Field(
         60.0,
-        description="A server that counts as dead for so long while its process lives is killed, "
-        "to be started again.",
+        description="Time after which a server that is dead although its process lives is killed "
+        "and restarted.",
     )
 
     @field_validator("extra_args")
     @classmethod
-    def _not_what_we_set(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _no_reserved_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for argument in value:
-            if argument.split("=")[0] in _OURS:
-                raise ValueError(f"{argument} is set by the runtime")
+            if argument.split("=")[0] in _RESERVED:
+                raise ValueError(f"{argument} is set by the runtime, remove it")
         return value
 
 
 @dataclass(frozen=True)
 class Launch:
-    """All that it takes to start one server, again if need be."""
+    """Everything needed to start or restart one server."""
 
     name: str
     command: tuple[str, ...]
@@ -155,7 +159,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of SGLang's first process, which leads its session; None until it runs."""
+        """Process id of SGLang's main process, which leads its session; None until it runs."""
         return self._pid
 
     @property
@@ -164,20 +168,21 @@ class ServerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status as a shell gives it (128 + signal); None while it runs."""
+        """Exit status as a shell reports it (128 + signal); None while the server runs."""
         code = self._guardian.returncode
         return 128 - code if code is not None and code < 0 else code  # the guardian was killed
 
     async def wait_dead(self) -> str:
-        """Wait until nothing of the server is left; returns how it ended, and its log's tail."""
+        """Wait until nothing of the server is left; return how it ended, with the tail of its
+        log."""
         await self._guardian.wait()  # no deadline: as long as the server lives
-        return self._epitaph()
+        return self._describe_end()
 
     async def ready(self, on_progress: Callable[[str], None]) -> None:
-        """Wait until the server takes requests.
+        """Wait until the server accepts requests.
 
         Raises:
-            ServerStartError: it died, or `start_timeout_s` is over.
+            ServerStartError: It died, or `start_timeout_s` has passed.
         """
         started = anyio.current_time()
         try:
@@ -186,38 +191,41 @@ class ServerProcess:
                 await self._poll(on_progress)
         except TimeoutError as error:
             raise ServerStartError(
-                f"{self.launch.name} was not ready after {self.launch.start_timeout_s:g} s "
+                f"{self.launch.name} was not ready within {self.launch.start_timeout_s:g} s "
                 f"(`start_timeout_s`).\n{self._log.tail()}"
             ) from error
         took_s = anyio.current_time() - started
         on_progress(f"{self.launch.name}: ready at {self.url} after {took_s:.1f} s")
 
     async def restart(self, on_progress: Callable[[str], None]) -> None:
-        """Start it again after it died; it is ready when this returns. The log of its last life
-        is kept beside the new one, as `.previous`.
+        """Restart a dead server and wait until it is ready.
+
+        The previous log is kept next to the new one, as `.previous`.
 
         Raises:
-            ServerStartError: as `ready`.
+            ServerStartError: See `ready`.
         """
         # no deadline: the old one is dead, and a fork takes milliseconds
-        with anyio.CancelScope(shield=True):  # or the new process would be lost
+        with anyio.CancelScope(shield=True):  # a cancellation would lose the new process
             await self._guardian.aclose()
             path = self.launch.log_path
-            with suppress(OSError):  # somebody tidied up, or it is in the way: start all the same
+            with suppress(
+                OSError
+            ):  # a log that is missing or cannot be renamed must not prevent a start
                 path.replace(path.with_name(path.name + ".previous"))
             self._pid = None
             self._guardian = await _spawn(self.launch)
         await self.ready(on_progress)
 
     async def stop(self) -> None:
-        """End the server and all its processes. Cancellation does not interrupt it."""
-        guardian = self._guardian  # not the one of its next life, which may begin meanwhile
+        """End the server and all its processes, shielded from cancellation."""
+        guardian = self._guardian  # a restart may replace it meanwhile
         with anyio.move_on_after(self.launch.stop_timeout_s + _GUARDIAN_GRACE_S, shield=True):
             if guardian.stdin is not None:
                 await guardian.stdin.aclose()
             await guardian.wait()
         if guardian.returncode is None:
-            guardian.kill()  # the kernel kills the server for it
+            guardian.kill()  # the kernel then kills the server
         with anyio.move_on_after(_GUARDIAN_GRACE_S, shield=True):
             await guardian.aclose()
 
@@ -227,24 +235,24 @@ class ServerProcess:
             self._pid = int(await self._guardian.stdout.receive())  # no deadline: ready() has one
         except anyio.EndOfStream:
             await self._guardian.wait()  # no deadline: ready() has one
-            raise ServerStartError(self._epitaph()) from None
+            raise ServerStartError(self._describe_end()) from None
 
     async def _poll(self, on_progress: Callable[[str], None]) -> None:
         stage = ""
         async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
-            while not await _answers(client):
+            while not await _is_ready(client):
                 if not self.alive:
-                    raise ServerStartError(self._epitaph())
+                    raise ServerStartError(self._describe_end())
                 if (now := self._log.stage()) != stage:
                     stage = now
                     on_progress(f"{self.launch.name}: {stage}")
                 await anyio.sleep(_POLL_S)
-            # SGLang does this itself after a warm-up, which we skip on a CPU: without it a full
-            # collection stalls every stream.
+            # SGLang does this itself after a warm-up, which is skipped on a CPU. Without it, full
+            # garbage collections stall every stream.
             with anyio.move_on_after(5), suppress(httpx.HTTPError):
                 await client.post("/freeze_gc")
 
-    def _epitaph(self) -> str:
+    def _describe_end(self) -> str:
         return (
             f"{self.launch.name} {self._log.ending(self.returncode)}\n"
             f"Its command: {' '.join(self.launch.command)}\n{self._log.tail()}"
@@ -259,16 +267,16 @@ async def sglang_servers(
     log_dir: Path,
     on_progress: Callable[[str], None],
 ) -> AsyncIterator[list[ServerProcess]]:
-    """Start servers side by side; yields them once all are ready; ends them on the way out.
+    """Start servers concurrently; yield them when all are ready; stop them at the end.
 
     Args:
-        model_path: a model folder, or a name that SGLang may download.
-        log_dir: gets one log a server; made if missing.
-        on_progress: called with a sentence whenever something changes.
+        model_path: A model folder, or a name that SGLang may download.
+        log_dir: Folder for one log per server; created if missing.
+        on_progress: Called with a sentence at every change.
 
     Raises:
-        ModelError: `model_path` is a folder that holds no model.
-        ServerStartError: SGLang is not installed, a port is taken, a server died or took too
+        ModelError: `model_path` is a folder without a model.
+        ServerStartError: SGLang is not installed, a port is in use, or a server died or took too
             long.
     """
     if importlib.util.find_spec("sglang") is None:
@@ -284,7 +292,7 @@ async def sglang_servers(
 async def running(
     launches: Iterable[Launch], *, on_progress: Callable[[str], None]
 ) -> AsyncIterator[list[ServerProcess]]:
-    """`sglang_servers` for commands of any kind that answer `GET /ready`."""
+    """Run any commands that answer `GET /ready`, like `sglang_servers`."""
     servers: list[ServerProcess] = []
     try:
         for launch in launches:
@@ -298,7 +306,11 @@ async def running(
 
 
 async def _spawn(launch: Launch) -> Process:
-    """Raises ServerStartError: its log cannot be written, or no process can be made."""
+    """Start the guardian of a server.
+
+    Raises:
+        ServerStartError: The log cannot be written, or no process can be created.
+    """
     try:
         return await guarded(
             launch.command,
@@ -317,10 +329,10 @@ async def guarded(
     *,
     stop_timeout_s: float,
 ) -> Process:
-    """Run `command` under a guardian (guardian.py): it ends with us, and all its children too.
+    """Run `command` under a guardian (guardian.py), which ends it with us, its children included.
 
     Raises:
-        OSError: its log cannot be written, or no process can be made.
+        OSError: The log cannot be written, or no process can be created.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     guardian = (sys.executable, "-I", str(_GUARDIAN))
@@ -331,7 +343,7 @@ async def guarded(
             stdout=subprocess.PIPE,
             stderr=log,
             env={**environment, **wait_policy(environment)},
-            start_new_session=True,  # Ctrl-C in a terminal is ours to handle
+            start_new_session=True,  # Ctrl-C in a terminal is handled by the runtime
         )
 
 
@@ -359,10 +371,10 @@ async def _stop_all(servers: list[ServerProcess]) -> None:
                 tasks.start_soon(server.stop)
 
 
-async def _answers(client: httpx.AsyncClient) -> bool:
+async def _is_ready(client: httpx.AsyncClient) -> bool:
     try:
         return (await client.get("/ready")).status_code == httpx.codes.OK
-    except httpx.HTTPError:  # also what is no answer at all: another program may have the port
+    except httpx.HTTPError:  # includes invalid HTTP: another program may have the port
         return False
 
 
@@ -377,10 +389,10 @@ def require_device(settings: ServerSettings) -> None:
 
 
 def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> list[Launch]:
-    """What to run for these settings, on this machine.
+    """Return the commands for these settings on this machine.
 
     Raises:
-        ModelError, ServerStartError: as `sglang_servers`.
+        ModelError, ServerStartError: See `sglang_servers`.
     """
     folder = _model_folder(model_path)
     on_cpu = settings.device == "cpu" or (settings.device == "auto" and not has_accelerator())
@@ -414,7 +426,7 @@ def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> 
 
 
 def _model_folder(model_path: Path | str) -> Path | None:
-    """The folder, made absolute; None for the name of a model to download."""
+    """Return the absolute path of the folder; None for the name of a model to download."""
     folder = Path(model_path).expanduser()
     if not folder.exists():
         if isinstance(model_path, Path) or str(model_path).startswith(("/", ".", "~")):
@@ -428,7 +440,7 @@ def _model_folder(model_path: Path | str) -> Path | None:
 def _rank_arguments(settings: ServerSettings, side_port: int) -> list[str]:
     if settings.dp_size == 1:
         return ["--nccl-port", str(side_port)]
-    # Each rank needs a port of its own, and SGLang would give them all this one.
+    # Each rank needs a port of its own, but SGLang would use this one for all of them.
     return ["--dp-size", str(settings.dp_size)]
 
 
@@ -454,7 +466,10 @@ def _gpu_arguments(index: int, settings: ServerSettings) -> list[str]:
 
 
 def _cpu_kv_tokens(folder: Path | None) -> int:
-    """As many tokens as a fixed share of memory holds, in float32; SGLang would take it all."""
+    """Return the tokens that fit into a fixed amount of memory, in float32.
+
+    By default SGLang would take nearly all memory.
+    """
     if folder is None:
         return _CPU_KV_TOKENS
     config = orjson.loads((folder / "config.json").read_bytes())
@@ -471,7 +486,7 @@ def _cpu_kv_tokens(folder: Path | None) -> int:
 
 def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> dict[str, str]:
     environment = dict(os.environ)
-    # Where pip left no bytecode, the first start has to keep what it compiles.
+    # If pip has not compiled the packages, the first start has to save its bytecode.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PYTHONUNBUFFERED"] = "1"
     if offline:
@@ -481,7 +496,7 @@ def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> di
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         environment["OMP_NUM_THREADS"] = str(settings.threads)
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        if settings.dp_size > 1:  # SGLang takes one entry for each rank, else for NUMA nodes
+        if settings.dp_size > 1:  # SGLang needs one entry per rank; its default is per NUMA node
             cores = sorted(os.sched_getaffinity(0))
             bind = [str(cores[rank % len(cores)]) for rank in range(settings.dp_size)]
             environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bind))
@@ -489,7 +504,7 @@ def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> di
 
 
 def _ports(settings: ServerSettings) -> list[tuple[int, int]]:
-    """A port to listen on and one for SGLang's own processes, for each server."""
+    """Return, for each server, its port and one for SGLang's internal communication."""
     candidates = iter(random.sample(_PORTS, len(_PORTS)))
     free = (port for port in candidates if _is_free(port))
     if settings.port == 0:

@@ -1,12 +1,12 @@
-"""Pure: who waits for KV room, and who goes next.
+"""Pure: the queue of requests that wait for KV capacity.
 
     a turn ──enter──> waiting ──place, in order──> a server
-                         └──leave (cancelled, too late)
+                         └──leave (cancelled, timed out)
 
-The order is that of the groups' starts, and within a group the longest expected first, since the
-last one to end decides when the group is done. One that does not fit may be overtaken by smaller
-ones, but not for ever: once it has waited for `patience_s`, nobody behind it goes before it does,
-until enough room has come together.
+Groups go in the order of their start; within a group the longest expected request goes first,
+because the group is done when its last one ends. A request that does not fit may be overtaken by
+smaller ones, but not forever: once it has waited for `patience_s`, requests behind it wait until
+enough capacity has become free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Generic[T]):
-    """One that waits. `order` is its group's number, `expected` its length in tokens."""
+    """A queued request. `order` is its group's number, `expected` its expected length in tokens."""
 
     name: str
     order: int
@@ -33,15 +33,15 @@ class Waiting(Generic[T]):
 
     @property
     def rank(self) -> tuple[int, int, float, str]:
-        """Smaller goes first."""
+        """Sort key; the smallest goes first."""
         return (self.order, -self.expected, self.since_s, self.name)
 
 
 class WaitingRoom(Generic[T]):
-    """Enter, leave, place; nothing is placed but by `place`."""
+    """A priority queue; only `place` removes requests that were placed."""
 
     def __init__(self, *, patience_s: float = 10.0, max_overtaken: int = 8) -> None:
-        """Behind `max_overtaken` that do not fit nobody is tried, which bounds the work."""
+        """`max_overtaken` bounds the requests tried per call that do not fit, and so the work."""
         self._patience_s = patience_s
         self._max_overtaken = max_overtaken
         self._ranks: list[tuple[int, int, float, str]] = []
@@ -51,18 +51,22 @@ class WaitingRoom(Generic[T]):
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Waiting[T]]:
-        """In order."""
+        """Iterate over the requests in order."""
         return (self._waiting[rank[3]] for rank in self._ranks)
 
     def enter(self, waiting: Waiting[T]) -> None:
-        """Raises ValueError: one of that name waits already."""
+        """Add a request.
+
+        Raises:
+            ValueError: A request of that name is already waiting.
+        """
         if waiting.name in self._waiting:
-            raise ValueError(f"{waiting.name} waits already")
+            raise ValueError(f"{waiting.name} is already waiting")
         self._waiting[waiting.name] = waiting
         insort(self._ranks, waiting.rank)
 
     def leave(self, name: str) -> bool:
-        """It was cancelled, or placed; harmless where it does not wait. Whether it did."""
+        """Remove a request that was cancelled or placed; return whether it was waiting."""
         waiting = self._waiting.pop(name, None)
         if waiting is None:
             return False
@@ -70,10 +74,9 @@ class WaitingRoom(Generic[T]):
         return True
 
     def place(self, now: float, try_to_place: Callable[[Waiting[T]], bool]) -> int:
-        """Try them in order; `try_to_place` says whether one went, and has reserved for it then.
+        """Try to place the requests in order; return how many were placed.
 
-        Returns:
-            How many went.
+        `try_to_place` reserves capacity and returns True, or returns False.
         """
         num_placed = num_stuck = index = 0
         while index < len(self._ranks):
@@ -89,5 +92,5 @@ class WaitingRoom(Generic[T]):
         return num_placed
 
     def longest_wait_s(self, now: float) -> float:
-        """Of the one that is next; 0 if nobody waits."""
+        """Return how long the next request has waited; 0 if the queue is empty."""
         return now - self._waiting[self._ranks[0][3]].since_s if self._ranks else 0.0

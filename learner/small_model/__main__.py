@@ -2,8 +2,8 @@
 
 --out DIR      where the model's files go (an existing model there is replaced)
 --steps N      training steps (default: those of the shipped model)
---seed N       of data and weights (default 0)
---cases N      held-out dialogues per skill; 0 leaves the evaluation out (default 200)
+--seed N       seed of data and weights (default 0)
+--cases N      held-out dialogues per skill; 0 skips the evaluation (default 200)
 --show-wrong N print up to N failed dialogues per skill
 --evaluate DIR measure the model in DIR and write nothing
 """

@@ -1,4 +1,4 @@
-"""The tools of the evaluation, emulated: a walk over a whitelist of syntax, never eval or exec."""
+"""Emulation of the tools for the evaluation: an interpreter of whitelisted syntax, without eval."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 def value(node: ast.expr) -> int | range:
-    """The value of an expression of integers, + - * // % **, gcd, sum and range."""
+    """Return the value of an integer expression with + - * // % **, gcd, sum and range."""
     match node:
         case ast.Constant(value=int() as number) if number.bit_length() <= _MAX_BITS:
             return number
@@ -57,12 +57,12 @@ def value(node: ast.expr) -> int | range:
 def _integer(node: ast.expr) -> int:
     number = value(node)
     if isinstance(number, range):
-        raise Refused("a range is no number")
+        raise Refused("a range is not a number")
     return number
 
 
 def run_code(code: str, *, show_last: bool) -> str:
-    """What `code` prints; with `show_last`, the value of its last line, as a notebook does."""
+    """Return the output of `code`; with `show_last`, its last line's value, as in a notebook."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError) as error:
@@ -84,7 +84,7 @@ def run_code(code: str, *, show_last: bool) -> str:
 
 
 def answer_call(text: str, box: Toolbox, expected: Calc) -> str:
-    """The response to one `<tool_call>` body; `expected` says what operands stand for."""
+    """Return the response to the body of a `<tool_call>`; `expected` gives the right operands."""
     try:
         call = json.loads(text)
         name, arguments = call["name"], call["arguments"]

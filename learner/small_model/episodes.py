@@ -1,4 +1,4 @@
-"""A teacher's dialogues: questions, calls, responses (some of them failures), answers."""
+"""The teacher's dialogues: questions, calls, responses (some of them failures), answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COUNTS = {2: "Two", 3: "Three"}
 
 @dataclass(slots=True)
 class Episode:
-    """A whole dialogue. `trained[i]` says whether the i-th assistant message is learned from."""
+    """A whole dialogue. `trained[i]` says whether the i-th assistant message is trained on."""
 
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Episode:
 
 
 def opening(rng: Random, box: Toolbox) -> Episode:
-    """An episode with its tools and, now and then, a system sentence; no question yet."""
+    """Return an episode with its tools and sometimes a system message, but no question yet."""
     episode = Episode(tools=[tool.schema for tool in box.tools])
     if rng.random() < 0.35:
         episode.say("system", " ".join(rng.sample(SYSTEMS, rng.choice((1, 1, 1, 2)))))
@@ -53,7 +53,7 @@ def opening(rng: Random, box: Toolbox) -> Episode:
 
 
 def teach(rng: Random, episode: Episode, box: Toolbox, question: Question) -> None:
-    """Append the question and the teacher's whole way to the answer."""
+    """Append the question and all of the teacher's turns up to the answer."""
     episode.say("user", question.text)
     if not question.rounds:
         episode.assistant(closing("This is not integer arithmetic.", question.reply))
@@ -82,7 +82,7 @@ def closing(reason: str, answer: str) -> str:
 
 
 def again(box: Toolbox, calc: Calc) -> str:
-    """The turn after a failed call."""
+    """Return the turn after a failed call."""
     tool = _tool(box, calc)
     reason = f"The call failed. I compute {calc.expression} again."
     return f"<reason>{reason}</reason>\n{tool.call(tool.arguments(calc))}"
@@ -109,7 +109,10 @@ def _tool(box: Toolbox, calc: Calc) -> Tool:
 
 
 def _fail(rng: Random, episode: Episode, box: Toolbox, calc: Calc, turn: str) -> None:
-    """A first attempt that fails: a wrong one is shown but not learned, a right one is unlucky."""
+    """Append a first attempt that fails.
+
+    A wrong call is in the context but not trained on; a correct one fails by bad luck.
+    """
     if rng.random() < 0.5:
         episode.assistant(turn)
     else:
@@ -124,7 +127,7 @@ def _fail(rng: Random, episode: Episode, box: Toolbox, calc: Calc, turn: str) ->
 
 
 def failure(rng: Random) -> str:
-    """The text of a call that went wrong, as the runtime writes it and as others might."""
+    """Return the text of a failed call, as this runtime or others write it."""
     name = "".join(rng.choices("abcxyz", k=rng.randint(1, 4)))
     cause = rng.choice(
         (
@@ -181,7 +184,7 @@ def spoiled(rng: Random) -> str:
 
 
 def shown(rng: Random, value: int) -> str:
-    """A good response: mostly the bare number, sometimes with noise around it."""
+    """Return the response to a successful call: mostly the bare number, sometimes with noise."""
     if rng.random() < 0.88:
         return str(value)
     number = rng.randrange(10, 100)
@@ -213,7 +216,7 @@ NO_TOOLS = Toolbox((), Tool("", (), Style.PYTHON))
 
 
 def question(rng: Random, box: Toolbox, *, unseen: bool = False) -> Question:
-    """One question of the training mixture that fits the box."""
+    """Return a question of the training mixture that the toolbox can answer."""
     if rng.random() < 0.05:
         return problems.small_talk(rng)
     kind = rng.choices(_KINDS, (58, 17, 19, 6))[0]
@@ -227,7 +230,7 @@ def question(rng: Random, box: Toolbox, *, unseen: bool = False) -> Question:
 
 
 def sample(rng: Random, names: Names = Names.PLAIN) -> Episode:
-    """One training episode: one question mostly, sometimes a chat of up to ten."""
+    """Return a training episode: mostly one question, sometimes a chat of up to ten."""
     roll = rng.random()
     if roll < 0.04:
         box = NO_TOOLS
@@ -247,7 +250,8 @@ def sample(rng: Random, names: Names = Names.PLAIN) -> Episode:
 
 
 def plain_history(rng: Random, episode: Episode, ask: Question) -> None:
-    """An earlier exchange as other clients keep it: the answer's text alone, not learned from."""
+    """Append an earlier exchange as other clients keep it: only the answer's text, not trained
+    on."""
     boxed = "\\boxed{{{}}}"
     form = rng.choice(("{}", boxed, "The result is {}.", f"<answer>{boxed}</answer>"))
     episode.say("user", ask.text)

@@ -1,8 +1,8 @@
-"""Greedy accuracy on problems and names that training never saw, skill by skill.
+"""Greedy accuracy per skill on problems and names held out of training.
 
-An episode counts only if every call is right, calls come in the expected turns, and the
-answer is boxed exactly. Many episodes are generated side by side through transformers' KV
-cache; tools are emulated (calculate.py).
+An episode counts only if every call is right, calls come in the expected turns, and the answer is
+boxed exactly. Episodes are generated in batches with transformers' KV cache; tools are emulated
+(calculate.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ANSWER = re.compile(r"</reason>\n<answer>(.*)</answer>$", re.DOTALL)
 
 @dataclass(slots=True)
 class Case:
-    """A dialogue under way: what was said, what is still to come, and what went wrong."""
+    """A dialogue in progress: the episode so far, the questions left, and the first mistake."""
 
     box: Toolbox
     episode: Episode
@@ -48,7 +48,7 @@ class Case:
         return bool(self.wrong) or not self.questions
 
     def take(self, content: str) -> None:
-        """Judge one assistant turn and append what the world says to it."""
+        """Judge an assistant turn and append the reply to it."""
         self.episode.assistant(content)
         ask = self.questions[0]
         rounds = ask.rounds if self.box.tools else ()
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """How the cases of one line of the table are drawn."""
+    """A line of the table, and how its cases are drawn."""
 
     name: str
     box: Callable[[Random], Toolbox]
@@ -161,7 +161,7 @@ SKILLS = (
 def generate(
     model: Any, tokenizer: Any, episodes: Sequence[Episode], max_new_tokens: int = 240
 ) -> list[str]:
-    """The greedy next turn of each episode, `<reason>` included."""
+    """Return the greedy next turn of each episode, including `<reason>`."""
     prompts = token_ids(tokenizer, episodes, add_generation_prompt=True)
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     with torch.inference_mode():
@@ -176,7 +176,7 @@ def generate(
 
 
 def run(model: Any, tokenizer: Any, cases: list[Case], batch_size: int = 64) -> None:
-    """Play all cases to their end."""
+    """Run all cases to their end."""
     while active := [case for case in cases if not case.done]:
         active = active[:batch_size]
         turns = generate(model, tokenizer, [case.episode for case in active])
@@ -192,12 +192,12 @@ def evaluate(
     seed: int = 0,
     report: Callable[[str, list[Case]], None] = lambda *_: None,
 ) -> dict[str, float]:
-    """Accuracy, 0 to 1, of each skill over `num_cases` dialogues held out of training."""
+    """Return the accuracy, 0 to 1, of each skill over `num_cases` held-out dialogues."""
     accuracies = {}
     for skill in SKILLS:
         rng = Random(f"evaluation {seed} {skill.name}")
         cases = [skill.case(rng) for _ in range(num_cases)]
-        # The attention of a batch grows with the square of its longest chat.
+        # The cost of attention grows with the square of the longest chat in the batch.
         run(model, tokenizer, cases, batch_size=64 // skill.num_questions**2 + 1)
         accuracies[skill.name] = sum(not case.wrong for case in cases) / num_cases
         report(skill.name, cases)

@@ -1,4 +1,4 @@
-"""Names for tools and parameters, mostly invented: a model that has to copy them learns to copy.
+"""Names for tools and parameters, mostly invented, so that the model has to learn to copy them.
 
 Every name belongs to one side of a hash split, as the operands do.
 """
@@ -13,16 +13,16 @@ from learner.small_model.problems import held_out
 
 
 class Names(StrEnum):
-    """Where names are drawn from."""
+    """Sets that names are drawn from."""
 
     PLAIN = "plain"
-    """A few words, and syllables: enough to learn that names are copied."""
+    """A few words, and syllables: enough to learn to copy names."""
     WIDE = "wide"
-    """Many words, and pieces of them, so that every token of the vocabulary gets copied."""
+    """Many words and pieces of words, so that every token of the vocabulary is copied."""
     UNSEEN = "unseen"
-    """As PLAIN, from the side held out of training."""
+    """Like PLAIN, from the side held out of training."""
     UNSEEN_WIDE = "unseen wide"
-    """As WIDE, from the side held out; half of them of words that no training name has."""
+    """Like WIDE, from the held-out side; half of the names use words absent from training."""
 
     @property
     def seen(self) -> bool:
@@ -71,7 +71,7 @@ _SHARES = (36, 22, 14, 12, 6, 10)
 
 
 def identifier(rng: Random, names: Names, common: frozenset[str]) -> str:
-    """One name. Those in `common` count as seen, wherever the hash puts them."""
+    """Return a name. Names in `common` count as seen, whatever their hash."""
     while True:
         name = _wide(rng, names) if names.wide else _plain(rng)
         if rng.random() < 0.04:

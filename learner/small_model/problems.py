@@ -1,7 +1,7 @@
-"""Integer problems and the words people put them in.
+"""Integer problems and their phrasings.
 
-Every operand pair belongs to one side of a hash split, so that what is measured was never
-trained on. All choices come from the `random.Random` that the caller hands in.
+Every operand pair belongs to one side of a hash split, so that the evaluation uses none that was
+trained on. All randomness comes from the caller's `random.Random`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ HELD_OUT_ONE_IN = 8
 
 
 def held_out(key: str) -> bool:
-    """Whether a problem or a name is kept out of training."""
+    """Return whether a problem or a name is held out of training."""
     return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: what it computes, how code and people write it.
+    """An operation: its function, its expression in code and its phrasings.
 
     `phrases` are whole questions; `then` continues a first step ("..., then add 5").
     """
@@ -179,7 +179,7 @@ SYMBOLS = (ADD, SUB, MUL, DIV, MOD, POW)
 
 @dataclass(frozen=True, slots=True)
 class Calc:
-    """One thing to compute. `text` replaces the expression where it is a longer one."""
+    """A single calculation. A longer expression has its `text` and `result` given."""
 
     op: Op
     a: int
@@ -198,9 +198,9 @@ class Calc:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a user says, and the work it takes.
+    """A user's question and the calculations that answer it.
 
-    `rounds`: for each turn, the calls of that turn. `reply` answers where nothing is computed.
+    `rounds` holds the calls of each turn. `reply` is the answer if there is nothing to compute.
     """
 
     text: str
@@ -213,13 +213,16 @@ class Question:
 
 
 def integer(rng: Random) -> int:
-    """1 to 9,999; mostly up to three digits, each length with its own share."""
+    """Return a number from 1 to 9,999, mostly of up to three digits.
+
+    Its number of digits is drawn first.
+    """
     digits = rng.choices((1, 2, 3, 4), (25, 40, 28, 7))[0]
     return rng.randrange(10 ** (digits - 1), 10**digits)
 
 
 def calc(rng: Random, ops: tuple[Op, ...], *, unseen: bool) -> Calc:
-    """A calculation from the trained side of the split, or from the side held out."""
+    """Return a calculation from the training side of the split, or from the held-out one."""
     op = rng.choice(ops)
     while True:
         a, b = integer(rng), integer(rng)
@@ -234,7 +237,7 @@ def calc(rng: Random, ops: tuple[Op, ...], *, unseen: bool) -> Calc:
 
 
 def single(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool) -> Question:
-    """One operation, one call."""
+    """Return a question of one operation, with one call."""
     step = calc(rng, ops, unseen=unseen)
     phrases = step.op.phrases
     if step.op is POW and rng.random() < 0.5:
@@ -243,7 +246,10 @@ def single(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool) -> Question:
 
 
 def two_step(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool) -> Question:
-    """The second call needs the first one's result. `ops` holds one of + - * at least."""
+    """Return a question whose second call needs the first one's result.
+
+    `ops` must contain at least one of + - *.
+    """
     chain = tuple(op for op in CHAIN_OPS if op in ops)
     first = calc(rng, chain, unseen=unseen)
     while first.value < 1:
@@ -268,7 +274,7 @@ def two_step(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool) -> Questio
         )
     )
     then = rng.choice(op.then)
-    if op in (ADD, SUB) and rng.random() < 0.3:  # reads from left to right without a "then"
+    if op in (ADD, SUB) and rng.random() < 0.3:  # needs no "then": evaluated left to right anyway
         form = rng.choice(("What is {x} {then}?", "Compute {x} {then}.", "{x} {then}"))
         then = "plus {b}" if op is ADD else "minus {b}"
     text = form.replace("{x}", opening).format(a=first.a, b=first.b, then=then.format(b=second.b))
@@ -276,7 +282,7 @@ def two_step(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool) -> Questio
 
 
 def several(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool, count: int = 3) -> Question:
-    """Independent problems in one question: all calls in one turn."""
+    """Return a question of independent problems, with all calls in one turn."""
     steps = tuple(calc(rng, ops, unseen=unseen) for _ in range(count))
     symbols = rng.random() < 0.5
     parts = []
@@ -300,7 +306,7 @@ def several(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool, count: int 
 
 
 def written(rng: Random, _: tuple[Op, ...] = OPS, *, unseen: bool) -> Question:
-    """A longer written expression of + - *, copied into one call."""
+    """Return a question with a longer expression of + - *, which one call copies."""
     first = calc(rng, CHAIN_OPS, unseen=unseen)
     text, numbers = first.expression, rng.choice((1, 1, 2))
     value: int
@@ -363,7 +369,7 @@ NOT_MINE = "I can only do integer arithmetic with tools."
 
 
 def small_talk(rng: Random) -> Question:
-    """Nothing to compute: an honest short answer."""
+    """Return a question with nothing to compute, and a short honest reply."""
     if rng.random() < 0.4:
         return Question(_vary(rng, rng.choice((*_ABOUT, *_GREETINGS))), reply=ABOUT_ME)
     text = rng.choice(_OTHER).format(t=rng.choice(_TOPICS), n=rng.randrange(10, 100))
@@ -375,7 +381,7 @@ def _say(rng: Random, phrase: str, step: Calc) -> str:
 
 
 def _vary(rng: Random, text: str) -> str:
-    """Case, politeness, punctuation and a boilerplate sentence, now and then."""
+    """Vary case, politeness and punctuation, and sometimes add a boilerplate sentence."""
     roll = rng.random()
     if roll < 0.06:
         text = f"Please {text[0].lower()}{text[1:]}"

@@ -1,4 +1,4 @@
-"""The model's directory: what transformers and SGLang load, and the card beside it."""
+"""The model's directory: files that transformers and SGLang load, and the model card."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def save(model: Any, tokenizer: Any, directory: Path) -> None:
 
 
 def load(directory: Path) -> tuple[Any, Any]:
-    """Model (float32, as SGLang serves it on a CPU) and tokenizer."""
+    """Return the model (float32, as SGLang serves it on a CPU) and the tokenizer."""
     disable_progress_bar()
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval(), load_tokenizer(directory)
 
 
 def digest(directory: Path) -> str:
-    """SHA-256 of the weights' file."""
+    """Return the SHA-256 of the weights' file."""
     return hashlib.sha256((directory / WEIGHTS).read_bytes()).hexdigest()
 
 
@@ -52,7 +52,7 @@ def write_card(
     minutes: float,
     num_cases: int,
 ) -> None:
-    """README.md: the card's text with this model's figures."""
+    """Write README.md: the card's template with this model's figures."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     model, _ = load(directory)
     rows = [f"| {skill} | {right:.1%} |" for skill, right in accuracies.items()]

@@ -1,10 +1,9 @@
 """The byte-level BPE tokenizer of the small model.
 
-Letters, single digits and everything else are split before merging, and no token takes a
-leading space into a word: a name has the same tokens wherever it stands, which is what makes
-copying it easy for a model this small. A line break is a token of its own, so that contents
-have the same tokens whether they are encoded with the template's markup or apart from it. Needs
-no torch.
+Letters, single digits and everything else are split before merging, and no token merges a leading
+space with a word. So a name always has the same tokens, which makes copying it easy for a model
+this small. A line break is a token of its own, so that contents have the same tokens whether they
+are encoded with the template's markup or apart from it. Does not need torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 VOCAB_SIZE = 512
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# Not "special" to the library, so that decoding keeps them, as with Qwen3.
+# Not "special" in the library's sense, so that decoding keeps them, as with Qwen3.
 TAGS = (
     "<tool_call>",
     "</tool_call>",
@@ -39,7 +38,7 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-    """A dialogue as the template writes it, before there is a tokenizer."""
+    """Render a dialogue with the chat template, without a tokenizer."""
     rendered, _ = render_jinja_template(
         [messages], tools=tools or None, chat_template=TEMPLATE.read_text(encoding="utf-8")
     )
@@ -47,7 +46,7 @@ def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = 
 
 
 def build(texts: Iterable[str], max_length: int) -> Any:
-    """A tokenizer of `VOCAB_SIZE` entries learned from `texts`."""
+    """Train a tokenizer of `VOCAB_SIZE` entries on `texts`."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,7 +64,7 @@ def build(texts: Iterable[str], max_length: int) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Training sees no added tokens: cut them out, or their letters would be merged.
+    # The trainer does not know added tokens: cut them out, or it would merge their letters.
     pieces = (piece for text in texts for piece in ADDED.sub(_MARK, text).split(_MARK) if piece)
     core.train_from_iterator(pieces, trainer)
     return PreTrainedTokenizerFast(
@@ -79,7 +78,7 @@ def build(texts: Iterable[str], max_length: int) -> Any:
 
 
 def _keep_tags(core: Tokenizer) -> Tokenizer:
-    """The trainer makes every added token special: undo that for the tags."""
+    """Make the tags non-special again: the trainer makes every added token special."""
     settings = json.loads(core.to_str())
     for token in settings["added_tokens"]:
         token["special"] = token["content"] not in TAGS
@@ -87,7 +86,7 @@ def _keep_tags(core: Tokenizer) -> Tokenizer:
 
 
 def save(tokenizer: Any, directory: Path) -> None:
-    """tokenizer.json, its configuration and the template, under the class every reader knows."""
+    """Save tokenizer.json, its configuration and the template, under the most common class name."""
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))

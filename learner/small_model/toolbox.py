@@ -1,4 +1,4 @@
-"""The tools an episode offers: the two built-in ones, and tools of any name."""
+"""The tools that an episode offers: the two built-in ones, and tools of any name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from learner.small_model.problems import OPS, Calc, Op
 
 
 class Style(StrEnum):
-    """How a tool wants its arguments."""
+    """The kind of arguments that a tool takes."""
 
     PYTHON = "python"
     JUPYTER = "jupyter"
@@ -35,7 +35,7 @@ class Tool:
         return {"type": "function", "function": {"name": self.name, "parameters": parameters}}
 
     def arguments(self, calc: Calc) -> dict[str, int | str]:
-        """What the teacher passes to have `calc` computed."""
+        """Return the arguments with which the teacher has `calc` computed."""
         match self.style:
             case Style.PYTHON:
                 return {"code": f"{calc.op.imports}print({calc.expression})"}
@@ -74,7 +74,7 @@ _COMMON = frozenset(name for names in BY_MEANING.values() for name in names)
 
 
 def custom(rng: Random, style: Style, names: Names) -> Tool:
-    """A tool of two operands, or of one expression."""
+    """Return a tool that takes two operands, or one expression."""
     name = identifier(rng, names, _COMMON)
     if names.seen and rng.random() < 0.12:
         name = rng.choice(sorted(_COMMON))
@@ -94,9 +94,9 @@ def custom(rng: Random, style: Style, names: Names) -> Tool:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of one episode, and which of them serves a calculation.
+    """The tools of an episode, and which of them serves a calculation.
 
-    `meanings` maps operations to tools where several custom tools are on offer.
+    `meanings` maps operations to tools if several custom tools are on offer.
     """
 
     tools: tuple[Tool, ...]
@@ -105,7 +105,7 @@ class Toolbox:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """The operations that this box serves."""
+        """The operations that these tools serve."""
         served = dict(self.meanings)
         return OPS if self.chosen else tuple(op for op in OPS if op.name in served)
 
@@ -114,7 +114,8 @@ class Toolbox:
 
 
 def toolbox(rng: Random, styles: tuple[Style, ...], names: Names) -> Toolbox:
-    """A box whose preferred tool has one of `styles`; built-in ones may lie beside a custom one."""
+    """Return a toolbox whose chosen tool has one of `styles`; a custom one may come with built-in
+    ones."""
     style = rng.choice(styles)
     if style is Style.PYTHON:
         return Toolbox(_shuffled(rng, PYTHON, *([JUPYTER] if rng.random() < 0.3 else [])), PYTHON)
@@ -126,7 +127,8 @@ def toolbox(rng: Random, styles: tuple[Style, ...], names: Names) -> Toolbox:
 
 
 def by_meaning(rng: Random) -> Toolbox:
-    """Two to four tools with telling names: the one that fits is called, else Python if there."""
+    """Return two to four tools with meaningful names, sometimes with Python for all other
+    operations."""
     pair = rng.choice(_PAIRS[:6])
     names = rng.sample(sorted(BY_MEANING), rng.randint(2, 4))
     meanings = tuple((op, Tool(rng.choice(BY_MEANING[op]), pair, Style.OPERANDS)) for op in names)

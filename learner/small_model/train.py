@@ -1,6 +1,6 @@
-"""Plain supervised training of the small model.
+"""Supervised training of the small model.
 
-sample -> render -> ids and mask -> batches of similar length -> Muon. One process, a fixed
+sample -> render -> ids and mask -> batches of similar length -> Muon. One process with a fixed
 number of threads: the same seed gives the same weights on the same machine.
 """
 
@@ -19,7 +19,7 @@ from learner.small_model.names import Names
 from learner.small_model.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from learner.small_model.tokenizer import ADDED, END, PAD, START, VOCAB_SIZE, build, render
 
-THREADS = 1  # a core of its own beats two shared ones, and is everywhere the same
+THREADS = 1  # faster than two on shared cores, and reproducible on any machine
 MAX_LENGTH = 4096
 _IGNORED = -100
 _CUT = "\ue000"
@@ -27,7 +27,10 @@ _CUT = "\ue000"
 
 @dataclass(frozen=True)
 class Settings:
-    """`batch_tokens` counts padding; a longer sample than `max_tokens` is left out."""
+    """Settings of the training.
+
+    `batch_tokens` counts padding; samples longer than `max_tokens` are left out.
+    """
 
     steps: int = 4000
     seed: int = 0
@@ -49,7 +52,8 @@ class Stage:
 
 
 def stages(settings: Settings) -> tuple[Stage, ...]:
-    """Four fifths on all skills; the last fifth again, gently, with names of every kind."""
+    """Return the stages: four fifths on all skills, then a gentler fifth with names of every
+    kind."""
     last = settings.steps // 5
     parts = (
         Stage(Names.PLAIN, settings.steps - last, settings.learning_rate),
@@ -59,7 +63,7 @@ def stages(settings: Settings) -> tuple[Stage, ...]:
 
 
 def architecture(tokenizer: Any) -> Any:
-    """Qwen3, small: 0.85 million parameters."""
+    """Return the configuration of a small Qwen3 with 0.85 million parameters."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -84,8 +88,10 @@ def make_tokenizer(seed: int, num_episodes: int = 3000) -> Any:
 
 
 def token_ids(tokenizer: Any, episodes: Sequence[Episode], **options: Any) -> list[list[int]]:
-    """The rendered episodes. What a user or a tool wrote never becomes a tag's token, as in the
-    runtime; `options` go to the template."""
+    """Return the ids of the rendered episodes; `options` go to the template.
+
+    Text of a user or a tool never becomes a tag's token, as in the runtime.
+    """
     cut = [[_without_tags(message) for message in e.messages] for e in episodes]
     texts = [
         tokenizer.apply_chat_template(m, tools=e.tools or None, tokenize=False, **options)
@@ -103,7 +109,7 @@ def _without_tags(message: Message) -> Message:
 
 
 def encode(tokenizer: Any, episodes: list[Episode]) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels [T] of each episode; labels are set on what the model is to say."""
+    """Return ids and labels [T] of each episode; labels are set on the tokens to be learned."""
     start, end = tokenizer.convert_tokens_to_ids([START, END])
     head = tokenizer.encode(f"{START}assistant\n<reason>")
     plain = head[:-1]
@@ -120,7 +126,7 @@ def encode(tokenizer: Any, episodes: list[Episode]) -> list[tuple[list[int], lis
 
 
 def batches(tokenizer: Any, settings: Settings, names: Names) -> Iterator[tuple[Any, Any]]:
-    """Endless batches: ids and labels [B, T], padded on the right."""
+    """Yield batches endlessly: ids and labels [B, T], padded on the right."""
     rng = Random(f"episodes {settings.seed}{' wide' if names is Names.WIDE else ''}")
     pad = tokenizer.pad_token_id
     while True:
@@ -142,7 +148,7 @@ def batches(tokenizer: Any, settings: Settings, names: Names) -> Iterator[tuple[
 
 
 def loss_of(model: Any, ids: Any, labels: Any) -> Any:
-    """Mean cross-entropy over the labelled positions; logits for those alone."""
+    """Return the mean cross-entropy over the labelled positions; only their logits are computed."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     targets = labels[:, 1:]
     chosen = targets != _IGNORED
@@ -153,14 +159,16 @@ def loss_of(model: Any, ids: Any, labels: Any) -> Any:
 def train(
     tokenizer: Any, settings: Settings, progress: Callable[[int, float], None] = lambda *_: None
 ) -> Any:
-    """The trained model in float32. `progress` gets the step and its loss."""
+    """Return the trained model in float32. `progress` is called with each step and its loss."""
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(settings.seed)
     model = Qwen3ForCausalLM(architecture(tokenizer)).float().train()
     done = 0
     for stage in stages(settings):
-        if done:  # start from what would have shipped, so that a stage can be repeated by itself
+        if (
+            done
+        ):  # start from the rounded weights, so that a stage can be repeated from shipped ones
             _round_to_bf16(model)
         for loss in _steps(model, tokenizer, settings, stage):
             done += 1
@@ -190,7 +198,7 @@ def _round_to_bf16(model: Any) -> None:
 
 
 def _optimizers(model: Any, settings: Settings) -> tuple[Any, Any]:
-    """Muon for the matrices inside, AdamW for embeddings and norms.
+    """Return Muon for the inner matrices and AdamW for embeddings and norms.
 
     Muon learns to copy (names, digits) in about two thirds of the steps that AdamW alone takes.
     """

@@ -53,7 +53,7 @@ class PlayedRouter(ScriptedEngine):
         self._turns.extend(turns)
 
     def waits(self) -> list[tuple[str, float, str]]:
-        return [("r", 1.5, "no server has room for it")]
+        return [("r", 1.5, "no server has free KV capacity for it")]
 
     def view(self) -> list[ServerView]:
         return [ServerView("http://fake", ServerState.HEALTHY, self.num_open, 0, 0, 0, 100)]
@@ -535,7 +535,7 @@ async def test_who_waits_is_told() -> None:
             told = await response.json()
     assert told["waits"] == []
     assert told["still_s"] == 0
-    why = "no server has room for it"
+    why = "no server has free KV capacity for it"
     assert told["for_room"] == [{"rollout_id": "r", "why": why, "waited_s": 1.5}]
     assert told["servers"][0]["state"] == "healthy"
 

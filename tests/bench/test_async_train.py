@@ -1,4 +1,5 @@
-"""The real loop in virtual time: the same each time, within its bounds, and sooner done."""
+"""The real training loop in virtual time is deterministic, within its bounds, and faster with
+overlap."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_no_sample_is_staler_than_allowed(results: dict[int, Result]) -> None:
     assert all(sum(one.staleness.values()) == num_samples for one in results.values())
 
 
-def test_what_goes_on_at_once_is_sooner_done(results: dict[int, Result]) -> None:
+def test_overlap_is_faster(results: dict[int, Result]) -> None:
     assert results[0].step_s > 1.2 * results[1].step_s
     assert results[1].step_s >= 0.99 * results[2].step_s
     assert results[1].servers_idle < results[0].servers_idle
@@ -79,8 +80,8 @@ def test_no_run_is_faster_than_its_learner(results: dict[int, Result]) -> None:
         assert 0 <= one.servers_idle < 1
 
 
-def test_in_turns_a_step_is_the_sum_of_its_parts(results: dict[int, Result]) -> None:
-    """Nothing overlaps: servers are idle while the learner is busy and weights are loaded."""
+def test_without_overlap_a_step_is_the_sum_of_its_parts(results: dict[int, Result]) -> None:
+    """Without overlap, servers are idle while the learner is busy and weights are loaded."""
     (one,) = [results[0]]
     busy_s = one.step_s * (1 - one.servers_idle)
     assert busy_s + one.learner_s + SMALL.load_s <= one.step_s + 1e-6
@@ -88,8 +89,10 @@ def test_in_turns_a_step_is_the_sum_of_its_parts(results: dict[int, Result]) -> 
 
 @pytest.mark.parametrize("age", [0, 1])
 def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch is begun once its last group has finished and the learner is free, and its groups
-    were started once weights were live: with a staleness of up to 1 it is the next ones in order.
+    """A batch starts as soon as its last group has finished and the learner is free.
+
+    Its groups start as soon as the weights are live; with a staleness of up to 1 they are the next
+    ones in order.
     """
     started: dict[int, float] = {}
     ended: dict[int, float] = {}
@@ -117,7 +120,7 @@ def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Servers, "run_group", noted_group)
     monkeypatch.setattr(Servers, "weights_loaded", noted_weights)
     monkeypatch.setattr(_SleepingLearner, "_step", noted_step)
-    shape = replace(SMALL, params=ServerParams(), steps=6)  # the gate is wide open
+    shape = replace(SMALL, params=ServerParams(), steps=6)  # admission never limits
     train(shape, "balanced", age, 1, Full(1000.0, 40.0, 10_000.0))
     for index, (begun, _) in enumerate(learned[1:-1], 1):
         numbers = range(1 + index * shape.tasks_per_step, 1 + (index + 1) * shape.tasks_per_step)
@@ -126,7 +129,7 @@ def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch
         assert {started[number] for number in numbers} == {live[max(0, index - age)]}
 
 
-def test_a_turn_goes_on_under_new_weights() -> None:
+def test_a_turn_continues_with_new_weights() -> None:
     async def check() -> None:
         server = Server("a", ServerParams(), load_s=5.0)
         server.version = "3"
@@ -168,7 +171,7 @@ def test_the_command_prints_and_writes(
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_real_runs_are_told_what_to_do_and_compared(
+def test_real_runs_are_started_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train_(command: list[str], **options: Any) -> None:
@@ -186,7 +189,7 @@ def test_real_runs_are_told_what_to_do_and_compared(
             "reward": 0.5,
         }
         rows: list[dict[str, Any]] = [{"held_out/reward": 1.0}, step | {"step_s": 99.0}, step, step]
-        rows += [step | {"step_s": 1.0}] * age  # nothing is rolled out beside it
+        rows += [step | {"step_s": 1.0}] * age  # without concurrent rollouts
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     monkeypatch.setattr(subprocess, "run", train_)
@@ -197,7 +200,7 @@ def test_real_runs_are_told_what_to_do_and_compared(
     assert lines[-1].startswith("| 1 | 720 | 2.00 | 5.0 | 1.0 |")
 
 
-def test_who_is_stopped_is_long(results: dict[int, Result]) -> None:
+def test_stopped_rollouts_are_the_long_ones(results: dict[int, Result]) -> None:
     shape = replace(SMALL, enough=SMALL.group_size - 1)
     stopped = train(shape, "balanced", 0, 1, full(SMALL, 1))
     assert stopped.length < results[0].length

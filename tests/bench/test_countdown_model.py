@@ -1,4 +1,4 @@
-"""What the weights say, without a server: the head sees the last token alone, and counts down."""
+"""The constructed weights, without a server: the head sees only the last token, and counts down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_each_token_is_followed_by_the_one_below() -> None:
     logits = hidden @ tensors["lm_head.weight"].T
     assert (logits.argmax(axis=1) == np.arange(LONGEST)).all()
     first, second = np.sort(logits, axis=1)[:, ::-1][:, :2].T
-    assert (first - second).min() > 4  # no rounding turns that over
+    assert (first - second).min() > 4  # robust against rounding
 
 
 def test_layers_leave_the_residual_stream_alone() -> None:
@@ -27,18 +27,18 @@ def test_layers_leave_the_residual_stream_alone() -> None:
     adding = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]
     assert len(adding) == 6
     assert not any(tensors[name].any() for name in adding)
-    # And yet there is something to compute and to cache.
+    # But keys, values and queries are still computed and cached.
     assert all(tensors[f"model.layers.2.self_attn.{kind}_proj.weight"].any() for kind in "qkv")
 
 
-def test_a_countdown_ends_with_the_end() -> None:
+def test_a_countdown_ends_with_the_end_token() -> None:
     assert countdown(3) == [2, 1, EOS]
     assert countdown(1) == [EOS]
     assert len(countdown(LONGEST)) == LONGEST
 
 
 @pytest.mark.parametrize("length", [0, LONGEST + 1])
-def test_no_other_length_is_there(length: int) -> None:
+def test_other_lengths_are_refused(length: int) -> None:
     with pytest.raises(ValueError, match=str(length)):
         countdown(length)
 
@@ -47,7 +47,7 @@ def test_filler_starts_no_countdown_and_is_in_the_vocabulary() -> None:
     assert LONGEST not in FILLER
     assert max(FILLER) == VOCAB_SIZE - 1
     head = weights(num_layers=1)["lm_head.weight"]
-    assert not head[LONGEST:].any()  # so nothing is followed by it
+    assert not head[LONGEST:].any()  # so it is never predicted
 
 
 def test_a_folder_holds_what_its_config_says(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training runs that are killed and gone on with: a few of bench/kill.py's, with fixed seeds."""
+"""Training runs that are killed and resumed: some of bench/kill.py's, with fixed seeds."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: it forks, and takes in orphans."""
+    """Run the benchmark in a process of its own, because it forks and adopts orphans."""
     command = [sys.executable, "-m", "bench.kill", *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
 
 
-def test_runs_that_are_killed_are_as_if_they_were_not(tmp_path: Path) -> None:
-    """Two of a mode in step, for each of three: the runtime, its learner, a server are killed."""
+def test_killed_runs_equal_undisturbed_ones(tmp_path: Path) -> None:
+    """Two synchronous runs for each victim: the runtime, its learner and a server."""
     done = bench("--runs", "6", "--seed", "4", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 runs" in done.stdout

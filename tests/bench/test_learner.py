@@ -1,4 +1,4 @@
-"""The parts of the learner's benchmark that are no measurement, and its plain loop."""
+"""The deterministic parts of the learner's benchmark, and its plain loop."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_help_names_the_benchmarks() -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """On a busy machine threads that wait for each other take a hundred times as long."""
+    """Use one thread: on a busy machine, threads that wait for each other are a hundred times
+    slower."""
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The parts without a server: what is played, how it is judged, how a step is held back."""
+"""The parts that need no server: the played rollouts, their evaluation, and paced steps."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ TRACE = [
 ]
 
 
-# --- what is played
+# --- played rollouts
 
 
-def test_ids_have_the_traces_lengths_and_say_them() -> None:
+def test_ids_have_the_traces_lengths_and_encode_them() -> None:
     trace = scaled(make_trace(3, num_groups=4, group_size=3), 16)
     scripts = scripts_of(trace, 1)
     for spec, script in zip(trace, scripts, strict=True):
@@ -78,11 +78,11 @@ def test_every_round_has_every_arm() -> None:
     assert len(orders) > 1
 
 
-# --- how it is judged
+# --- evaluation
 
 
 async def honest(generation: Generation, on_chunk: OnChunk) -> None:
-    """A server that counts down, with one token a frame."""
+    """Count down correctly, with one token per frame."""
     *reply, last = countdown(generation.ids[-1])
     for token in reply:
         on_chunk(Chunk([token], [0.0], "default"))
@@ -94,12 +94,12 @@ async def test_whole_rollouts_are_goodput() -> None:
     figures = await Play(scripts_of(TRACE, 1), honest, budget=50).run(deadline_s=10)
     assert figures.num_refused == 0
     assert figures.goodput * figures.makespan_s == pytest.approx(5 + 3 + 5 + 2)
-    assert figures.num_retractions == 4  # one a turn
+    assert figures.num_retractions == 4  # one per turn
     assert figures.prefix_hits == pytest.approx(4 * 2 / (10 + 19 + 10 + 8))
 
 
 @pytest.mark.anyio
-async def test_a_turn_asks_for_what_is_left_of_the_budget() -> None:
+async def test_a_turn_requests_the_rest_of_the_budget() -> None:
     asked = []
 
     async def send(generation: Generation, on_chunk: OnChunk) -> None:
@@ -116,7 +116,7 @@ async def test_wrong_tokens_and_errors_refuse_a_rollout() -> None:
         if generation.key == "a.1":
             raise ServerUnavailable("broken")
         if generation.key == "b.0":
-            generation.ids[-1] += 1  # one token more than it should
+            generation.ids[-1] += 1  # one token too many
         await honest(generation, on_chunk)
 
     ended: dict[str, bool] = {}
@@ -130,7 +130,7 @@ async def test_wrong_tokens_and_errors_refuse_a_rollout() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_is_not_done_in_time_is_refused() -> None:
+async def test_unfinished_rollouts_are_refused() -> None:
     async def send(generation: Generation, on_chunk: OnChunk) -> None:
         if generation.group == "b":
             await anyio.sleep_forever()
@@ -179,10 +179,10 @@ def test_ratios_are_to_kv_of_the_same_round() -> None:
     assert (other[0], other[2], other[5], other[-1]) == ("smg:cache_aware", "2.00", "0.50", "-")
 
 
-# --- a model of time
+# --- the model of time
 
 
-def test_a_line_is_found_again() -> None:
+def test_a_linear_relation_is_recovered() -> None:
     rows = [(1.0, n, n * n) for n in (1.0, 2.0, 5.0, 9.0)]
     values = [0.5 + 2.0 * n + 0.1 * n * n for _, n, _ in rows]
     assert fitted(rows, values) == pytest.approx([0.5, 2.0, 0.1])
@@ -225,7 +225,7 @@ class _Batch:
     ("mode", "took_s", "due_s"),
     [("decode", 0.0, 2.27), ("extend", 0.0, 6.0), ("idle", 0.0, 0.0), ("decode", 3.0, 3.0)],
 )
-def test_a_step_lasts_as_modelled_or_as_long_as_it_takes(
+def test_a_step_lasts_at_least_as_long_as_modelled(
     mode: str, took_s: float, due_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 100.0
@@ -247,7 +247,7 @@ def test_a_step_lasts_as_modelled_or_as_long_as_it_takes(
     monkeypatch.setattr(bench.pace, "time", Time)
     pace = Pace(1.0, 0.1, 2.0, 0.1, 0.01)
     assert paced(forward, pace, tmp_path)(None, _Batch(mode)) == "result"
-    assert clock - 100.0 == pytest.approx(due_s, abs=0.01)  # some of the host's work is hidden
+    assert clock - 100.0 == pytest.approx(due_s, abs=0.01)  # part of the host's work is hidden
     told = json.loads((tmp_path / f"{os.getpid()}.json").read_text())
     assert told["steps"] == 1
     assert told["late"] == (took_s > 0)

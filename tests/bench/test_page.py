@@ -1,4 +1,4 @@
-"""The replay that the page is measured with: as the runtime's stream, held back, bounded."""
+"""The simulated run of the page's benchmark: a valid stream, with flow control and bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Reader:
-    """Frames, merged as the page does it."""
+    """Merges frames as the page does."""
 
     def __init__(self) -> None:
         self.rollouts: dict[str, Any] = {}
@@ -44,7 +44,7 @@ async def read(replay: Replay, reader: Reader) -> None:
                     return
 
 
-async def test_a_reader_knows_what_the_board_has_and_nothing_else() -> None:
+async def test_a_reader_has_exactly_the_boards_content() -> None:
     replay, reader = Replay(in_flight=20, num_frames=300, max_ended=100, max_groups=10), Reader()
     await read(replay, reader)
     assert reader.rollouts.keys() == replay.board.rows.keys()
@@ -54,7 +54,7 @@ async def test_a_reader_knows_what_the_board_has_and_nothing_else() -> None:
     assert reader.num_steps == len(replay.board.steps) == 15
 
 
-async def test_who_missed_frames_is_told_and_given_all_of_it() -> None:
+async def test_a_reader_that_missed_frames_gets_everything_again() -> None:
     replay, reader = Replay(in_flight=20, num_frames=40), Reader()
     replay.missed = 7
     await read(replay, reader)
@@ -63,7 +63,7 @@ async def test_who_missed_frames_is_told_and_given_all_of_it() -> None:
     assert reader.num_steps == len(replay.board.steps)
 
 
-async def test_frames_are_held_back_until_they_are_let() -> None:
+async def test_frames_are_sent_only_when_allowed() -> None:
     replay, reader = Replay(in_flight=20, num_frames=100), Reader()
     replay.let(30)
     async with anyio.create_task_group() as tasks:

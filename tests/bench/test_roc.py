@@ -1,4 +1,4 @@
-"""The benchmark of Resample-on-Correct: what it makes of runs."""
+"""The evaluation of runs in the benchmark of Resample-on-Correct."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_the_table_has_a_row_for_each_arm() -> None:
     assert "0.800 (0.800 to 0.800)" in rows[0]
 
 
-def test_arms_differ_in_what_is_learned_alone() -> None:
-    """Not in what is sampled, and each of them is a run that may start."""
+def test_arms_differ_only_in_the_trained_rollouts() -> None:
+    """Sampling is the same, and each arm is a valid run."""
     settings = [
         _whole(load_settings(TrainSettings, [RECIPE], [f"model='{SMALL}'", "loop.steps=3", *arm]))
         for arm in ARMS.values()

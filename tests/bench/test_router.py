@@ -1,4 +1,4 @@
-"""The simulation runs the real parts to the end, and its bound is one."""
+"""The simulation runs the real parts to the end, and never beats its bound."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def test_every_rollout_ends_once_with_its_tokens(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["kv", "power_of_two", "cache_aware"])
 def test_the_same_seed_gives_the_same_run(policy: str) -> None:
     first, second = (Simulation(small_trace(5), policy, 3, SMALL).run() for _ in range(2))
-    for result in (first, second):  # what the clock on the wall says
+    for result in (first, second):  # wall-clock times differ
         result.wall_s = result.choose_us = result.choose_p90_us = 0.0
     assert first == second
 
 
-def test_who_waited_for_too_long_is_refused_and_counted() -> None:
+def test_turns_that_wait_too_long_are_refused_and_counted() -> None:
     options = replace(SMALL, wait_timeout_s=0.5, params=ServerParams(capacity=6000))
     result = Simulation(small_trace(5), "sticky_least_loaded", 1, replace(options, room=True)).run()
     assert result.num_refused > 0
 
 
 @pytest.mark.parametrize("options", [replace(SMALL, in_flight=4), replace(SMALL, room=True)])
-def test_others_can_be_held_back_too(options: Options) -> None:
+def test_other_policies_can_queue_too(options: Options) -> None:
     trace = small_trace(6)
     result = Simulation(trace, "sticky_least_loaded", 1, options).run()
     assert result.goodput * result.makespan_s == pytest.approx(
@@ -100,7 +100,7 @@ def test_no_policy_goes_below_the_bound(
     capacity: int,
     free_prefill: bool,
 ) -> None:
-    """Where prefills cost nothing the bound is nearest: there is little that it leaves out."""
+    """The bound is tightest if prefills cost nothing, because it leaves out little else."""
     params = ServerParams(capacity=capacity, max_running=4)
     if free_prefill:
         params = replace(params, prefill_s=0.0, prefill_s_per_token=0.0)
@@ -119,7 +119,7 @@ def test_the_bound_is_met_by_one_rollout_alone() -> None:
     params = ServerParams(prefill_s=0.0)
     trace = [RolloutSpec("g", 500, (TurnSpec(300, 50, 2.0), TurnSpec(200, 0, 0.0)))]
     result = Simulation(trace, "kv", 1, Options(num_servers=1, params=params)).run()
-    # All that it leaves out: a turn's last token has no key and value before the next prefill.
+    # It only leaves out that a turn's last token gets its key and value in the next prefill.
     assert result.makespan_s == pytest.approx(lower_bound_s(trace, 1, params), rel=1e-3)
 
 
@@ -153,7 +153,7 @@ def test_the_table_has_a_row_for_each_policy() -> None:
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_help_says_what_is_an_emulation_and_how_a_trace_looks() -> None:
+def test_help_mentions_the_emulation_and_the_trace_format() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench.router", "--help"], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""The model keeps its books: tokens, time, and each job once."""
+"""The model accounts for tokens and time, and ends each job once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def job(name: str, prompt: int, output: int, *, group: str = "", shared: int = 0
 
 
 def run(server: ServerModel, jobs: list[tuple[float, Job]]) -> list[Job]:
-    """All of them, submitted when their time comes."""
+    """Submit all jobs at their times and run to the end."""
     ended: list[Job] = []
     todo = sorted(jobs, key=lambda one: one[0])
     while todo or server.next_s < math.inf:
@@ -33,7 +33,7 @@ def run(server: ServerModel, jobs: list[tuple[float, Job]]) -> list[Job]:
 
 
 def check(server: ServerModel) -> None:
-    """What is held is what the jobs hold, and it fits."""
+    """Check that the sums match the jobs and fit into the pool."""
     running = list(server.running.values())
     groups = {one.group for one in running if one.group}
     own = sum(one._own + server._step - one.first_step for one in running)
@@ -91,7 +91,7 @@ def test_every_job_ends_once_with_all_its_tokens(
     assert server.num_retracted == sum(one.num_retractions for _, one in jobs)
 
 
-def test_a_lone_job_takes_what_the_formula_says() -> None:
+def test_a_single_job_takes_the_computed_time() -> None:
     server = ServerModel(ServerParams())
     params = server.params
     (one,) = run(server, [(1.0, job("a", 100, 50))])
@@ -105,7 +105,7 @@ def test_a_lone_job_takes_what_the_formula_says() -> None:
 
 
 def test_jumping_is_the_same_as_stepping() -> None:
-    """Whoever interrupts the segments changes nothing about what is simulated."""
+    """Interrupting segments does not change the simulation."""
     rng = random.Random(4)
     plan = [(rng.uniform(0, 3), rng.randint(1, 200), rng.randint(1, 300)) for _ in range(12)]
     once = ServerModel(PARAMS)
@@ -131,14 +131,14 @@ def test_jumping_is_the_same_as_stepping() -> None:
         assert one.finished_s == pytest.approx(other.finished_s)
 
 
-def test_a_turn_that_comes_back_finds_its_context() -> None:
+def test_a_returning_trajectory_finds_its_context() -> None:
     server = ServerModel(PARAMS)
     first, second = job("a.0", 100, 50), job("a.1", 160, 10)
     run(server, [(0.0, first), (50.0, second)])
     assert (first.num_cached, second.num_cached) == (0, 150)
 
 
-def test_siblings_that_come_later_find_the_prompt_and_those_of_the_same_batch_do_not() -> None:
+def test_later_siblings_find_the_prompt_but_not_those_of_the_same_batch() -> None:
     server = ServerModel(ServerParams(chunk=100))
     jobs = [job(f"s{n}", 80, 20, group="g", shared=80) for n in range(4)]
     run(server, [(0.0, one) for one in jobs])
@@ -147,7 +147,7 @@ def test_siblings_that_come_later_find_the_prompt_and_those_of_the_same_batch_do
     ] == [0, 79, 79, 79]
 
 
-def test_what_was_not_used_for_long_is_evicted_first() -> None:
+def test_the_least_recently_used_is_evicted_first() -> None:
     server = ServerModel(PARAMS)
     run(server, [(float(9 * n), job(f"k{n}.0", 290, 10)) for n in range(4)])
     late = [job(f"k{n}.1", 310, 10) for n in (1, 0)]
@@ -175,6 +175,6 @@ def test_a_careful_server_does_not_overflow() -> None:
     assert server.num_retracted == 0
 
 
-def test_what_could_never_fit_is_refused() -> None:
+def test_a_job_that_never_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="a is larger than the pool"):
         ServerModel(PARAMS).submit(job("a", 800, 200), 0.0)

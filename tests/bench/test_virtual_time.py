@@ -1,4 +1,4 @@
-"""Hours pass at once, in order, and never over work that is under way."""
+"""Virtual hours take no time, keep their order, and never skip running work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_hour_takes_no_time_and_timers_keep_their_order() -> None:
     assert seen == [("soon", 1.0), ("late", 3600.0)]
 
 
-def test_what_a_thread_would_do_is_done_before_the_clock_goes_on() -> None:
+def test_work_of_threads_is_done_before_the_clock_advances() -> None:
     def work(found: list[str]) -> str:
         found.append("done")
         return "answer"
@@ -42,13 +42,13 @@ def test_what_a_thread_would_do_is_done_before_the_clock_goes_on() -> None:
         with anyio.CancelScope() as scope:
             scope.cancel()
             await anyio.to_thread.run_sync(work, found)
-        assert found == ["done"]  # as a thread that never started
+        assert found == ["done"]  # like a thread that never started
 
     real = anyio.to_thread.run_sync
     virtual_time.run(main)
     assert anyio.to_thread.run_sync is real
 
 
-def test_a_deadlock_is_told() -> None:
+def test_a_deadlock_raises() -> None:
     with pytest.raises(virtual_time.Deadlock):
         virtual_time.run(anyio.Event().wait)

@@ -1,9 +1,9 @@
-"""A plain torch process in the place of a server: joins a group as SGLang does, and keeps what it
+"""A plain torch process in place of a server: joins a group as SGLang does and saves what it
 receives.
 
     python peer.py ADDRESS PORT RANK WORLD_SIZE NAME LAYOUT OUT
 
-It says so when it goes there.
+It prints a line before it joins.
 """
 
 from __future__ import annotations

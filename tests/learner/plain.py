@@ -10,7 +10,7 @@ from agentloop.training.learner_settings import LearnerSettings
 from learner.batch import Batch
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 
-# Threads of OpenMP spin while they wait for each other: on a machine that is busy, for minutes.
+# OpenMP's threads spin while they wait for each other; on a busy machine that costs minutes.
 torch.set_num_threads(1)
 
 
@@ -19,7 +19,8 @@ def load(settings: LearnerSettings) -> Any:
 
 
 def scores(model: Any, batch: Batch, index: int) -> tuple[Any, Any, slice]:
-    """Log-probabilities and entropies [L - 1] of a sample's tokens after the first; its place."""
+    """Return log-probabilities and entropies [L - 1] of a sample after its first token, and their
+    slice."""
     start = int(batch.starts[index])
     place = slice(start + 1, start + int(batch.lengths[index]))
     ids = torch.from_numpy(batch.ids[start : place.stop]).long()
@@ -28,7 +29,7 @@ def scores(model: Any, batch: Batch, index: int) -> tuple[Any, Any, slice]:
 
 
 class Plain:
-    """GRPO with AdamW, written down as the paper has it."""
+    """GRPO with AdamW, written as in the paper."""
 
     def __init__(self, settings: LearnerSettings, model: Any = None) -> None:
         self.optimizer = settings.optimizer
@@ -38,7 +39,7 @@ class Plain:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """With an optimizer that has seen nothing."""
+        """Reset the optimizer."""
         o = self.optimizer
         self.adamw = torch.optim.AdamW(
             self.trained, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0

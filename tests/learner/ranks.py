@@ -23,7 +23,8 @@ SIZES = (40, 25, 33, 52)
 
 
 def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> Batch:
-    """Random samples, two to a group; the engine's log-probabilities are near a small model's."""
+    """Return random samples, two per group; the engine's log-probabilities are near a small
+    model's."""
     rng = np.random.default_rng(seed)
     num_tokens, num_samples = sum(sizes), len(sizes)
     mask = (rng.random(num_tokens) < 0.7).astype(np.uint8)
@@ -41,7 +42,7 @@ def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> 
 
 
 class Ranks:
-    """Started ranks; `ask` talks to the first of them."""
+    """Running ranks; `ask` sends a request to the first of them."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], end: socket.socket, log: Path):
         self.processes, self.log = processes, log
@@ -75,7 +76,10 @@ def started(
     num_ranks: int,
     program: Sequence[str] = ("-m", "learner"),
 ) -> Iterator[Ranks]:
-    """Ranks that are ready; killed at the end if they still run. `program` is Python's."""
+    """Start ranks and yield them when they are ready; kill those that still run at the end.
+
+    `program` holds arguments for Python.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file, log = folder / "settings.json", folder / "ranks.log"
     file.write_text(settings.model_dump_json())

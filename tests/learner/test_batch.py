@@ -1,4 +1,4 @@
-"""Batches: the file, the weights of tokens, and how samples are dealt out."""
+"""Batches: the file format, the weights of tokens, and the assignment to ranks."""
 
 from __future__ import annotations
 
@@ -39,18 +39,21 @@ def changed(name: str, at: int, value: float) -> Any:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"ids": np.zeros(150, np.int64)}, "ids: int32 [150]"),
+        ({"ids": np.zeros(150, np.int64)}, "ids: expected int32 [150]"),
         (
             {"ids": np.zeros((), np.int32)},
-            "ids: int32 [1], one for each token",
+            "ids: expected int32 [1], one for each token",
         ),
-        ({"lengths": np.zeros((), np.int32)}, "lengths: int32 [1]"),
-        ({"mask": np.zeros(149, np.uint8)}, "mask: uint8 [150], one for each token"),
-        ({"advantages": np.zeros(3, np.float32)}, "advantages: float32 [4], one for each sample"),
-        ({"lengths": np.asarray([40, 25, 33, 51], np.int32)}, "summing up to 150"),
-        ({"lengths": np.asarray([149, 1, 0, 0], np.int32)}, "of 2 at least"),
-        ({"ids": changed("ids", 7, -1)}, "never negative"),
-        ({"mask": changed("mask", 7, 2)}, "a mask is 0 or 1"),
+        ({"lengths": np.zeros((), np.int32)}, "lengths: expected int32 [1]"),
+        ({"mask": np.zeros(149, np.uint8)}, "mask: expected uint8 [150], one for each token"),
+        (
+            {"advantages": np.zeros(3, np.float32)},
+            "advantages: expected float32 [4], one for each sample",
+        ),
+        ({"lengths": np.asarray([40, 25, 33, 51], np.int32)}, "their sum 150"),
+        ({"lengths": np.asarray([149, 1, 0, 0], np.int32)}, "each must be at least 2"),
+        ({"ids": changed("ids", 7, -1)}, "must not be negative"),
+        ({"mask": changed("mask", 7, 2)}, "mask must be 0 or 1"),
         ({"mask": changed("mask", 40, 1)}, "sample 1 begins with a sampled token"),
         ({"mask": np.zeros(150, np.uint8)}, "sample 0 has no sampled token"),
         ({"advantages": changed("advantages", 2, np.nan)}, "advantages: sample 2"),
@@ -58,7 +61,7 @@ def changed(name: str, at: int, value: float) -> Any:
         ({"old_logprobs": changed("logprobs", 1, np.nan)}, "old_logprobs: token 1"),
     ],
 )
-def test_what_is_wrong_with_a_batch_is_named(arrays: dict[str, Any], message: str) -> None:
+def test_an_invalid_batch_is_refused(arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=re.escape(message)):
         make_batch(**arrays)
 
@@ -73,16 +76,16 @@ def test_a_type_that_numpy_lacks_is_named(tmp_path: Path, name: str, size: int) 
         Batch.load(file)
 
 
-def test_numbers_where_nothing_was_sampled_do_not_matter() -> None:
+def test_values_of_tokens_that_were_not_sampled_are_not_checked() -> None:
     make_batch(logprobs=changed("logprobs", 40, np.nan))
 
 
-def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "batch.safetensors"
     with pytest.raises(BatchError, match=r"batch.safetensors: No such file"):
         Batch.load(file)
     file.write_bytes(b"hello, this is no tensor")
-    with pytest.raises(BatchError, match=r"batch.safetensors: no safetensors file"):
+    with pytest.raises(BatchError, match=r"batch.safetensors: not a safetensors file"):
         Batch.load(file)
     make_batch().save(file)
     arrays = load(file.read_bytes())
@@ -91,15 +94,15 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
         Batch.load(file)
     del arrays["groups"]
     file.write_bytes(save(arrays))
-    with pytest.raises(BatchError, match="without groups"):
+    with pytest.raises(BatchError, match="missing tensor groups"):
         Batch.load(file)
     file.write_bytes(save({**arrays, "groups": arrays["lengths"][:2]}))
-    with pytest.raises(BatchError, match=r"batch.safetensors: groups: int32 \[4\]"):
+    with pytest.raises(BatchError, match=r"batch.safetensors: groups: expected int32 \[4\]"):
         Batch.load(file)
 
 
 def small() -> Batch:
-    """Two groups: samples of 1 and 3 sampled tokens, and one of 2."""
+    """Return two groups: samples of 1 and 3 sampled tokens, and one of 2."""
     return Batch(
         ids=np.arange(10, dtype=np.int32),
         mask=np.asarray([0, 1, 0, 1, 1, 1, 0, 0, 1, 1], np.uint8),
@@ -118,11 +121,11 @@ def small() -> Batch:
         ("sequence", [0, 1 / 3, 0, 1 / 9, 1 / 9, 1 / 9, 0, 0, 1 / 6, 1 / 6]),
     ],
 )
-def test_what_a_token_counts(how: Any, weights: list[float]) -> None:
+def test_token_weights(how: Any, weights: list[float]) -> None:
     assert token_weights(small(), [0, 1, 2], how) == pytest.approx(weights)
 
 
-def test_what_a_token_counts_in_a_part_of_the_batch() -> None:
+def test_token_weights_of_a_part_of_the_batch() -> None:
     assert token_weights(small(), [2], "group") == pytest.approx([0] * 8 + [0.5, 0.5])
 
 
@@ -152,14 +155,14 @@ def test_a_plan(lengths: list[int], slack: int, world_size: int) -> None:
     assert sorted(i for one in bins for i in one) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in one) <= budget for one in bins)
     if not all(bins):
-        assert all(len(one) <= 1 for one in bins), "padded although there was work to share"
+        assert all(len(one) <= 1 for one in bins), "padded although a micro-batch could be halved"
     assert len([one for one in bins if not one]) < world_size
     full = [one for one in bins if one]
     assert len(full) <= 2 * sum(lengths) // budget + world_size, "packed loosely"
 
 
 @given(lengths=LENGTHS, world_size=WORLD_SIZES)
-def test_ranks_get_about_as_much(lengths: list[int], world_size: int) -> None:
+def test_the_load_of_ranks_is_balanced(lengths: list[int], world_size: int) -> None:
     ranks = plan(lengths, 100, world_size)
     loads = [sum(lengths[i] for one in rank for i in one) for rank in ranks]
     assert max(loads) - min(loads) <= 100

@@ -1,4 +1,4 @@
-"""Real ranks that compute in bfloat16: what must not be rounded to it is not."""
+"""Real ranks that compute in bfloat16: values that must not be rounded to it are not."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ def repeated(batch: Batch, times: int) -> Batch:
 
 
 def test_gradients_of_many_micro_batches_add_up(kind: tuple[Ranks, Path]) -> None:
-    """The mean over a batch does not change where all of it stands there many times: nor does
-    its gradient, unless what is added to a large sum is rounded away."""
+    """Repeating a whole batch many times changes neither its mean loss nor its gradient.
+
+    It would if small addends were rounded away when added to a large sum.
+    """
     ranks, folder = from_the_beginning(kind)
     once = ranks.ask("step", batch=folder / "one")
     from_the_beginning(kind)
@@ -82,8 +84,8 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[Ranks, Path])
     assert ranks.ask("publish", folder=folder / "again", version="2")["sha256"] == weights
 
 
-def test_a_step_without_a_finite_gradient_is_left_out(kind: tuple[Ranks, Path]) -> None:
-    """And the next one is what it would have been without it."""
+def test_a_step_without_a_finite_gradient_is_skipped(kind: tuple[Ranks, Path]) -> None:
+    """The next step is as if the skipped one had not happened."""
     ranks, folder = from_the_beginning(kind)
     expected = ranks.ask("step", batch=folder / "one")
     weights = ranks.ask("publish", folder=folder / "moved", version="1")["sha256"]
@@ -96,8 +98,8 @@ def test_a_step_without_a_finite_gradient_is_left_out(kind: tuple[Ranks, Path]) 
     assert ranks.ask("publish", folder=folder / "same", version="1")["sha256"] == weights
 
 
-def test_a_new_optimizer_remembers_nothing(kind: tuple[Ranks, Path]) -> None:
-    """With the moments of a step gone, the next one is as large as the first one was."""
+def test_resetting_the_optimizer_clears_its_moments(kind: tuple[Ranks, Path]) -> None:
+    """Without the moments of earlier steps, the next step is as large as the first one."""
     ranks, folder = from_the_beginning(kind)
     ranks.ask("step", batch=folder / "one")
     assert ranks.ask("save", folder=folder / "save" / "one")["ok"]

@@ -1,4 +1,4 @@
-"""Weights by a process group: real ranks send, plain torch processes receive."""
+"""Weight sync over a process group: real ranks send, plain torch processes receive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = LearnerSettings(
     bucket_mib=1,  # several buckets; the largest tensor has one of its own
     collective_timeout_s=60,
     optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0),
-    # The small model's tensors are so small that ZeRO 3 would not share them out.
+    # The small model's tensors are so small that ZeRO 3 would not partition them.
     deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 )
 
@@ -45,7 +45,7 @@ SETTINGS = LearnerSettings(
 def learner(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Ranks, Path]]:
-    """Two ranks; a step makes the weights others than the model's own."""
+    """Two ranks after a step, so that the weights differ from the model's own."""
     folder = tmp_path_factory.mktemp("broadcast")
     settings = SETTINGS.model_copy(update={"zero_stage": request.param})
     with started(folder, settings, 2) as ranks:
@@ -55,7 +55,7 @@ def learner(
 
 
 class Peers:
-    """Processes that receive; `outs` are the files that they write."""
+    """Receiving processes; `outs` are the files that they write."""
 
     def __init__(self, folder: Path, num: int) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -66,7 +66,7 @@ class Peers:
 def group(
     learner: tuple[Ranks, Path], name: str, num: int, timeout_s: float = 40
 ) -> Iterator[tuple[Peers, dict[str, Any]]]:
-    """A group with `num` peers, joined; and the layout's answer."""
+    """Form a group with `num` peers; yield them and the answer to the layout request."""
     ranks, folder = learner
     layout = ranks.ask("layout", out=folder / "layout.json")
     opened = ranks.ask("open", address="127.0.0.1", port=0, num_updates=layout["num_updates"])
@@ -80,7 +80,7 @@ def group(
             peers.processes.append(
                 subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             )
-        for process in peers.processes:  # to import torch takes as long as it takes
+        for process in peers.processes:  # importing torch takes its time
             assert process.stdout is not None
             assert process.stdout.readline() == b"here\n"
         joined = ranks.ask(
@@ -94,11 +94,11 @@ def group(
             process.communicate()
 
 
-def send_all(ranks: Ranks, told: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    number = told["num_updates"]
+def send_all(ranks: Ranks, offer: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    number = offer["num_updates"]
     return [
         ranks.ask("send", bucket=index, num_updates=number, **more)
-        for index in range(told["num_buckets"])
+        for index in range(offer["num_buckets"])
     ]
 
 
@@ -107,7 +107,7 @@ def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return load_file(folder / "published" / "model.safetensors")
 
 
-def test_what_arrives_is_what_is_published(learner: tuple[Ranks, Path]) -> None:
+def test_received_weights_equal_published_ones(learner: tuple[Ranks, Path]) -> None:
     ranks, folder = learner
     expected = published(ranks, folder)
     with group(learner, "whole", 2) as (peers, layout):
@@ -138,7 +138,7 @@ def test_a_peer_that_dies_breaks_the_group_and_not_the_learner(
         refused = next(one for one in send_all(ranks, layout) if not one["ok"])
         assert (refused["fatal"], "dying broke" in refused["error"]) == (False, True)
         ranks.ask("leave")
-        assert peers.processes[0].wait(100) != 0, "who waits for the rest hears of it"
+        assert peers.processes[0].wait(100) != 0, "peers waiting for the rest are told"
     goes_on(learner, "after-a-death")
 
 
@@ -147,7 +147,7 @@ def test_a_peer_that_freezes_breaks_the_group_in_time(learner: tuple[Ranks, Path
     with group(learner, "freezing", 1, timeout_s=15) as (peers, layout):
         peers.processes[0].send_signal(signal.SIGSTOP)
         answers = send_all(ranks, layout)
-        # What fits into the kernel's buffers counts as sent.
+        # Data that fits into the kernel's buffers counts as sent.
         assert not answers[-1]["ok"]
     goes_on(learner, "after-a-freeze")
 
@@ -157,12 +157,12 @@ def test_a_peer_that_does_not_come_is_not_waited_for(learner: tuple[Ranks, Path]
     assert ranks.ask("open", address="127.0.0.1", port=0, num_updates=1)["ok"]
     refused = ranks.ask("join", name="alone", world_size=2, backend="gloo", within_s=1)
     assert not refused["ok"]
-    assert "alone did not come about" in refused["error"]
+    assert "the group alone could not be formed" in refused["error"]
     goes_on(learner, "after-nobody")
 
 
 def goes_on(learner: tuple[Ranks, Path], name: str) -> None:
-    """Another group gets everything."""
+    """Check that another group receives everything."""
     ranks, folder = learner
     expected = published(ranks, folder)
     with group(learner, name, 1) as (peers, layout):
@@ -172,16 +172,16 @@ def goes_on(learner: tuple[Ranks, Path], name: str) -> None:
     assert all(torch.equal(received[key], expected[key]) for key in expected)
 
 
-def test_weights_that_are_gone_and_other_nonsense_are_refused(
+def test_requests_for_other_weights_and_invalid_requests_are_refused(
     learner: tuple[Ranks, Path],
 ) -> None:
     ranks = learner[0]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"op": "open", "address": "127.0.0.1", "port": 0, "num_updates": 7}, "7 updates are gone"),
         ({"op": "open", "address": "192.0.2.1", "port": 0, "num_updates": 1},
-         "weights.address, weights.port: nothing can listen"),
+         "weights.address, weights.port: cannot listen"),
         ({"op": "send", "bucket": 0, "num_updates": 0}, "0 updates are gone"),
-        ({"op": "send", "bucket": 99, "num_updates": 1}, "99 is none"),
+        ({"op": "send", "bucket": 99, "num_updates": 1}, "99 does not exist"),
         ({"op": "send", "bucket": 0, "num_updates": 1}, "no group"),
         ({"op": "send", "bucket": 0, "num_updates": 1, "layout": {"x": 1}}, "layout: "),
         ({"op": "join", "name": "x", "world_size": 2, "backend": "gloo", "within_s": 60},
@@ -206,8 +206,8 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
         assert size <= bound or len(bucket) == 1
 
 
-def test_a_layouts_places_are_aligned(tmp_path: Path) -> None:
-    """SGLang refuses a tensor that does not lie at a multiple of its type's size."""
+def test_offsets_in_a_bucket_are_aligned(tmp_path: Path) -> None:
+    """SGLang refuses a tensor whose offset is not a multiple of its type's size."""
     from types import SimpleNamespace
     from typing import cast
 

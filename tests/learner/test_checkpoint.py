@@ -1,4 +1,4 @@
-"""What a checkpoint is refused for, and what is held of one that is still to be written."""
+"""Reasons to refuse a checkpoint, and the copy of a state that is still to be written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from agentloop.models import SMALL
 from agentloop.training.learner_settings import LearnerSettings
-from learner.checkpoint import _held, _shape, read_state
+from learner.checkpoint import _copy_to_host, _shape, read_state
 from learner.errors import LearnerError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -52,10 +52,10 @@ def test_the_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -
     read_state(policy(seed=3, lora={"targets": ("v_proj", "q_proj")}), tmp_path)
 
 
-def test_what_is_held_is_as_it_was_and_shares_memory_as_before() -> None:
+def test_the_copy_is_unaffected_by_changes_and_shares_storage_alike() -> None:
     flat = torch.arange(6.0)
     state = {"flat": flat, "groups": [{"part": flat[2:6].view(2, 2).T, "size": flat.shape}, 3]}
-    held = _held(state, {})
+    held = _copy_to_host(state, {})
     flat.zero_()
     state["groups"][0]["size"] = None
     assert torch.equal(held["flat"], torch.arange(6.0))

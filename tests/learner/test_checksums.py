@@ -1,4 +1,4 @@
-"""Casts and bytes that the runtime computes with numpy, against torch's."""
+"""Casts and byte layouts that the runtime computes with numpy, compared with torch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ BITS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)
 @given(bits=BITS, stored=st.sampled_from(DTYPES), served=st.sampled_from(DTYPES))
 @settings(deadline=None, max_examples=300)
 def test_a_cast_is_torchs(bits: list[int], stored: str, served: str) -> None:
-    """Of any finite numbers, also those that become infinite, and the smallest ones."""
+    """Holds for any finite number, including the smallest ones and those that overflow to
+    infinity."""
     numbers = torch.from_numpy(np.array(bits, np.uint32).view(np.float32).copy())
     published = torch.nan_to_num(numbers).to(getattr(torch, stored))
     there = published.to(getattr(torch, served))
@@ -49,7 +50,7 @@ KINDS = ["float64", "int64", "float32", "bfloat16", "float16", "int16", "uint8",
 def test_tensors_of_any_types_lie_side_by_side_in_a_bucket(
     tensors: list[tuple[str, list[int]]],
 ) -> None:
-    """What is sent is what the receiver reads by the layout, as views of the bytes."""
+    """The receiver reads the sent bytes as views, according to the layout."""
     model: Any = torch.nn.Module()
     for number, (kind, shape) in enumerate(tensors):
         numbers = torch.arange(int(np.prod(shape))).reshape(shape) + number

@@ -1,4 +1,4 @@
-"""Disks that are slow or full: nobody is taken for lost, and what is wrong is told to all."""
+"""Slow or full disks: no rank is taken for lost, and all ranks learn of an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.learner.ranks import ROOT
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-# A World of the group on the host alone: DeepSpeed takes its time to start.
+# A World with only the host's group, because DeepSpeed is slow to start.
 RANK = """
 import os, sys, time
 from datetime import timedelta
@@ -46,7 +46,7 @@ dist.destroy_process_group()
 
 
 def test_ranks_wait_for_a_slow_disk_and_hear_of_a_full_one(tmp_path: Path) -> None:
-    """The disk takes longer than a rank may keep the others waiting."""
+    """The disk takes longer than the timeout of a collective."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -64,9 +64,9 @@ def test_ranks_wait_for_a_slow_disk_and_hear_of_a_full_one(tmp_path: Path) -> No
     assert said == ["0 folder: full\n", "1 folder: full\n"]
 
 
-def test_a_full_disk_is_named_whoever_writes(tmp_path: Path) -> None:
-    """torch's writer and safetensors' have errors of their own for it. Here the system lets no file
-    grow beyond 10 kB."""
+def test_a_full_disk_is_named_by_any_writer(tmp_path: Path) -> None:
+    """torch's writer and safetensors' raise errors of their own. Here no file may grow beyond 10
+    kB."""
     tensors, file = {"a": torch.zeros(1 << 16)}, tmp_path / "x"
 
     def with_torch() -> None:

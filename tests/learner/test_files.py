@@ -1,4 +1,4 @@
-"""Folders that are seen whole or not at all."""
+"""Folders that appear atomically: complete or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_folder_appears_and_is_replaced(tmp_path: Path, durable: bool) -> None
     assert names(folder.parent) == {"7"}
 
 
-def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     (fresh_partial(tmp_path / "7") / "half").touch()
     old = tmp_path / ".7.old"
     old.mkdir()

@@ -1,4 +1,5 @@
-"""A rank of the real learner is killed; the next ones go on from what was saved beside training."""
+"""A rank of the real learner is killed; training resumes from a checkpoint saved during
+training."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(300)]
 
 
 def rank_1(log_dir: Path) -> int:
-    """Its id: of all processes, the one that has been told so, and writes there."""
+    """Return the process id of rank 1, found by its environment and its log."""
     for process in Path("/proc").iterdir():
         try:
             environment = (process / "environ").read_bytes().split(b"\0")

@@ -1,7 +1,7 @@
-"""Real ranks by each launcher, through the runtime's `started`, over one node and over two.
+"""Real ranks started by each launcher through the runtime's `started`, on one node and on two.
 
-Both nodes are this machine. pdsh is a script that runs here what it would run there, in an
-environment as bare as a login's.
+Both nodes are this machine. pdsh is a script that runs commands locally, in an environment as bare
+as a login's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     bin_path.mkdir()
     pdsh = PDSH.format(python=sys.executable, path=os.environ["PATH"], home=str(tmp_path))
     (bin_path / "pdsh").write_text(pdsh)
-    (bin_path / "ssh").write_text("#!/bin/sh\n")  # the launcher asks it whether there is a way
+    (bin_path / "ssh").write_text("#!/bin/sh\n")  # the launcher tests the connection with it
     for file in bin_path.iterdir():
         file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_path}:{os.environ['PATH']}")
@@ -68,7 +68,7 @@ def say_nothing(line: str) -> None:
 async def trained(
     folder: Path, ranks_settings: RanksSettings, on_progress: Callable[[str], None] = say_nothing
 ) -> None:
-    """A step and its weights, of two ranks."""
+    """Run a step of two ranks and publish the weights."""
     settings = SETTINGS.model_copy(update={"zero_stage": 3}).model_dump(mode="json")
     make_batch().save(folder / "batch")
     async with started(
@@ -102,7 +102,7 @@ def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
-    """The other is started by the line that is written, and ends by itself when this one does."""
+    """The other node is started by the line that is written, and ends when this one does."""
     others: list[subprocess.Popen[bytes]] = []
 
     def start_other(line: str) -> None:
@@ -116,10 +116,10 @@ async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
         await trained(tmp_path, RanksSettings(launcher="torchrun", **NODES), start_other)
 
 
-async def test_with_a_port_of_its_own_another_nodes_line_in_a_loop_is_there_again(
+async def test_with_a_fixed_port_another_nodes_line_in_a_loop_rejoins(
     tmp_path: Path,
 ) -> None:
-    """As docs/recipes/paper.toml has it: nobody has to read the line anew after a restart."""
+    """The setup of docs/recipes/paper.toml: after a restart nobody has to copy the line again."""
     loops: list[subprocess.Popen[bytes]] = []
 
     def start_other(line: str) -> None:
@@ -139,7 +139,7 @@ async def test_with_a_port_of_its_own_another_nodes_line_in_a_loop_is_there_agai
             settings, ranks, log_dir=tmp_path / "logs", on_progress=start_other
         ) as learner:
             before = await learner.ask("step", batch=batch, timeout_s=60)
-            learner._processes._processes[0].kill()  # its guardian: nothing of it is left
+            learner._processes._processes[0].kill()  # the guardian, and the ranks with it
             await learner.lost()
             await learner.restart()
             after = await learner.ask("step", batch=batch, timeout_s=60)
@@ -155,7 +155,7 @@ async def test_two_nodes_by_deepspeed(tmp_path: Path, hostfile: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-async def test_why_the_ranks_of_a_launcher_do_not_start(tmp_path: Path, launcher: Any) -> None:
+async def test_a_failed_start_by_a_launcher_is_explained(tmp_path: Path, launcher: Any) -> None:
     settings = SETTINGS.model_copy(update={"model": tmp_path}).model_dump(mode="json")
     ranks = RanksSettings(launcher=launcher, count=2)
     with anyio.fail_after(250), pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"):

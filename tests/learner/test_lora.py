@@ -68,7 +68,7 @@ def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def merged_by_hand(model: Any) -> dict[str, Any]:
-    """W + alpha / rank * B A, of each layer that has adapters."""
+    """Return W + alpha / rank * B A of each layer with adapters."""
     table = dict(model.named_parameters())
     found = {}
     for name, weight in table.items():
@@ -147,17 +147,17 @@ def test_training_goes_on_bit_by_bit_from_adapters_alone(both: tuple[Ranks, Path
     assert (again["loss"], again["grad_norm"]) == (first["loss"], first["grad_norm"])
     assert ranks.ask("publish", folder=folder / "again", version="2")["sha256"] == weights
     size = sum(file.stat().st_size for file in (folder / "save" / "a").rglob("*"))
-    assert size < 0.7 * (SMALL / "model.safetensors").stat().st_size * 2  # which is bfloat16
+    assert size < 0.7 * (SMALL / "model.safetensors").stat().st_size * 2  # that file is bfloat16
 
 
-def test_layers_that_cannot_have_it_are_named() -> None:
+def test_layers_that_cannot_have_adapters_are_named() -> None:
     for target in ("nothing", "embed_tokens", "lm_head"):
         lora = LoraSettings(rank=2, targets=(target,))
         with pytest.raises(ModelError, match=f"lora.targets: .*{target}"):
             load_model(LearnerSettings(model=SMALL, lora=lora))
 
 
-def test_some_layers_alone() -> None:
+def test_adapters_on_some_layers_only() -> None:
     lora = LoraSettings(rank=2, targets=("q_proj", "v_proj"))
     model = load_model(LearnerSettings(model=SMALL, dtype="bfloat16", lora=lora))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

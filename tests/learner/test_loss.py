@@ -1,4 +1,4 @@
-"""The losses against values worked out by hand."""
+"""The losses against values computed by hand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_importance_weights_are_truncated(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", VECTORS["k3"])
 def test_k3(case: dict[str, Any]) -> None:
-    """The ratio is new / other, as the tokens are samples of new."""
+    """The ratio is new / other, because the tokens are samples of new."""
     assert k3(logs(case["ratio"]), tensor(0.0)).item() == pytest.approx(case["value"])
 
 
@@ -143,7 +143,7 @@ def test_no_gap_however_wide_makes_a_gradient_infinite(kind: Any, gap: float) ->
 
 
 def test_at_ratio_one_grpo_is_the_policy_gradient() -> None:
-    """sum(weight * A * d log pi): the loss itself says nothing, its gradient does."""
+    """Only the gradient is checked: sum(weight * A * d log pi)."""
     new = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     advantage, weight = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.2, 0.3, 0.5])
     batch = LossInput(

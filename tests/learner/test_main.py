@@ -18,7 +18,7 @@ from tests.learner.ranks import ROOT
 def test_threads_sleep_while_they_wait_unless_the_user_chose(
     chosen: dict[str, str], seen: str
 ) -> None:
-    """Also where a launcher on another node hands no environment on."""
+    """The policy also applies where a launcher on another node passes no environment on."""
     script = (
         "import os, sys; from learner.__main__ import main; assert 'torch' not in sys.modules; "
         "main(['/no/settings.json']); print(os.environ.get('OMP_WAIT_POLICY'), file=sys.stderr)"

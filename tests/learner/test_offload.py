@@ -1,5 +1,7 @@
-"""What stands in the host's memory is trained as elsewhere. On a CPU both are the same memory: what
-is tested is DeepSpeed's other path through a step, not the transfers."""
+"""Offloaded training gives the same results.
+
+On a CPU both memories are the same: this tests DeepSpeed's other code path, not the transfers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def both(
 
 
 def test_four_steps_are_those_of_plain_pytorch(both: tuple[Ranks, Path]) -> None:
-    """Of several micro-batches each; then the third and fourth again, from a checkpoint."""
+    """Each step has several micro-batches; the third and fourth are then repeated from a
+    checkpoint."""
     ranks, folder = both
     reference, batch = Plain(SETTINGS), make_batch()
     before = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
@@ -62,6 +65,6 @@ def test_four_steps_are_those_of_plain_pytorch(both: tuple[Ranks, Path]) -> None
     assert ranks.ask("publish", folder=folder / "again", version="4")["sha256"] == first
 
 
-def test_weights_are_offloaded_where_they_are_shared_out() -> None:
+def test_offloading_weights_needs_partitioned_weights() -> None:
     with pytest.raises(pydantic.ValidationError, match=r"offload: .* needs zero_stage = 3"):
         LearnerSettings(offload="optimizer+parameters", zero_stage=2)

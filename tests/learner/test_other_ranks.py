@@ -1,4 +1,4 @@
-"""What some ranks have saved, others go on from: more or fewer, or with another ZeRO stage."""
+"""Checkpoints are loaded by more or fewer ranks than saved them, or with another ZeRO stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def changed(**values: Any) -> LearnerSettings:
 
 
 def write(folder: Path, stage: int, num_ranks: int, **values: Any) -> dict[str, Any]:
-    """Save before the first step and after two; what the third one gives."""
+    """Save before the first step and after two; return the results of the third."""
     make_batch().save(folder / "batch")
     with started(folder / "ranks", changed(zero_stage=stage, **values), num_ranks) as ranks:
         assert ranks.ask("save", folder=folder / "0", state={"cursor": 0})["ok"]
@@ -58,7 +58,7 @@ def differ(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Each is written by the first test that asks for it."""
+    """Write each checkpoint when a test first asks for it."""
 
     @cache
     def by(writer: tuple[int, int]) -> tuple[Path, dict[str, Any]]:
@@ -74,13 +74,13 @@ def reader(
 ) -> Iterator[Ranks]:
     stage, num_ranks = request.param
     folder = tmp_path_factory.mktemp("reader")
-    # Stage 3 by its usual threshold, too: then each rank has these small weights whole.
+    # Also stage 3 with its default threshold, where each rank holds these small weights whole.
     with started(folder, changed(zero_stage=stage, deepspeed={}), num_ranks) as ranks:
         yield ranks
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda kind: f"of-zero{kind[0]}x{kind[1]}")
-def test_it_goes_on_as_the_others_would_have(
+def test_training_resumes_with_other_ranks_as_with_the_same(
     reader: Ranks,
     written: Written,
     writer: tuple[int, int],
@@ -96,9 +96,9 @@ def test_it_goes_on_as_the_others_would_have(
     start = load_file(SMALL / "model.safetensors")
     assert differ(expected["weights"], start) > 1e-3
     assert differ(found["weights"], expected["weights"]) < 5e-6
-    assert list(folder.glob(".*")) == [], "what was converted is removed"
+    assert list(folder.glob(".*")) == [], "the converted checkpoint is removed"
     refused = reader.ask("load", folder=folder / "0")
-    assert "before the first step; start anew instead" in refused["error"]
+    assert "before the first step; start a new run instead" in refused["error"]
 
 
 def test_adapters_in_bfloat16_too(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_adapters_in_bfloat16_too(tmp_path: Path) -> None:
         found = step(ranks, tmp_path, tmp_path / "found")
         assert found["loss"] == pytest.approx(expected["loss"], abs=2e-3)
         assert differ(found["weights"], expected["weights"]) < 2e-3
-        # One that cannot be converted is refused, and changes nothing.
+        # A checkpoint that cannot be converted is refused and changes nothing.
         (tmp_path / "2" / "zero" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
         refused = ranks.ask("load", folder=tmp_path / "2")
         assert (refused["ok"], refused["fatal"]) == (False, False)
@@ -119,7 +119,7 @@ def test_adapters_in_bfloat16_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("writer", "reader_"), [((1, 2), (3, 1)), ((2, 1), (1, 2))])
-def test_bfloat16_under_zero_1_has_another_optimizer_of_deepspeeds(
+def test_bfloat16_under_zero_1_uses_another_optimizer_of_deepspeed(
     writer: tuple[int, int], reader_: tuple[int, int], tmp_path: Path
 ) -> None:
     expected = write(tmp_path, *writer, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""What the plan says of activations, against what autograd saves."""
+"""The plan's estimate of activation memory, compared with what autograd saves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_TOKENS = 256
 
 
 def saved_bytes(config: Any, dtype: str, checkpointing: bool) -> int:
-    """Of all tensors, parameters left out, that a forward pass keeps for the backward pass."""
+    """Return the bytes of all tensors, except parameters, that a forward pass saves."""
     from transformers import AutoModelForCausalLM
 
     register()
@@ -33,7 +33,7 @@ def saved_bytes(config: Any, dtype: str, checkpointing: bool) -> int:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved: dict[int, Any] = {}  # they are held, or an address would come again
+    saved: dict[int, Any] = {}  # holds them, so that no address is reused
 
     def pack(tensor: Any) -> Any:
         saved[tensor.untyped_storage().data_ptr()] = tensor
@@ -53,7 +53,7 @@ def saved_bytes(config: Any, dtype: str, checkpointing: bool) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_what_autograd_saves(dtype: Any, checkpointing: bool) -> None:
+def test_the_estimate_matches_what_autograd_saves(dtype: Any, checkpointing: bool) -> None:
     from transformers import Qwen3Config
 
     config = Qwen3Config(
@@ -82,9 +82,9 @@ def test_activations_are_what_autograd_saves(dtype: Any, checkpointing: bool) ->
         dtype=dtype, micro_batch_tokens=NUM_TOKENS, activation_checkpointing=checkpointing
     )
     computed = _learner_memory(shape, settings, RanksSettings(), on_gpus=False).activations
-    if checkpointing:  # the layer that is computed again comes in the backward pass
+    if checkpointing:  # the recomputed layer is only saved in the backward pass
         whole = settings.model_copy(update={"activation_checkpointing": False})
         computed -= _learner_memory(shape, whole, RanksSettings(), on_gpus=False).activations // 12
-    # What stands before and behind the layers is not in it: some norms and positions.
+    # The estimate leaves out norms and positions before and after the layers.
     share = 0.25 if checkpointing else 0.06
     assert computed == pytest.approx(saved_bytes(config, dtype, checkpointing), rel=share)

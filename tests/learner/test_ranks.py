@@ -1,6 +1,6 @@
 """Real ranks: DeepSpeed's ZeRO 1, 2 and 3 with one and two processes, against plain PyTorch.
 
-Ranks are started once per kind; a test begins by loading the checkpoint of their beginning.
+Ranks are started once per kind; each test first loads the initial checkpoint.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ SETTINGS = LearnerSettings(
     publish_dtype="float32",
     max_shard_mib=1,
     collective_timeout_s=60,
-    # With AdamW's usual 1e-8 the rounding of a gradient of almost 0 becomes an update of its own.
+    # With AdamW's default of 1e-8, rounding errors of gradients near 0 would become updates.
     optimizer=OptimizerSettings(lr=1e-3, warmup_steps=0, eps=1e-5),
-    # The small model's tensors are so small that ZeRO 3 would not share them out.
+    # The small model's tensors are so small that ZeRO 3 would not partition them.
     deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 )
 KINDS = [(stage, num_ranks) for num_ranks in (1, 2) for stage in (1, 2, 3)]
@@ -78,7 +78,8 @@ def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def policy_batch(sizes: tuple[int, ...]) -> Any:
-    """Log-probabilities near the model's own, so that ratios are near 1, to either side."""
+    """Return a batch whose log-probabilities are near the model's own, so that ratios are near
+    1."""
     batch = make_batch(sizes=sizes)
     model, rng = load(SETTINGS), np.random.default_rng(0)
     old = np.zeros(len(batch.ids), np.float32)
@@ -92,7 +93,7 @@ def policy_batch(sizes: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
 def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], packed: bool) -> None:
-    """Each sample in a micro-batch of its own, or several in one."""
+    """Each sample is in a micro-batch of its own, or several are packed into one."""
     stage, ranks, folder = kind[0], from_the_beginning(kind), kind[2]
     plain, batch = Plain(SETTINGS), policy_batch((20, 25, 31, 12, 8, 17) if packed else SIZES)
     before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
@@ -102,7 +103,7 @@ def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], pa
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
         assert found["clipped"] == pytest.approx(expected["clipped"], abs=0.02)
-        assert 0.1 < found["clipped"] < 1, "the batch does not try the clip"
+        assert 0.1 < found["clipped"] < 1, "the batch does not exercise the clip"
     weights = published(ranks, folder / "four")
     assert weights.keys() == before.keys(), "without the tied head"
     now = dict(plain.model.named_parameters())
@@ -162,8 +163,8 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[int, Ranks, P
     assert kept["state"] == {"cursor": [3, "x"]}
 
 
-def test_a_step_without_a_finite_gradient_is_left_out(kind: tuple[int, Ranks, Path]) -> None:
-    """Only one sample is bad, so of two ranks one sees nothing of it."""
+def test_a_step_without_a_finite_gradient_is_skipped(kind: tuple[int, Ranks, Path]) -> None:
+    """Only one sample is bad, so with two ranks one of them sees nothing of it."""
     ranks, folder = from_the_beginning(kind), kind[2]
     make_batch(advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(folder / "bad")
     make_batch().save(folder / "good")
@@ -180,7 +181,7 @@ def test_a_step_without_a_finite_gradient_is_left_out(kind: tuple[int, Ranks, Pa
 
 
 def test_a_sample_that_is_too_long_is_left_out_and_counted(kind: tuple[int, Ranks, Path]) -> None:
-    """The step is that of the others, also where another sample of its group is among them."""
+    """The step equals that of the other samples, also if one of them is from the same group."""
     ranks, folder = from_the_beginning(kind), kind[2]
     make_batch(sizes=(40, 60, 33)).save(folder / "long")
     whole = make_batch(sizes=(40, 60, 33))
@@ -202,7 +203,7 @@ def test_a_sample_that_is_too_long_is_left_out_and_counted(kind: tuple[int, Rank
     assert ranks.ask("publish", folder=folder / "nothing", version="1")["sha256"] == weights
 
 
-def test_a_batch_of_one_sample_leaves_the_other_rank_nothing(kind: tuple[int, Ranks, Path]) -> None:
+def test_a_batch_may_have_fewer_samples_than_there_are_ranks(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder = from_the_beginning(kind), kind[2]
     make_batch(sizes=(30,)).save(folder / "lonely")
     found = ranks.ask("step", batch=folder / "lonely")
@@ -213,7 +214,7 @@ def test_a_batch_of_one_sample_leaves_the_other_rank_nothing(kind: tuple[int, Ra
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Path]]:
-    """Two ranks that compute in bfloat16, as they do on an accelerator."""
+    """Two ranks that compute in bfloat16, as on an accelerator."""
     folder = tmp_path_factory.mktemp("two")
     optimizer = OptimizerSettings(lr=1e-3, warmup_steps=4)
     more: dict[str, Any] = {"dtype": "bfloat16", "publish_dtype": "bfloat16", "max_shard_mib": 4096}
@@ -223,8 +224,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Path]
         yield ranks, folder
 
 
-def test_what_is_published_is_a_model_folder(two: tuple[Ranks, Path]) -> None:
-    """Before any step: the very weights that training started from."""
+def test_published_weights_are_a_model_folder(two: tuple[Ranks, Path]) -> None:
+    """Before any step, the published weights are those that training started from."""
     ranks, folder = two
     found = ranks.ask("publish", folder=folder / "7", version="7")
     assert found["version"] == verify(folder / "7") == "7"
@@ -238,7 +239,7 @@ def test_what_is_published_is_a_model_folder(two: tuple[Ranks, Path]) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (folder / "7" / file).read_bytes() == (SMALL / file).read_bytes()
     assert json.loads((folder / "7" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert not (folder / "7" / "README.md").exists(), "the card is about other weights"
+    assert not (folder / "7" / "README.md").exists(), "the model card describes other weights"
     model = Qwen3ForCausalLM.from_pretrained(folder / "7", dtype="auto")
     assert torch.equal(model.lm_head.weight, ours["model.embed_tokens.weight"])
     assert [one.name for one in folder.glob(".*")] == [], "nothing half written is left"
@@ -252,7 +253,7 @@ def test_a_file_that_changed_is_noticed(two: tuple[Ranks, Path]) -> None:
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(LearnerError, match=r"model.safetensors: not what was published"):
+    with pytest.raises(LearnerError, match=r"model.safetensors: sha256 differs"):
         verify(folder / "broken")
     assert ranks.ask("publish", folder=folder / "broken", version="9")["ok"]
     assert verify(folder / "broken") == "9"
@@ -276,7 +277,7 @@ def test_two_updates_of_a_batch_and_the_warm_up(two: tuple[Ranks, Path]) -> None
     assert work is not None
     num_operations = work.of_batch(SIZES, second["num_tokens"])
     assert second["mfu"] == pytest.approx(num_operations / (2 * 1e10 * whole_s))
-    assert "peak_memory_gib" not in second, "of an accelerator"
+    assert "peak_memory_gib" not in second, "it needs an accelerator"
 
 
 def test_old_checkpoints_are_removed(two: tuple[Ranks, Path]) -> None:
@@ -296,12 +297,16 @@ def test_a_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]
     requests: list[tuple[str, dict[str, Any], str]] = [
         ("step", {"batch": folder / "nope"}, "nope: No such file"),
         ("logprobs", {"batch": folder / "long", "out": folder / "out"}, "sample 1 has 65 tokens"),
-        ("step", {"batch": folder / "foreign"}, "512 is none of the model's 512"),
-        ("step", {"batch": folder / "batch", "lr": "fast"}, "lr: from 0 to 1 expected"),
-        ("step", {"batch": folder / "batch", "rescue": 3}, "rescue: a folder's path expected"),
-        ("load", {"folder": folder / "nope"}, "nope: no checkpoint"),
-        ("save", {"folder": folder / "a", "state": 3}, "state: an object expected"),
-        ("save", {"folder": folder / "a", "beside": 1}, "beside: true or false expected, not 1"),
+        ("step", {"batch": folder / "foreign"}, "512 is out of range, the vocabulary has 512"),
+        (
+            "step",
+            {"batch": folder / "batch", "lr": "fast"},
+            "lr: expected a number from 0 to below 1",
+        ),
+        ("step", {"batch": folder / "batch", "rescue": 3}, "rescue: expected the path of a folder"),
+        ("load", {"folder": folder / "nope"}, "nope: not a checkpoint"),
+        ("save", {"folder": folder / "a", "state": 3}, "state: expected an object"),
+        ("save", {"folder": folder / "a", "beside": 1}, "beside: expected true or false, not 1"),
         ("publish", {"folder": folder / "file" / "7", "version": "7"}, "file"),
         ("publish", {"folder": folder / "7"}, "unknown request"),
         ("dance", {}, "unknown request"),
@@ -314,7 +319,7 @@ def test_a_request_that_cannot_be_carried_out_is_refused(two: tuple[Ranks, Path]
 
 
 def test_a_full_disk_refuses_the_request(two: tuple[Ranks, Path]) -> None:
-    """Of either rank: here a file that grows beyond what the system lets it."""
+    """Either rank's disk may be full; here a file grows beyond the system's limit."""
     ranks, folder = two
     make_batch().save(folder / "batch")
     for full, op in ((0, "publish"), (0, "save"), (1, "save")):
@@ -328,8 +333,8 @@ def test_a_full_disk_refuses_the_request(two: tuple[Ranks, Path]) -> None:
         assert (answer["ok"], answer["fatal"]) == (False, False)
         assert f"{target}: " in answer["error"]
         assert "File too large" in answer["error"]
-        assert list((folder / "full").iterdir()) == [], "what was begun is removed"
-        assert ranks.ask("step", batch=folder / "batch")["ok"], "it goes on"
+        assert list((folder / "full").iterdir()) == [], "the partial folder is removed"
+        assert ranks.ask("step", batch=folder / "batch")["ok"], "the learner goes on"
         assert ranks.ask(op, folder=folder / "whole" / op, **fields)["ok"]
 
 
@@ -340,7 +345,8 @@ def test_ranks_end_when_their_supervisor_hangs_up(tmp_path: Path) -> None:
 
 
 def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
-    """It hands no descriptor on: rank 0 connects to a path. And a loss of another kind."""
+    """torchrun passes no descriptors on, so rank 0 connects to a path. Also covers another kind of
+    loss."""
     make_batch().save(tmp_path / "without")
     make_batch(ref_logprobs=make_batch().logprobs).save(tmp_path / "batch")
     loss = LossSettings(ratio_to="engine", kl_coef=0.1)
@@ -366,9 +372,11 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
                 ranks = Ranks([process], end, log)
                 assert ranks.answer()["num_ranks"] == 2
                 refused = ranks.ask("step", batch=tmp_path / "without")
-                assert refused["error"] == "ref_logprobs: needed where kl_coef is set"
+                assert refused["error"] == "ref_logprobs: required if learner.loss.kl_coef is set"
                 found = ranks.ask("step", batch=tmp_path / "batch")
-                assert (found["tis"], found["num_updates"]) == (1, 1), "no weight besides the ratio"
+                assert (found["tis"], found["num_updates"]) == (1, 1), (
+                    "the ratio to the engine leaves no importance weight"
+                )
                 assert found["ratio"] != pytest.approx(1, abs=0.01)
                 assert found["kl"] > 0
                 assert ranks.ask("close") == {"ok": True}
@@ -380,7 +388,7 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
 
 
 def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
-    """What it ends with is saved, and others go on from it as if the bad ones had not been."""
+    """The state is saved first, and others resume from it as if the bad steps had not happened."""
     make_batch().save(tmp_path / "good")
     make_batch(advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(tmp_path / "bad")
     rescue = {"rescue": tmp_path / "saved" / "rescue", "state": {"cursor": 7}}
@@ -404,8 +412,10 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
 
 
 def test_half_a_step_is_never_saved(tmp_path: Path) -> None:
-    """The first of a batch's four updates is applied, the others break. Who goes on from the
-    checkpoint before does the step as if nothing had been."""
+    """The first of a batch's four updates is applied, the others fail.
+
+    Resuming from the previous checkpoint repeats the step as if nothing had happened.
+    """
     settings = SETTINGS.model_copy(update={"updates_per_batch": 4})
     sizes = (20,) * 8
     make_batch(1, sizes).save(tmp_path / "good")
@@ -418,7 +428,7 @@ def test_half_a_step_is_never_saved(tmp_path: Path) -> None:
         weights = ranks.ask("publish", folder=tmp_path / "one", version="1")["sha256"]
         answer = ranks.ask("step", batch=tmp_path / "half", **rescue)
         assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, True)
-        assert "nothing is saved, for 1 of the batch's updates were applied" in answer["error"]
+        assert "nothing is saved, because 1 of the batch's updates were applied" in answer["error"]
         assert [one.name for one in (tmp_path / "saved").iterdir()] == ["0"]
     with started(tmp_path / "second", settings, 1) as ranks:
         assert ranks.ask("load", folder=tmp_path / "saved" / "0")["state"] == {"step": 0}
@@ -428,8 +438,8 @@ def test_half_a_step_is_never_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, how: signal.Signals) -> None:
-    """While nothing is asked of them, too."""
-    # The ranks start within it of each other, too.
+    """The others notice even while there are no requests."""
+    # The timeout also has to cover the time between the ranks' starts.
     settings = SETTINGS.model_copy(update={"collective_timeout_s": 20})
     with started(tmp_path, settings, 2) as ranks:
         ranks.processes[1].send_signal(how)
@@ -449,10 +459,12 @@ def test_a_rank_dies_with_its_supervisor() -> None:
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == b"1\n"
         supervisor.kill()
-        assert supervisor.stdout.read() == b"", "the pipe ends with the last who holds it"
+        assert supervisor.stdout.read() == b"", (
+            "the pipe closes with the last process that holds it"
+        )
 
 
-def test_settings_that_are_wrong_are_named(tmp_path: Path) -> None:
+def test_invalid_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"model": "x", "zero_stage": 4}')
     done = subprocess.run(
         [sys.executable, "-m", "learner", str(tmp_path / "settings.json")],

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the ranks go on."""
+"""Checkpoints that are written while training goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.learner.test_ranks import SETTINGS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-# The learner, whose disk keeps it waiting for as long as there is a file `hold`.
+# The learner with a disk that blocks as long as there is a file `hold`.
 SLOW = """
 import builtins, os, sys, time
 really, hold = builtins.open, os.path.join(os.path.dirname(sys.argv[1]), "hold")
@@ -50,7 +50,7 @@ def names(folder: Path) -> set[str]:
     return {one.name for one in folder.iterdir()}
 
 
-def test_steps_do_not_wait_for_it_nor_change_it(two: tuple[Ranks, Path]) -> None:
+def test_steps_neither_wait_for_the_write_nor_change_it(two: tuple[Ranks, Path]) -> None:
     ranks, folder = two
     nothing = {"ok": True, "folder": None, "writing": None, "failed": None}
     assert ranks.ask("saved") == ranks.ask("saved", wait=True) == nothing
@@ -74,17 +74,19 @@ def test_steps_do_not_wait_for_it_nor_change_it(two: tuple[Ranks, Path]) -> None
     assert [ranks.ask("step", batch=batch)["loss"] for _ in range(2)] == losses
 
 
-def test_one_waits_for_the_one_before_and_the_last_are_kept(two: tuple[Ranks, Path]) -> None:
+def test_a_save_waits_for_the_previous_one_and_the_latest_are_kept(two: tuple[Ranks, Path]) -> None:
     ranks, folder = two
     for name in ("a", "b", "c", "c"):
         assert ranks.ask("save", folder=folder / "kept" / name, beside=True)["ok"]
-    assert ranks.ask("load", folder=folder / "kept" / "c")["ok"], "it waits, too"
+    assert ranks.ask("load", folder=folder / "kept" / "c")["ok"], (
+        "loading waits for the write as well"
+    )
     assert names(folder / "kept") == {"b", "c"}
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_is_told_and_training_goes_on(two: tuple[Ranks, Path], full: int) -> None:
-    """Of either rank: here a file that grows beyond what the system lets it."""
+def test_a_full_disk_is_reported_and_training_goes_on(two: tuple[Ranks, Path], full: int) -> None:
+    """Either rank's disk may be full; here a file grows beyond the system's limit."""
     ranks, folder = two
     whole, target = folder / "full" / "whole", folder / "full" / "target"
     assert ranks.ask("save", folder=whole)["ok"]
@@ -98,12 +100,12 @@ def test_a_full_disk_is_told_and_training_goes_on(two: tuple[Ranks, Path], full:
     assert (found["folder"], found["writing"]) == (str(whole), None)
     assert found["failed"].startswith(f"{target}: ")
     assert "File too large" in found["failed"]
-    assert names(whole.parent) == {"whole"}, "what was begun is removed"
+    assert names(whole.parent) == {"whole"}, "the partial folder is removed"
     assert ranks.ask("save", folder=whole, beside=True)["ok"]
     assert ranks.ask("saved", wait=True)["failed"] is None
 
 
-def test_the_end_waits_for_it(tmp_path: Path) -> None:
+def test_closing_waits_for_the_write(tmp_path: Path) -> None:
     with slow(tmp_path) as ranks:
         (tmp_path / "hold").touch()
         assert ranks.ask("save", folder=tmp_path / "saved" / "1", beside=True)["ok"]
@@ -115,7 +117,7 @@ def test_the_end_waits_for_it(tmp_path: Path) -> None:
         assert [process.wait(100) for process in ranks.processes] == [0, 0]
 
 
-def test_what_a_rank_that_died_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_rank_are_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "saved" / ".mine.partial").mkdir(parents=True)
     with slow(tmp_path) as ranks:
         (tmp_path / "hold").touch()

@@ -1,4 +1,4 @@
-"""Log-probabilities of packed samples, in chunks, against whole logits of single ones."""
+"""Log-probabilities of packed samples, in chunks, against whole logits of single samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLES = (2, 0, 3, 1)
 
 
 def packed(scorer: Any, batch: Batch) -> tuple[Any, Any, Any]:
-    """What the scorer finds, and the weights that make it a loss."""
+    """Return the scorer's results, and the weights that make a loss of them."""
     weights = np.random.default_rng(1).normal(size=len(batch.ids)).astype(np.float32)
     micro = make_micro_batch(batch, SAMPLES, weights)
     inputs = (micro.ids, micro.positions, micro.predictors, micro.targets)
@@ -107,8 +107,8 @@ def test_without_a_bonus_the_entropy_is_a_metric_alone(scorer: Any) -> None:
     assert not entropy.requires_grad
 
 
-def test_activations_that_are_made_again_are_the_same() -> None:
-    """Loss and gradients as without; of the layers only the inputs are kept in between."""
+def test_activation_checkpointing_does_not_change_the_gradients() -> None:
+    """Loss and gradients are unchanged; between the passes only the layers' inputs are kept."""
 
     def trained(activation_checkpointing: bool) -> tuple[Any, list[Any], int]:
         settings = SETTINGS.model_copy(
@@ -136,7 +136,7 @@ def test_activations_that_are_made_again_are_the_same() -> None:
 
 
 class Shapes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
-    """Notes how many rows of logits any operation gives, of the backward pass too."""
+    """Records the number of rows of every operation's result, also in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_whole_logits_never_exist(scorer: Any) -> None:
     assert {rows for rows in shapes.rows if rows != 128} <= set(range(8))
 
 
-def test_packed_attention_refuses_what_it_cannot_do() -> None:
+def test_packed_attention_refuses_unsupported_models() -> None:
     one = torch.zeros(1, 2, 6, 4)
     for more in ({"sliding_window": 3}, {"softcap": 30.0}, {"s_aux": one}):
         with pytest.raises(NotImplementedError, match="packed attention"):
@@ -176,7 +176,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Any) -> None:
         load_model(SETTINGS.model_copy(update={"model": tmp_path}))
 
 
-def test_more_layers_than_the_folders_are_as_its_last() -> None:
+def test_additional_layers_are_like_the_last_one() -> None:
     num = len(json.loads((SMALL / "config.json").read_text())["layer_types"])
     for more in (-1, 1):
         config = {"num_hidden_layers": num + more}
@@ -190,19 +190,19 @@ def test_more_layers_than_the_folders_are_as_its_last() -> None:
         ({"num_layers_hidden": 2}, "learner.config.num_layers_hidden: "),
         ({"num_hidden_layers": "two"}, "learner.config"),
         ({"hidden_size": 64.5}, "learner.config"),
-        ({"hidden_size": -64}, "learner.config: no model can be made"),
+        ({"hidden_size": -64}, "learner.config: cannot create the model"),
         ({"num_attention_heads": 0}, "learner.config"),
         ({"tie_word_embeddings": 1}, "learner.config"),
-        ({"vocab_size": 8}, "learner.config.vocab_size: the tokenizer has "),
+        ({"vocab_size": 8}, "learner.config.vocab_size: 8, but the tokenizer needs "),
     ],
 )
-def test_a_configuration_that_is_none_is_named(config: dict[str, Any], message: str) -> None:
+def test_an_invalid_configuration_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(LearnerSettings(model=SMALL, init="random", config=config))
 
 
 def test_random_weights_are_drawn_by_the_seed_alone(tmp_path: Any) -> None:
-    """Of the folder only the configuration is read; the ranks must agree without a word."""
+    """Only the folder's configuration is read; the ranks must agree without communication."""
     shutil.copy(SMALL / "config.json", tmp_path)
 
     def weights(seed: int) -> Any:

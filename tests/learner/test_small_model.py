@@ -19,7 +19,7 @@ from learner.small_model.train import Settings, encode, make_tokenizer, stages, 
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]  # it trains
 
-# Of ten dialogues, how many may fail: fewer where no name has to be copied.
+# Allowed failures in ten dialogues: fewer where no name has to be copied.
 ALLOWED = {skill: 1 if "python" in skill.name or "jupyter" in skill.name else 4 for skill in SKILLS}
 QUICK = [skill for skill in SKILLS if skill.num_questions == 1]
 TINY = Settings(steps=5, batch_tokens=1024, pool=16, warmup=1)
@@ -30,7 +30,7 @@ def shipped() -> tuple[Any, Any]:
     return ship.load(SMALL)
 
 
-def test_labels_cover_exactly_what_the_assistant_says(shipped: tuple[Any, Any]) -> None:
+def test_labels_cover_exactly_the_assistants_text(shipped: tuple[Any, Any]) -> None:
     _, tokenizer = shipped
     rng = Random(5)
     episodes = [sample(rng) for _ in range(50)]
@@ -95,7 +95,7 @@ def test_wrong_options_are_refused_before_any_work(
     assert says in capsys.readouterr().err
 
 
-def test_making_a_model_leaves_a_whole_directory(tmp_path: Path) -> None:
+def test_making_a_model_writes_a_complete_directory(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path), "--steps", "1", "--cases", "0"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in SMALL.iterdir()}
     assert "not measured" in (tmp_path / "README.md").read_text(encoding="utf-8")

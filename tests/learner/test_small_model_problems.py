@@ -1,4 +1,4 @@
-"""Generator, toolboxes and the emulated tools; no torch here."""
+"""Problem generator, toolboxes and the emulated tools; needs no torch."""
 
 from __future__ import annotations
 

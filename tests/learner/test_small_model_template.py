@@ -1,4 +1,4 @@
-"""The shipped template and tokenizer; no torch here."""
+"""The shipped template and tokenizer; needs no torch."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_any_text_encodes_and_comes_back(tokenizer: Any, text: str) -> None:
     assert max(ids, default=0) < recipe.VOCAB_SIZE
 
 
-def test_digits_are_single_and_words_do_not_depend_on_what_stands_before(tokenizer: Any) -> None:
+def test_digits_are_single_and_words_do_not_depend_on_the_text_before(tokenizer: Any) -> None:
     assert len(tokenizer.encode("90817263")) == 8
     alone = tokenizer.encode("multiply")
     for text in ("(multiply(", ' "multiply"', "Tools: multiply(", "_multiply_"):

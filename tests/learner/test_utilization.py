@@ -1,4 +1,4 @@
-"""Operations of a batch against those that torch counts."""
+"""The count of a batch's operations, compared with torch's."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ LENGTH = 200
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_work_is_what_torch_counts(frozen: bool) -> None:
-    """One sample through the model as transformers has it; its attention computes the whole
-    square, so the pairs that a causal one leaves out are added."""
+def test_the_count_equals_torchs(frozen: bool) -> None:
+    """torch counts one sample through transformers' model.
+
+    Its attention computes the whole square, so the pairs that a causal one omits are added.
+    """
     settings = LearnerSettings(model=SMALL, attention="eager")
     model = load_model(settings)
-    if frozen:  # all but something below everything, as adapters are
+    if frozen:  # all but the embeddings at the bottom, as with adapters
         model.requires_grad_(False)
         model.get_input_embeddings().register_forward_hook(
             lambda module, args, output: output.detach().requires_grad_()
@@ -48,7 +50,7 @@ def test_pairs_are_within_a_sample() -> None:
     assert work.of_batch([2, 3], 3) == 500 + 30 + 3 + 6
 
 
-def test_what_cannot_be_told_is_none() -> None:
+def test_an_unknown_model_has_no_count() -> None:
     config: Any = SimpleNamespace(num_experts=8)
     assert Work.of(SimpleNamespace(config=config)) is None
     assert Work.of(SimpleNamespace(config=SimpleNamespace())) is None
@@ -68,6 +70,6 @@ def test_what_cannot_be_told_is_none() -> None:
         ("cpu", None),
     ],
 )
-def test_what_devices_can_do(name: str, peak: float | None) -> None:
+def test_peak_of_devices(name: str, peak: float | None) -> None:
     assert peak_tflops(name, "bfloat16") == peak
     assert peak_tflops(name, "float32") is None

@@ -95,7 +95,7 @@ def test_the_floor_is_more_for_more() -> None:
     ("arguments", "says"),
     [
         (["--mix", "quick=1"], "quick"),
-        (["--against", "code-judge=http://example.org"], "this machine alone"),
+        (["--against", "code-judge=http://example.org"], "must be on this machine"),
         (["--against", "judge0=http://127.0.0.1"], "judge0"),
     ],
 )

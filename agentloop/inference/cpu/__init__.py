@@ -1,8 +1,8 @@
-"""What SGLang needs to run without an accelerator.
+"""Support for SGLang on machines without an accelerator.
 
-`overlay/` goes in front of the server's module path and holds what its wheels lack there. So does
-`PRIVATE`, a folder of packages for the servers' processes alone. The requirements files are what
-`install.py` installs: into the environment, without dependencies, and into `PRIVATE`.
+`overlay/` is put in front of the server's module path and replaces parts that SGLang's wheels lack
+on a CPU. `PRIVATE` is a folder of packages for the servers' processes alone. `install.py` installs
+the requirements files: into the environment, without dependencies, and into `PRIVATE`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 __all__ = ["INSTALL_COMMAND", "NO_ACCELERATOR", "OVERLAY", "PRIVATE", "has_accelerator"]
 
 OVERLAY = Path(__file__).parent / "overlay"
-# torchvision's wheels are built for CUDA. In the environment itself, beside a PyTorch for the CPU,
-# such a wheel breaks the import of every model in transformers.
+# torchvision's wheels are built for CUDA. Installed in the environment itself, next to a PyTorch
+# for the CPU, such a wheel breaks the import of every model in transformers.
 PRIVATE = Path(sys.prefix) / "share" / "agentloop" / "sglang-cpu"
 INSTALL_COMMAND = "python -m agentloop.inference.install"
 
@@ -28,14 +28,14 @@ NO_ACCELERATOR = (
 
 
 def has_accelerator(dev: Path = Path("/dev")) -> bool:
-    """Whether this machine has a GPU that SGLang could use, without importing torch.
+    """Return whether this machine has a GPU that SGLang could use, without importing torch.
 
-    `AGENTLOOP_ACCELERATOR=0` or `1` in the environment decides it outright. An empty
-    `CUDA_VISIBLE_DEVICES` hides NVIDIA's devices. Whether the driver works is not checked.
+    `AGENTLOOP_ACCELERATOR=0` or `1` in the environment overrides the detection. An empty
+    `CUDA_VISIBLE_DEVICES` hides NVIDIA's devices. The driver is not checked.
     """
-    said = os.environ.get("AGENTLOOP_ACCELERATOR")
-    if said in ("0", "1"):
-        return said == "1"
+    override = os.environ.get("AGENTLOOP_ACCELERATOR")
+    if override in ("0", "1"):
+        return override == "1"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return (dev / "kfd").exists()
     return any((dev / name).exists() for name in _DEVICE_FILES) or _is_wsl_with_gpu(dev)

@@ -1,4 +1,4 @@
-"""How many groups are in flight, and what they are expected to grow to."""
+"""Admission of groups, and the forecast of their growth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
 
 
 class Flight(RuleBasedStateMachine):
-    """The forecast's counts beside plain lengths."""
+    """Compares the forecast's counts with plain lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ TestFlight = pytest.mark.timeout(60)(Flight.TestCase)
 TestFlight.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_the_peak_is_that_of_what_was_learnt() -> None:
-    """All end at 1,600 tokens: together they will hold that, and no more than that."""
+def test_the_peak_follows_the_observed_lengths() -> None:
+    """All rollouts ended at 1,600 tokens, so the peak is exactly that of each."""
     forecast = Forecast(longest=3200, weight=1e-9)
     for number in range(50):
         forecast.start(f"r{number}")
@@ -63,8 +63,8 @@ def test_the_peak_is_that_of_what_was_learnt() -> None:
     assert forecast.peak(10) == pytest.approx(16_000, rel=0.05)
 
 
-def test_those_on_their_way_keep_it_from_expecting_short_ones_only() -> None:
-    """At a time when only the short ones have ended."""
+def test_running_rollouts_prevent_a_bias_towards_short_ones() -> None:
+    """Only the short rollouts have ended yet."""
     rng = random.Random(1)
     lengths = [rng.choice([100, 3000]) for _ in range(400)]
     forecast = Forecast(longest=3200, weight=1.0)
@@ -76,8 +76,8 @@ def test_those_on_their_way_keep_it_from_expecting_short_ones_only() -> None:
     assert forecast.peak() > 0.5 * 200 * 1500
 
 
-def test_what_was_learnt_long_ago_counts_for_little() -> None:
-    """In a run without end, whose rollouts have become shorter."""
+def test_old_observations_count_little() -> None:
+    """Rollouts have become shorter during a long run."""
 
     def expected(window: int) -> float:
         forecast = Forecast(longest=3200, weight=1.0, window=window)
@@ -94,7 +94,7 @@ def test_what_was_learnt_long_ago_counts_for_little() -> None:
 def test_a_rollout_starts_once() -> None:
     forecast = Forecast(longest=100)
     forecast.start("r")
-    with pytest.raises(ValueError, match="r is in flight already"):
+    with pytest.raises(ValueError, match="r is already in flight"):
         forecast.start("r")
 
 
@@ -104,26 +104,26 @@ def admission(**options: float) -> Admission:
 
 
 @given(st.integers(1000, 100_000), st.integers(1, 32), st.integers(0, 500))
-def test_what_may_start_fits_at_its_peak(capacity: int, size: int, num_prompt: int) -> None:
+def test_admitted_groups_fit_at_their_peak(capacity: int, size: int, num_prompt: int) -> None:
     made = admission()
     while made.may_start(capacity, size, num_prompt):
         for member in range(size):
             made.forecast.start(f"{made.num_in_flight}.{member}")
         made.start()
-    assert made.num_in_flight >= 1  # or nothing would ever begin
+    assert made.num_in_flight >= 1  # otherwise nothing would ever begin
     held = made.forecast.peak() + num_prompt * made.num_in_flight
     assert made.num_in_flight == 1 or held <= capacity
 
 
-def test_a_retraction_cuts_and_calm_grows_back() -> None:
+def test_a_retraction_cuts_the_target_which_then_grows_back() -> None:
     made = admission(cut=0.5, growth=0.1)
     made.start()
-    room = math.ceil(made.forecast.peak(4))  # what one more group of four takes
+    room = math.ceil(made.forecast.peak(4))  # needed for another group of four
     assert made.may_start(room, 4)
     assert made.observe(0.0, 3, 0.0) == "cut"
     assert not made.may_start(room, 4)
-    assert made.observe(1.0, 1, 1.0) == "hold"  # the first one has not shown its effect
-    assert made.observe(2.0, 0, 2.0) == "cut"  # but it is not forgotten
+    assert made.observe(1.0, 1, 1.0) == "hold"  # the first cut has not taken effect yet
+    assert made.observe(2.0, 0, 2.0) == "cut"  # the retraction is not forgotten
     assert made.target == 0.25
     changes = [made.observe(2.0 * step, 0, 2.0 * step) for step in range(2, 12)]
     assert changes == ["grow"] * 8 + ["hold"] * 2
@@ -135,7 +135,7 @@ def test_nothing_grows_when_reports_stop() -> None:
     made.observe(0.0, 1, 0.0)
     assert made.observe(14.0, 0, 0.0) == "grow"
     assert made.observe(17.0, 0, 0.0) == "hold"
-    assert made.observe(20.0, 1, 0.0) == "cut"  # retractions are told by streams as well
+    assert made.observe(20.0, 1, 0.0) == "cut"  # streams report retractions as well
 
 
 def test_no_more_groups_end_than_started() -> None:

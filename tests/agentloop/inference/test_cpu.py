@@ -1,4 +1,4 @@
-"""What a server on a CPU is given, without SGLang or torch at hand."""
+"""The support for servers on a CPU, tested without SGLang or torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _python(script: str, *path: Path) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A torch that records what is declared, and a torchvision that needs it."""
+    """A torch that records declarations, and a torchvision that needs them."""
     torch = """
 from types import SimpleNamespace
 declared = []
@@ -89,7 +89,7 @@ def test_overlay_declares_what_torchvision_needs(site: Path) -> None:
     assert said.strip() == "['torchvision::nms', 'torchvision::qnms']"
 
 
-def test_overlay_keeps_off_a_torchvision_that_works(site: Path) -> None:
+def test_overlay_does_not_change_a_torchvision_that_works(site: Path) -> None:
     works = site.rename(site.with_name("works"))
     said = _python(
         "import torch, torchvision; print(torchvision.seen, len(torch.loaded))", OVERLAY, works
@@ -97,7 +97,7 @@ def test_overlay_keeps_off_a_torchvision_that_works(site: Path) -> None:
     assert said.strip() == "[] 1"
 
 
-def test_overlay_costs_others_nothing(site: Path) -> None:
+def test_overlay_does_not_import_torch(site: Path) -> None:
     said = _python("import sys; print('torch' in sys.modules, len(sys.modules))", OVERLAY, site)
     imported, modules = said.split()
     assert imported == "False"

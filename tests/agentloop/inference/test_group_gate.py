@@ -1,4 +1,4 @@
-"""Groups are let in as there will be room, in order, and leave nothing behind."""
+"""Groups are admitted in order as capacity allows, and leave no state behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 320
 
 
 def gate_of(capacity: list[int], *, target: float = 1.0) -> GroupGate:
-    """Each rollout is expected to come to some 200 tokens."""
+    """Return a gate where each rollout is expected to reach about 200 tokens."""
     forecast = Forecast(longest=LONGEST, prior=200)
     return GroupGate(
         Admission(AdmissionSettings(target=target), forecast),
@@ -104,7 +104,7 @@ async def test_a_source_is_asked_only_when_there_is_room() -> None:
     assert asked == [0, 1, 2]
 
 
-async def test_new_capacity_lets_in_at_the_next_report() -> None:
+async def test_new_capacity_admits_groups_at_the_next_report() -> None:
     capacity = [600]
     gate, inside, end = gate_of(capacity), list[str](), anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -119,7 +119,7 @@ async def test_new_capacity_lets_in_at_the_next_report() -> None:
         end.set()
 
 
-async def test_retractions_cut_what_may_start() -> None:
+async def test_retractions_reduce_admission() -> None:
     gate = gate_of([2000])
     assert gate.observe(10.0, 3, 10.0) == "cut"
     assert gate.observe(11.0, 0, 11.0) == "hold"
@@ -130,25 +130,25 @@ async def test_retractions_cut_what_may_start() -> None:
 async def test_two_groups_of_one_name_are_refused() -> None:
     gate = gate_of([4000])
     async with gate.group("a", 2, 10):
-        with pytest.raises(ValueError, match="'a' is in flight"):
+        with pytest.raises(ValueError, match="'a' is already in flight"):
             async with gate.group("a", 2, 10):
                 pass
 
 
-async def test_a_name_is_taken_also_while_its_group_waits_and_free_again_after() -> None:
+async def test_a_name_is_taken_while_its_group_waits_and_free_afterwards() -> None:
     gate, inside, end = gate_of([600]), list[str](), anyio.Event()
     async with anyio.create_task_group() as tasks:
         for name in "ab":
             tasks.start_soon(hold, gate, name, inside, end)
         await anyio.wait_all_tasks_blocked()
-        with pytest.raises(ValueError, match="'b' is in flight"):
+        with pytest.raises(ValueError, match="'b' is already in flight"):
             async with gate.group("b", 4, 50):
                 pass
         tasks.cancel_scope.cancel()
     async with gate.group("b", 4, 50), anyio.create_task_group() as tasks:
-        for index in range(4):  # all have ended, and the group has not
+        for index in range(4):  # all have ended, but the group has not
             gate.ended(f"b.{index}", whole=True)
-        with pytest.raises(ValueError, match="'b' is in flight"):
+        with pytest.raises(ValueError, match="'b' is already in flight"):
             async with gate.group("b", 4, 50):
                 pass
 
@@ -160,7 +160,7 @@ async def test_a_name_is_taken_also_while_its_group_waits_and_free_again_after()
         max_size=40,
     )
 )
-async def test_whatever_happens_nothing_is_left_and_nobody_is_lost(
+async def test_no_state_is_left_and_no_group_is_lost(
     script: list[tuple[str, int]],
 ) -> None:
     gate, inside = gate_of([1500]), list[str]()

@@ -1,4 +1,4 @@
-"""Every state, every event."""
+"""Transitions of every state by every event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVENTS: dict[str, Event] = {
     "retire": lambda health: health.retire(),
 }
 
-# How each state is reached, two failures of a kind being enough.
+# Events that lead to each state; the limit is two failures of a kind.
 REACHED: dict[ServerState, list[str]] = {
     HEALTHY: [],
     SUSPECT: ["request fails"],
@@ -37,7 +37,7 @@ REACHED: dict[ServerState, list[str]] = {
     RETIRED: ["retire"],
 }
 
-# One row per event: what HEALTHY, SUSPECT, DEAD, RESTARTING, STALE and RETIRED become.
+# One row per event: the next state of HEALTHY, SUSPECT, DEAD, RESTARTING, STALE and RETIRED.
 TABLE: dict[str, list[ServerState]] = {
     "request fails": [SUSPECT, DEAD, DEAD, RESTARTING, STALE, RETIRED],
     "request succeeds": [HEALTHY, HEALTHY, DEAD, RESTARTING, STALE, RETIRED],
@@ -69,7 +69,7 @@ def test_transitions(state: ServerState, event: str) -> None:
     assert health.state is after
 
 
-def test_what_is_allowed() -> None:
+def test_permissions_of_each_state() -> None:
     allowed = {
         state: (state.takes_new, state.takes_own, state.keeps_running, state.takes_weights)
         for state in ServerState
@@ -103,7 +103,7 @@ def test_a_probe_that_succeeds_does_not_excuse_requests_that_fail() -> None:
         health.probe_succeeded(has_weights=True)
     assert last is DEAD
     assert health.state is HEALTHY  # another try
-    assert health.request_failed("broken pipe") is DEAD  # and it was the last
+    assert health.request_failed("broken pipe") is DEAD  # the last one
     health.restarting()
     health.probe_succeeded(has_weights=True)
     assert health.request_failed("broken pipe") is SUSPECT  # another process
@@ -116,7 +116,7 @@ def test_a_request_that_succeeds_does_not_excuse_probes_that_fail() -> None:
     assert health.probe_succeeded(has_weights=True) is HEALTHY
 
 
-def test_streams_of_the_last_life_do_not_count_in_the_next() -> None:
+def test_streams_of_the_previous_process_do_not_count() -> None:
     health = reached(RESTARTING)
     for _ in range(5):
         health.request_failed("the connection was closed")
@@ -124,17 +124,17 @@ def test_streams_of_the_last_life_do_not_count_in_the_next() -> None:
     assert health.request_failed("broken pipe") is SUSPECT
 
 
-def test_one_that_is_back_says_why_it_still_serves_nothing() -> None:
+def test_a_server_that_came_back_says_why_it_is_stale() -> None:
     health = reached(DEAD)
     health.probe_succeeded(has_weights=False)
-    assert (health.state, health.reason) == (STALE, "it is back with other weights")
+    assert (health.state, health.reason) == (STALE, "it came back with different weights")
     health.weights_loaded()
     assert health.reason == ""
 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS))))
-def test_who_serves_has_the_current_weights(events: list[str]) -> None:
-    """However it came there: after it missed them, a server serves only once it has them."""
+def test_only_servers_with_the_current_weights_are_healthy(events: list[str]) -> None:
+    """After it missed a weight sync, a server serves only once it has the weights."""
     health = Health(HealthSettings(max_request_failures=2, max_probe_failures=2))
     has_weights = True
     for event in events:

@@ -1,4 +1,4 @@
-"""What the installer asks for, without installing anything."""
+"""The installer's requests, without installing anything."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_install_does_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "_run", lambda *_: pytest.fail("nothing is missing"))
     said: list[str] = []
     install.install(said.append)
-    assert said == ["SGLang for the CPU is installed already."]
+    assert said == ["SGLang for the CPU is already installed."]
 
 
 def test_install_runs_only_the_steps_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_install_runs_only_the_steps_that_lack_something(monkeypatch: pytest.Mon
     assert "sglang==0.5.23" in command
 
 
-def test_a_gpu_gets_sglang_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_only_sglang_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "1")
     _installed(monkeypatch, versions := dict[str, str]())
     ran: list[list[str]] = []

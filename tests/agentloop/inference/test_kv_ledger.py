@@ -1,4 +1,4 @@
-"""Every sum agrees with a recount, whatever comes in whatever order."""
+"""The ledger's sums agree with a recount after any sequence of operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = {"": 0, "g": 10, "h": 7}
 
 
 class Ledger(RuleBasedStateMachine):
-    """The ledger beside plain facts: who is live where, with what."""
+    """Compares the ledger with plain records of live sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Ledger(RuleBasedStateMachine):
         )
         assert computed == tokens - cached
         assert pool.room == before - need
-        assert idle or pool.room >= 0  # never more than there is, but for what cannot wait
+        assert idle or pool.room >= 0  # never over capacity, except in an idle pool
         self.live[f"s{self.count}"] = (pool.place, key, tokens)
 
     @rule(number=st.integers(0, 15), tokens=st.integers(0, 30))
@@ -144,7 +144,7 @@ def ledger(capacity: int = 100, **options: float) -> KVLedger:
     return made
 
 
-def test_an_idle_pool_takes_what_it_can_hold_at_all() -> None:
+def test_an_idle_pool_accepts_whatever_its_capacity_can_hold() -> None:
     made = ledger()
     pool = made.pools[A]
     assert made.fits(pool, 100)
@@ -154,12 +154,12 @@ def test_an_idle_pool_takes_what_it_can_hold_at_all() -> None:
     assert not made.fits(pool, 91)
 
 
-def test_nobody_holds_twice() -> None:
+def test_a_sequence_cannot_hold_two_reservations() -> None:
     made = ledger()
     made.reserve("s", A, 10, 0)
-    with pytest.raises(ValueError, match="s holds already"):
+    with pytest.raises(ValueError, match="s already holds"):
         made.reserve("s", A, 10, 0)
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="was already added"):
         made.add(A, 100)
     assert made.pools[A].num_live == 10
 
@@ -177,7 +177,7 @@ def test_the_prompt_of_a_group_is_held_and_computed_once() -> None:
     assert pool.num_cached("k3", "g") == 100
 
 
-def test_a_trajectory_that_comes_back_computes_only_what_is_new() -> None:
+def test_a_returning_trajectory_computes_only_new_tokens() -> None:
     made = ledger(1000)
     made.reserve("s1", A, 50, 20, key="k")
     made.grow("s1", 20)
@@ -195,7 +195,7 @@ def test_the_oldest_parked_go_first_when_the_live_need_room() -> None:
         made.park(f"s{number}", float(number))
     made.reserve("s3", A, 15, 20)
     assert [made.pools[A].num_cached(f"k{number}", "") for number in range(3)] == [0, 30, 30]
-    made.grow("s3", 30)  # the reserve is no bound: what is streamed is there
+    made.grow("s3", 30)  # the reserve is not a limit
     assert [made.pools[A].num_cached(f"k{number}", "") for number in range(3)] == [0, 0, 30]
 
 
@@ -209,12 +209,12 @@ def test_a_reserve_is_used_up_and_renewed_within_the_budget() -> None:
     made.grow("s", 6)
     assert pool.num_reserved == 10
     made.grow("s", 12)
-    assert pool.num_reserved == 3  # all that the budget allows
+    assert pool.num_reserved == 3  # the rest of the budget
     made.grow("s", 3)
     assert (pool.num_live, pool.num_reserved) == (75, 0)
 
 
-def test_who_is_away_for_long_is_not_waited_for() -> None:
+def test_tokens_are_not_kept_for_a_trajectory_that_is_away_for_long() -> None:
     made = ledger(100, away_s=5.0)
     made.reserve("s", A, 30, 0, key="k")
     made.park("s", 0.0)
@@ -239,7 +239,7 @@ def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
     assert (pool.num_others, pool.num_strangers, pool.room) == (0, 0, 900)
 
 
-def test_less_than_we_know_of_changes_nothing() -> None:
+def test_a_report_below_our_accounting_changes_nothing() -> None:
     made = ledger(1000)
     made.reserve("s", A, 500, 100)
     for now in range(3):
@@ -247,14 +247,14 @@ def test_less_than_we_know_of_changes_nothing() -> None:
     assert made.pools[A].room == 490
 
 
-def test_a_frozen_report_grows_old() -> None:
+def test_a_report_that_never_changes_fades() -> None:
     made = ledger(1000, report_ttl_s=10.0)
     made.reserve("s", A, 100, 500)
     frozen = Report(300, 1, 0, 5)
     made.report(A, Report(310, 1, 0, 5), 0.0)
     made.report(A, frozen, 1.0)
     assert made.pools[A].num_others == 200
-    for now in range(2, 12):  # tokens flow, yet the picture stays the same
+    for now in range(2, 12):  # tokens are streamed, but the report does not change
         made.grow("s", 5)
         assert made.report(A, frozen, float(now)) == 0
     assert made.reported_s(A) == 1.0
@@ -265,7 +265,7 @@ def test_retractions_are_counted_from_the_first_report_on() -> None:
     made = ledger()
     assert made.report(A, Report(0, 0, 0, 7), 0.0) == 0
     assert made.report(A, Report(0, 0, 0, 9), 1.0) == 2
-    assert made.report(A, Report(0, 0, 0, 1), 2.0) == 1  # it was restarted
+    assert made.report(A, Report(0, 0, 0, 1), 2.0) == 1  # the server was restarted
 
 
 def test_a_pool_that_is_removed_takes_its_sequences_along() -> None:
@@ -283,7 +283,7 @@ def test_a_pool_that_is_removed_takes_its_sequences_along() -> None:
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(0, 500))
-def test_a_prediction_is_what_another_one_needed_from_there(lengths: list[int], far: int) -> None:
+def test_a_prediction_is_a_remaining_length_that_was_observed(lengths: list[int], far: int) -> None:
     predictor = LengthPredictor(quantile=0.5, prior=77, window=40, min_samples=4)
     for length in lengths:
         predictor.learn("g", length)
@@ -295,7 +295,7 @@ def test_a_prediction_is_what_another_one_needed_from_there(lengths: list[int], 
         assert far + left == longer[(len(longer) - 1) // 2]
 
 
-def test_siblings_tell_more_than_others_and_the_recent_more_than_the_old() -> None:
+def test_siblings_take_precedence_and_old_lengths_are_forgotten() -> None:
     predictor = LengthPredictor(quantile=0.5, prior=5, window=8, min_samples=4)
     assert predictor.remaining("g") == 5
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""Who goes where, and that it can be said why."""
+"""Choices of the policies, and their explanations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_same_seed_decides_the_same(policy: str) -> None:
         return chosen
 
     assert decisions(3) == decisions(3)
-    assert len(set(decisions(3))) == len(PLACES)  # and none is left out
+    assert len(set(decisions(3))) == len(PLACES)  # no server is left out
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "round_robin"])
@@ -79,7 +79,7 @@ def test_only_places_that_are_offered_are_chosen(policy: str) -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="no policy 'best': choose of static, round_robin"):
+    with pytest.raises(ValueError, match="no policy 'best': choose one of static, round_robin"):
         Placement(ledger(), "best")
 
 
@@ -121,19 +121,19 @@ def test_kv_goes_where_it_fits() -> None:
         placed(books, PLACES[3], f"s{number}", 10)
     assert choose(books, ask(tokens=400)).place == PLACES[3]
     decision = choose(books, ask(tokens=900))
-    assert (decision.place, decision.why) == (None, "no server has room for it")
+    assert (decision.place, decision.why) == (None, "no server has free KV capacity for it")
 
 
-def test_kv_goes_where_less_is_going_on() -> None:
+def test_kv_prefers_the_less_busy_server() -> None:
     books = ledger()
     for number, place in enumerate(PLACES[:3] * 3):
         placed(books, place, f"s{number}", 1000)
     decision = choose(books, ask())
     assert decision.place == PLACES[3]
-    assert decision.why == "it costs the least there"
+    assert decision.why == "lowest cost"
 
 
-def test_kv_comes_back_to_its_context_while_that_pays() -> None:
+def test_kv_returns_to_its_context_while_that_is_cheaper() -> None:
     books = ledger(100_000)
     placed(books, PLACES[1], "s", 5000)
     books.park("s", 0.0)
@@ -141,12 +141,12 @@ def test_kv_comes_back_to_its_context_while_that_pays() -> None:
         placed(books, PLACES[1], f"t{number}", 100)
     decision = choose(books, ask("ks", 5050))
     assert decision.place == PLACES[1]
-    assert decision.why == "its own server has its context"
+    assert decision.why == "its own server caches its context"
     for number in range(80):
         placed(books, PLACES[1], f"u{number}", 500)
     decision = choose(books, ask("ks", 5050))
     assert decision.place != PLACES[1]
-    assert decision.why.startswith("it moves")
+    assert decision.why.startswith("moves: ")
 
 
 def test_kv_waits_for_its_server_while_moving_costs_more() -> None:
@@ -161,7 +161,7 @@ def test_kv_waits_for_its_server_while_moving_costs_more() -> None:
     placed(books, PLACES[0], "bigger", 5900)
     decision = choose(books, ask("ks", 2100))
     assert decision.place is None
-    assert "will have room in" in decision.why
+    assert "will have capacity in" in decision.why
     decision = choose(books, ask("ks", 2100), waited_s=60.0)
     assert decision.place in PLACES[1:]
 
@@ -173,13 +173,13 @@ def test_kv_lets_siblings_share_until_others_are_much_less_busy() -> None:
     sibling = ask(tokens=2000, group="g", num_shared=2000)
     decision = choose(books, sibling)
     assert decision.place == PLACES[2]
-    assert decision.why == "it shares its group's prompt"
+    assert decision.why == "shares its group's prompt"
     for number in range(300):
         placed(books, PLACES[2], f"t{number}", 1000)
     assert choose(books, sibling).place != PLACES[2]
 
 
-def test_kv_keeps_the_room_of_those_who_will_be_back_unless_one_waited_for_long() -> None:
+def test_kv_keeps_capacity_for_returning_trajectories_unless_a_request_waited_for_long() -> None:
     books = ledger(1000)
     for place in PLACES:
         placed(books, place, place.server, 700)
@@ -190,7 +190,7 @@ def test_kv_keeps_the_room_of_those_who_will_be_back_unless_one_waited_for_long(
     assert choose(books, ask("ka", 750)).place == PLACES[0]  # it is its own
 
 
-def test_kv_knows_of_strangers_what_servers_report() -> None:
+def test_kv_counts_requests_of_others_as_reported() -> None:
     books = ledger()
     for place in PLACES[:3]:
         for now in range(2):
@@ -216,7 +216,7 @@ def test_kv_never_admits_what_does_not_fit(held: list[tuple[int, int]], seed: in
         assert all(not one.fits for one in decision.candidates)
 
 
-def test_a_decision_says_what_was_known() -> None:
+def test_a_decision_explains_its_candidates() -> None:
     books = ledger()
     placed(books, PLACES[0], "s", 1000)
     books.park("s", 0.0)
@@ -227,12 +227,12 @@ def test_a_decision_says_what_was_known() -> None:
     assert own.prefill_s == pytest.approx(199 * Costs().prefill_s_per_token)
     assert own.cost_s == min(one.cost_s for one in decision.candidates)
     lines = decision.explain().splitlines()
-    assert lines[0] == "kv: its own server has its context"
+    assert lines[0] == "kv: its own server caches its context"
     assert [line[:4] for line in lines[1:]] == ["-> a", "   b", "   c", "   d"]
     assert "prefill 0.020" in lines[1]
 
 
-def test_a_place_without_room_is_shown_as_that() -> None:
+def test_a_rank_without_room_is_shown_as_such() -> None:
     books = ledger(1000)
     for place in PLACES[:3]:
         placed(books, place, place.server, 700)
@@ -257,8 +257,8 @@ def test_costs_only_need_to_be_right_in_proportion() -> None:
         assert fast_choice.place == slow_choice.place
 
 
-def test_a_batch_that_is_full_takes_nobody() -> None:
-    """Whatever room there is: SGLang's max_running_requests."""
+def test_a_full_batch_accepts_no_request() -> None:
+    """SGLang's max_running_requests applies whatever capacity is free."""
     ledger = KVLedger()
     for name in ("full", "free"):
         ledger.add(Place(name), 100_000, 2)

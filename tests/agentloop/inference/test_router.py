@@ -1,4 +1,4 @@
-"""The waiting room, and turns that outlive their servers."""
+"""The queue of turns, and turns that outlive their servers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def generation(
 
 @dataclass
 class Read:
-    """What one reader saw of its turn."""
+    """The chunks and calls that one reader received for its turn."""
 
     chunks: list[Chunk] = field(default_factory=list)
     placed: list[str] = field(default_factory=list)
@@ -86,15 +86,15 @@ async def routed(
 
 
 def idle(router: Router) -> bool:
-    """Whether nothing is held and nobody waits."""
+    """Return whether no capacity is held and no turn waits."""
     views = router.view()
     return router.num_waiting == 0 and all(
         (view.num_running, view.num_held_tokens) == (0, 0) for view in views
     )
 
 
-def whole(seen: Read) -> None:
-    """The reader saw one unbroken stream."""
+def check_unbroken(seen: Read) -> None:
+    """Check that the reader saw one uninterrupted stream."""
     assert seen.ids == ANSWER
     assert seen.logprobs == [logprob(i) for i in range(len(ANSWER))]
     assert [chunk.end for chunk in seen.chunks if chunk.end] == [TurnEnd.STOP]
@@ -117,12 +117,12 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 async def test_a_turn_goes_on_elsewhere_from_its_exact_ids(fault: Fault, after: int) -> None:
     fault = Fault(fault.how, after, fault.status, fault.body)
-    faults = deque([fault])  # of whichever server is asked first
+    faults = deque([fault])  # for whichever server is asked first
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
     async with routed(*fakes) as router:
         seen = await read(router, generation())
         assert idle(router)
-    whole(seen)
+    check_unbroken(seen)
     assert len(seen.moved) == 1
     requests = [request for fake in fakes for request in fake.requests]
     assert sorted(len(request["input_ids"]) for request in requests)[0] == len(PROMPT)
@@ -133,7 +133,7 @@ async def test_a_turn_goes_on_elsewhere_from_its_exact_ids(fault: Fault, after: 
     if len(requests) == 2:
         assert len(set(seen.placed)) == 2
         assert requests[0]["rid"] != requests[1]["rid"]
-    else:  # all had been received: nothing was left to ask for
+    else:  # all tokens had been received: nothing was left to request
         assert after == len(ANSWER)
 
 
@@ -154,7 +154,7 @@ async def test_silence_moves_a_turn() -> None:
     async with routed(*fakes, stall_timeout_s=0.5) as router:
         seen = await read(router, generation())
         assert idle(router)
-    whole(seen)
+    check_unbroken(seen)
     assert "silent" in seen.moved[0][1]
 
 
@@ -167,7 +167,7 @@ async def test_silence_moves_a_turn() -> None:
         Fault("frame", body=b'{"error": {"message": "too long", "code": 400}}'),
     ],
 )
-async def test_a_bad_request_is_told_to_the_caller_and_troubles_no_server(fault: Fault) -> None:
+async def test_a_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fault) -> None:
     fake, other = FakeSGLang(ANSWER, faults=deque([fault])), FakeSGLang(ANSWER)
     other.faults = fake.faults
     async with routed(fake, other) as router:
@@ -178,29 +178,31 @@ async def test_a_bad_request_is_told_to_the_caller_and_troubles_no_server(fault:
     assert len(fake.requests) + len(other.requests) == 1
 
 
-async def test_it_gives_up_after_max_moves() -> None:
+async def test_a_turn_fails_after_max_moves() -> None:
     faults = deque(Fault("cut", after=1) for _ in range(10))
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    async with routed(*fakes, max_moves=3) as router:  # the probes say that they are well again
+    async with routed(*fakes, max_moves=3) as router:  # probes keep making them healthy again
         with pytest.raises(ServerUnavailable, match="gave up after 4 servers"):
             await read(router, generation())
         assert idle(router)
     assert len(faults) == 6
 
 
-async def test_with_every_server_dead_it_fails_in_time() -> None:
+async def test_with_every_server_dead_a_turn_fails_in_time() -> None:
     fakes = [FakeSGLang(ANSWER, ready=False) for _ in range(2)]
     for fake in fakes:
         fake.faults.append(Fault("refuse", status=500))
     async with routed(*fakes, wait_timeout_s=0.5) as router:
-        with pytest.raises(ServerUnavailable, match=r"no server had room within 0\.5 s"):
+        with pytest.raises(
+            ServerUnavailable, match=r"no server had free KV capacity within 0\.5 s"
+        ):
             await read(router, generation())
         assert [view.healthy for view in router.view()] == [False, False]
         assert idle(router)
         for fake in fakes:
             fake.ready = True
         await eventually(lambda: all(view.healthy for view in router.view()))
-        whole(await read(router, generation()))
+        check_unbroken(await read(router, generation()))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,8 @@ async def test_a_prompt_that_no_server_can_hold_is_refused_at_once() -> None:
 async def crowd(
     router: Router, keys: list[str], *, reads: dict[str, Read]
 ) -> AsyncIterator[Callable[[str], anyio.CancelScope]]:
-    """One reader per key, begun in that order; gives what cancels one."""
+    """Start one reader per key, in that order; yield a function that returns a reader's cancel
+    scope."""
     scopes = {key: anyio.CancelScope() for key in keys}
 
     async def one(key: str) -> None:
@@ -249,7 +252,7 @@ async def crowd(
 ROOM_FOR_ONE = {"max_total_num_tokens": 40, "context_length": 39}
 
 
-async def test_who_waits_longest_goes_first() -> None:
+async def test_the_longest_waiting_turn_goes_first() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
@@ -259,11 +262,11 @@ async def test_who_waits_longest_goes_first() -> None:
             gate.set()
         assert idle(router)
     for seen in reads.values():
-        whole(seen)
+        check_unbroken(seen)
     assert len(fake.requests) == 4
 
 
-async def test_who_leaves_the_waiting_room_is_passed_over() -> None:
+async def test_a_cancelled_turn_leaves_the_queue() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
@@ -271,26 +274,26 @@ async def test_who_leaves_the_waiting_room_is_passed_over() -> None:
         async with crowd(router, ["a", "b", "c"], reads=reads) as scope:
             scope("b").cancel()
             await eventually(lambda: router.num_waiting == 1)
-            scope("a").cancel()  # its end admits the next
+            scope("a").cancel()  # which admits the next
             await eventually(lambda: len(reads["c"].placed) == 1)
             assert router.num_waiting == 0
             gate.set()
         assert idle(router)
     assert reads["b"].placed == []
-    whole(reads["c"])
+    check_unbroken(reads["c"])
 
 
-async def test_cancelled_in_the_moment_of_being_placed_it_holds_nothing() -> None:
+async def test_a_turn_cancelled_just_before_it_is_placed_holds_nothing() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         with anyio.CancelScope() as scope:
             scope.cancel()
             await read(router, generation())
         assert idle(router)
-        whole(await read(router, generation()))
+        check_unbroken(await read(router, generation()))
 
 
-async def test_placed_and_cancelled_in_the_same_step_it_holds_nothing() -> None:
+async def test_a_turn_cancelled_just_after_it_is_placed_holds_nothing() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
@@ -299,10 +302,10 @@ async def test_placed_and_cancelled_in_the_same_step_it_holds_nothing() -> None:
             scope("a").cancel()
             while router.num_waiting == 2:
                 await anyio.lowlevel.checkpoint()
-            scope("b").cancel()  # it has been given the seat, and does not know it yet
+            scope("b").cancel()  # it has been placed, but its task has not run yet
             gate.set()
         assert idle(router)
-    whole(reads["c"])
+    check_unbroken(reads["c"])
 
 
 async def test_the_waiting_room_is_bounded_in_number() -> None:
@@ -311,12 +314,12 @@ async def test_the_waiting_room_is_bounded_in_number() -> None:
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20, max_waiting=1) as router:
         async with crowd(router, ["a", "b"], reads=reads):
-            with pytest.raises(ServerUnavailable, match="1 requests wait already"):
+            with pytest.raises(ServerUnavailable, match="1 requests are already waiting"):
                 await read(router, generation("c", max_new_tokens=20))
             gate.set()
         assert idle(router)
     for seen in reads.values():
-        whole(seen)
+        check_unbroken(seen)
 
 
 async def test_the_waiting_room_is_bounded_in_time() -> None:
@@ -325,11 +328,11 @@ async def test_the_waiting_room_is_bounded_in_time() -> None:
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20, wait_timeout_s=0.2) as router:
         async with crowd(router, ["a"], reads=reads):
-            with pytest.raises(ServerUnavailable, match="no server had room"):
+            with pytest.raises(ServerUnavailable, match="no server had free KV capacity"):
                 await read(router, generation("b", max_new_tokens=20))
             gate.set()
         assert idle(router)
-    whole(reads["a"])
+    check_unbroken(reads["a"])
 
 
 async def test_a_trajectory_stays_where_its_cache_is() -> None:
@@ -367,7 +370,7 @@ async def test_the_ledger_follows_the_stream() -> None:
     st.booleans(),
     st.integers(1, 4),
 )
-async def test_whatever_breaks_the_reader_sees_one_stream(
+async def test_the_reader_sees_one_stream_whatever_breaks(
     plan: list[tuple[str, int]], incremental: bool, tokens_a_frame: int
 ) -> None:
     faults = deque(
@@ -378,7 +381,7 @@ async def test_whatever_breaks_the_reader_sees_one_stream(
         "faults": faults, "incremental": incremental, "tokens_a_frame": tokens_a_frame
     }  # fmt: skip
     async with routed(FakeSGLang(ANSWER, **options), FakeSGLang(ANSWER, **options)) as router:
-        whole(await read(router, generation()))
+        check_unbroken(await read(router, generation()))
         assert idle(router)
 
 
@@ -419,9 +422,9 @@ async def test_a_trajectory_comes_back_to_its_server() -> None:
 
 
 async def test_a_server_that_stops_answering_loses_its_streams() -> None:
-    """They are silent, which takes two minutes to be sure of; that it is dead, three probes."""
+    """Three failed probes show that a server is dead, long before its streams time out."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
-    well = FakeSGLang(ANSWER, ready=False)  # so that the first one is taken
+    well = FakeSGLang(ANSWER, ready=False)  # so that the first server is chosen
     async with routed(silent, well) as router:
         await eventually(lambda: not router.view()[1].healthy)
         seen = Read()
@@ -431,7 +434,7 @@ async def test_a_server_that_stops_answering_loses_its_streams() -> None:
             well.ready = True
             silent.ready = False
         assert router.view()[0].state is ServerState.DEAD
-    whole(seen)
+    check_unbroken(seen)
     assert seen.placed == [silent.url, well.url]
     assert [url for url, _ in seen.moved] == [silent.url]
 
@@ -441,14 +444,14 @@ async def test_a_server_can_be_added() -> None:
     async with late.serving(), http_session() as session, routed(dead) as router:
         server = SGLangServer(late.url, session)
         await router.add(server)
-        with pytest.raises(ValueError, match="is there already"):
+        with pytest.raises(ValueError, match="was already added"):
             await router.add(server)
         dead.ready = False
         await eventually(lambda: not router.view()[0].healthy)
         assert (await read(router, generation())).placed == [late.url]
 
 
-async def test_a_retired_server_ends_what_it_has_and_is_forgotten() -> None:
+async def test_a_retired_server_finishes_its_turns_and_is_removed() -> None:
     gate = anyio.Event()
     old, new = FakeSGLang(ANSWER, gate=gate), FakeSGLang(ANSWER, ready=False)
     async with routed(old, new) as router:
@@ -462,7 +465,7 @@ async def test_a_retired_server_ends_what_it_has_and_is_forgotten() -> None:
             router.retire(old.url)
             assert (await read(router, generation("b"))).placed == [new.url]
             gate.set()
-        whole(seen)
+        check_unbroken(seen)
         assert seen.placed == [old.url]
         await eventually(lambda: [view.url for view in router.view()] == [new.url])
         with pytest.raises(KeyError):
@@ -473,21 +476,22 @@ async def test_a_retired_server_ends_what_it_has_and_is_forgotten() -> None:
             await read(router, generation("c"))
 
 
-async def test_who_waits_is_told_with_the_reason() -> None:
+async def test_waiting_turns_are_listed_with_the_reason() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b"], reads=reads):
             ((key, waited_s, why),) = router.waits()
-            assert (key, why) == ("b", "no server has room for it")
+            assert (key, why) == ("b", "no server has free KV capacity for it")
             assert 0 <= waited_s < 20
             gate.set()
         assert router.waits() == []
 
 
-async def test_what_others_hold_is_left_to_them() -> None:
-    """Its KV is full of somebody else's requests: ours wait until it says that they are gone."""
+async def test_capacity_held_by_others_is_not_used() -> None:
+    """The KV cache is full of others' requests: ours wait until the server reports that they are
+    gone."""
     fake = FakeSGLang(ANSWER, load={"num_used_tokens": 1990, "num_running_reqs": 5})
     async with routed(fake) as router, anyio.create_task_group() as tasks:
         await eventually(lambda: router.view()[0].num_others_tokens >= 1900)
@@ -514,7 +518,7 @@ async def test_siblings_share_a_server_and_the_room_of_their_prompt() -> None:
 
 
 async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
-    """A turn goes to a rank by number, and comes back to it; reports are told apart."""
+    """A turn goes to a rank by number and returns to it; reports are kept apart."""
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, dp_size=2, gate=gate, load={}, **ROOM_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
@@ -533,7 +537,7 @@ async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
         assert idle(router)
 
 
-async def test_a_server_of_one_rank_is_not_told_of_ranks() -> None:
+async def test_requests_to_a_server_of_one_rank_name_no_rank() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         await read(router, generation())
@@ -549,25 +553,25 @@ async def test_only_servers_with_the_required_weights_serve() -> None:
             assert (await read(router, generation(f"t{n}"))).placed == [new.url]
         old.version = "8"
         await eventually(lambda: router.view()[0].healthy)
-        new.version = "7"  # somebody else's doing
+        new.version = "7"  # changed by someone else
         await eventually(lambda: router.view()[1].state is ServerState.STALE)
         assert (await read(router, generation("t9"))).placed == [old.url]
         router.require_weights(None)
         await eventually(lambda: all(view.healthy for view in router.view()))
 
 
-async def test_new_weights_empty_what_is_believed_of_a_cache() -> None:
+async def test_new_weights_flush_the_ledger() -> None:
     fake = FakeSGLang(ANSWER, version="7")
     async with routed(fake) as router:
-        await eventually(lambda: router._seats[fake.url].weight_version == "7")
+        await eventually(lambda: router._replicas[fake.url].weight_version == "7")
         await read(router, generation())
         assert router.view()[0].num_parked_tokens == len(PROMPT) + len(ANSWER)
         fake.version = "8"
         await eventually(lambda: router.view()[0].num_parked_tokens == 0)
 
 
-async def test_a_server_that_comes_back_is_another_one() -> None:
-    """Its process ended: turns move at once. What answers later may have another size."""
+async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
+    """When its process ends, turns move at once. The new process may have another size."""
     fake, other = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
     async with routed(fake, other) as router:
         await read(router, generation("a"))
@@ -585,13 +589,13 @@ async def test_a_server_that_comes_back_is_another_one() -> None:
         await eventually(lambda: router.view()[0].healthy)
         view = router.view()[0]
         assert (view.capacity_tokens, view.num_parked_tokens) == (1500, 0)
-        whole(await read(router, generation("a")))
+        check_unbroken(await read(router, generation("a")))
         assert not router.is_dead(fake.url)
-        router.exited("http://nobody", "it is no server of this router")
+        router.exited("http://nobody", "not a server of this router")
 
 
 async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
-    """Also where its streams stay open, as those of a machine that has vanished do."""
+    """The streams may stay open, as those of a machine that has vanished do."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     other = FakeSGLang(ANSWER, ready=False)
     async with routed(silent, other) as router:
@@ -605,10 +609,10 @@ async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
         assert seen.moved == [
             (silent.url, f"{silent.url}: ended with exit status 1, after 4 tokens")
         ]
-    whole(seen)
+    check_unbroken(seen)
 
 
-async def test_groups_wait_for_the_room_that_they_will_need() -> None:
+async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
     fake = FakeSGLang(ANSWER, load={}, max_total_num_tokens=200, context_length=100)
     inside: list[str] = []
     ends = {name: anyio.Event() for name in "ab"}
@@ -626,7 +630,7 @@ async def test_groups_wait_for_the_room_that_they_will_need() -> None:
             await anyio.wait_all_tasks_blocked()
         assert inside == ["a"]
         ((name, _, why),) = router.waits()
-        assert (name, why) == ("b", "1 groups in flight will need the KV that there is")
+        assert (name, why) == ("b", "the 1 groups in flight will need all KV capacity")
         ends["a"].set()
         await eventually(lambda: inside == ["a", "b"])
         ends["b"].set()
@@ -640,7 +644,7 @@ async def test_other_policies_let_every_group_start() -> None:
             await router.has_room(1000)
 
 
-async def test_a_decision_says_what_it_knew() -> None:
+async def test_a_decision_lists_its_candidates() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     said: list[str] = []
     async with routed(*fakes) as router:
@@ -663,7 +667,7 @@ async def test_explain_logs_each_decision(caplog: pytest.LogCaptureFixture) -> N
         (seen,) = [await read(router, generation("t7"))]
     (record,) = caplog.records
     text = record.getMessage()
-    assert re.match(r"t7 \(3 tokens, waited \d+\.\d\d s\) kv: it costs the least there", text)
+    assert re.match(r"t7 \(3 tokens, waited \d+\.\d\d s\) kv: lowest cost", text)
     assert f"-> {seen.placed[0]}#0 " in text
     assert all(fake.url in text for fake in fakes)
 
@@ -684,8 +688,8 @@ async def test_a_caller_whose_callback_raises_holds_nothing() -> None:
         assert idle(router)
 
 
-async def test_reports_that_never_come_hold_nobody_back() -> None:
-    """A server that is back takes turns, and groups, though it does not say what it holds."""
+async def test_missing_reports_do_not_block_turns_or_groups() -> None:
+    """A server that is back takes turns and groups even if it does not report its load."""
     fake = FakeSGLang(ANSWER, max_total_num_tokens=200, context_length=100)
     inside: list[str] = []
 
@@ -714,7 +718,7 @@ async def test_reports_that_never_come_hold_nobody_back() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_a_server_that_is_added_lets_groups_in() -> None:
+async def test_adding_a_server_admits_groups() -> None:
     small = FakeSGLang(ANSWER, ready=False, max_total_num_tokens=200, context_length=100)
     large = FakeSGLang(ANSWER, max_total_num_tokens=20_000, context_length=100)
     inside: list[str] = []
@@ -734,7 +738,7 @@ async def test_a_server_that_is_added_lets_groups_in() -> None:
             tasks.cancel_scope.cancel()
 
 
-async def test_what_a_server_said_before_it_ended_is_not_believed() -> None:
+async def test_an_answer_from_before_a_servers_end_is_ignored() -> None:
     fake = FakeSGLang(ANSWER)
     answer = anyio.Event()
     num_asked = 0
@@ -754,8 +758,8 @@ async def test_what_a_server_said_before_it_ended_is_not_believed() -> None:
         assert router.view()[0].state is ServerState.DEAD
 
 
-async def test_what_a_server_said_before_it_was_given_weights_is_not_believed() -> None:
-    """It was healthy when it was asked, and is again when the answer comes."""
+async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
+    """The server was healthy when it was probed, and is healthy again when the answer arrives."""
     fake = FakeSGLang(ANSWER, version="7")
     asked, answer = anyio.Event(), anyio.Event()
     states: list[ServerState] = []
@@ -787,7 +791,7 @@ async def test_what_a_server_said_before_it_was_given_weights_is_not_believed() 
         assert router.view()[0].weight_version == "8"
 
 
-async def test_one_that_is_started_again_is_dead_until_it_answers() -> None:
+async def test_a_restarting_server_is_dead_until_it_answers() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         fake.ready = False
@@ -800,7 +804,7 @@ async def test_one_that_is_started_again_is_dead_until_it_answers() -> None:
 
 @pytest.mark.parametrize("in_flight", [True, False])
 async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool) -> None:
-    """Were it let in beside it, later, that would raise in whoever makes room."""
+    """Admitting it later, next to the other, would raise in whichever task frees capacity."""
     fake = FakeSGLang(ANSWER, load={}, max_total_num_tokens=200, context_length=100)
     async with routed(fake) as router, anyio.create_task_group() as tasks:
 
@@ -813,7 +817,7 @@ async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool
             await anyio.wait_all_tasks_blocked()
         await read(router, generation("g.0", group="g", num_shared=3))
         order = dict(router._orders)
-        with pytest.raises(ValueError, match="'g' is in flight already"):
+        with pytest.raises(ValueError, match="'g' is already in flight"):
             async with router.group("g", 4, 3):
                 raise AssertionError
         assert dict(router._orders) == order == {"g": 0}
@@ -824,7 +828,7 @@ async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool
 async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
     context_length: int,
 ) -> None:
-    """A server with a smaller context joined after the turn had begun."""
+    """A server with a smaller context was added after the turn had begun."""
     large = FakeSGLang(ANSWER, gate=anyio.Event())
     small = FakeSGLang(
         ANSWER, context_length=context_length, end="stop" if context_length > 10 else "length"
@@ -841,13 +845,13 @@ async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
         router.exited(large.url, "was killed by SIGKILL")
     assert seen.placed == [large.url, small.url]
     if context_length > 10:
-        whole(seen)
+        check_unbroken(seen)
     else:
         assert seen.ids == ANSWER[: 10 - len(PROMPT)]
         assert seen.chunks[-1].end is TurnEnd.LENGTH
 
 
-async def test_a_turn_is_not_sent_where_the_context_does_not_hold_what_it_has_received() -> None:
+async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> None:
     large = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=5)]))
     small = FakeSGLang(ANSWER, context_length=len(PROMPT) + 5)
     async with AsyncExitStack() as stack:
@@ -863,12 +867,12 @@ async def test_a_turn_is_not_sent_where_the_context_does_not_hold_what_it_has_re
         router.exited(large.url, "was killed by SIGKILL")
         await eventually(lambda: router.num_waiting == 1)
         large.ready = True
-    whole(seen)
+    check_unbroken(seen)
     assert seen.placed == [large.url, large.url]
 
 
 async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
-    """Its server came back with less room; who waits behind it goes on."""
+    """The server came back with less capacity; the turns behind it go on."""
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, num_prompt=100, gate=gate)
     async with routed(fake) as router, anyio.create_task_group() as tasks:
@@ -888,24 +892,24 @@ async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
     assert idle(router)
 
 
-async def test_who_waits_is_told_that_the_last_server_was_retired() -> None:
+async def test_waiting_turns_fail_when_the_last_server_is_retired() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
     first = Read()
     async with routed(fake, reserve_tokens=20) as router, anyio.create_task_group() as tasks:
 
         async def too_late() -> None:
-            with pytest.raises(ServerUnavailable, match="no server that is left"):
+            with pytest.raises(ServerUnavailable, match="no remaining server"):
                 await read(router, generation("b"))
 
         tasks.start_soon(read, router, generation("a", max_new_tokens=20), first)
         await eventually(lambda: fake.num_streaming == 1)
         tasks.start_soon(too_late)
         await eventually(lambda: router.num_waiting == 1)
-        router.retire(f"{fake.url}/")  # as `add` takes it
+        router.retire(f"{fake.url}/")  # the same URL as for `add`
         await eventually(lambda: router.num_waiting == 0)
         gate.set()
-    whole(first)
+    check_unbroken(first)
 
 
 async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
@@ -921,10 +925,10 @@ async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
             router.retire(silent.url)
             router.exited(silent.url, "ended with exit status 1")
         await eventually(lambda: [view.url for view in router.view()] == [other.url])
-    whole(seen)
+    check_unbroken(seen)
 
 
-async def test_the_end_is_told_to_all_who_are_there_and_is_no_fault_of_a_server(
+async def test_closing_fails_all_turns_and_blames_no_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake = FakeSGLang(ANSWER, gate=anyio.Event(), **ROOM_FOR_ONE)  # type: ignore[arg-type]

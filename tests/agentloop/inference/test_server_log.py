@@ -1,4 +1,4 @@
-"""What is made of a server's log."""
+"""Interpretation of a server's log."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_stages(path: Path) -> None:
     assert stages == [
         "importing SGLang",
         "loading the weights",
-        "laying out the KV cache",
+        "allocating the KV cache",
         "answering",
     ]
 

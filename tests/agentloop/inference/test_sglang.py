@@ -1,4 +1,4 @@
-"""SGLang's frames, read from a server that breaks on purpose."""
+"""The client of SGLang, with a server that fails on purpose."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ payloads = st.lists(st.text("ab{}: é\\", min_size=1, max_size=10).map(str.encod
 
 @FAST
 @given(payloads, st.sampled_from([b"\n", b"\r\n"]), st.lists(st.integers(0, 120), max_size=12))
-def test_frames_come_out_whole_however_the_bytes_are_cut(
+def test_frames_are_decoded_however_the_bytes_are_split(
     sent: list[bytes], newline: bytes, cuts: list[int]
 ) -> None:
     stream = b"".join(b"data: " + payload + newline * 2 for payload in sent)
@@ -61,7 +61,7 @@ def test_a_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     decoder = FrameDecoder()
     for _ in range(10):
         assert decoder.feed(b"x" * 100) == []
-    with pytest.raises(ServerUnavailable, match="more than 1000 bytes"):
+    with pytest.raises(ServerUnavailable, match="longer than 1000 bytes"):
         decoder.feed(b"x")
 
 
@@ -70,7 +70,7 @@ def test_a_large_frame_is_not_copied_again_for_each_piece() -> None:
     decoder.feed(b"data: " + b"x" * 1_000_000)
     before = decoder._rest
     decoder.feed(b"y")
-    assert decoder._rest is before  # grown in place
+    assert decoder._rest is before  # extended in place
 
 
 @asynccontextmanager
@@ -116,7 +116,7 @@ async def test_increments_and_cumulative_frames_give_the_same(
 
 @pytest.mark.parametrize("tokens_a_frame", [1, 5, 100])
 @pytest.mark.parametrize("incremental", [True, False])
-async def test_the_likeliest_tokens_are_told_where_they_are_asked_for(
+async def test_top_logprobs_are_reported_if_requested(
     incremental: bool, tokens_a_frame: int
 ) -> None:
     fake = FakeSGLang(ANSWER, incremental=incremental, tokens_a_frame=tokens_a_frame)
@@ -130,14 +130,14 @@ async def test_the_likeliest_tokens_are_told_where_they_are_asked_for(
     assert {chunk.cached_tokens for chunk in given} == {2}
 
 
-def test_without_a_token_that_ends_a_turn_none_does() -> None:
-    """Else SGLang stops at the model's own."""
+def test_without_stop_ids_the_models_end_token_is_ignored() -> None:
+    """Otherwise SGLang stops at the model's own end token."""
     params = Sampling().to_sglang(max_new_tokens=1, stop_ids=())
     assert (params["stop_token_ids"], params["ignore_eos"]) == ([], True)
     assert "ignore_eos" not in Sampling().to_sglang(max_new_tokens=1, stop_ids=(9,))
 
 
-async def test_what_is_asked_is_what_sglang_understands() -> None:
+async def test_requests_use_sglangs_parameters() -> None:
     fake = FakeSGLang(ANSWER, end="length")
     async with client(fake) as server:
         assert (await stream(server, max_new_tokens=4))[-1].end is TurnEnd.LENGTH
@@ -154,7 +154,7 @@ async def test_what_is_asked_is_what_sglang_understands() -> None:
     assert seeded["sampling_seed"] == 7
 
 
-def test_each_group_draws_its_own() -> None:
+def test_each_group_has_its_own_seed() -> None:
     assert Sampling().of_group("a") == Sampling()
     one, other = (Sampling(seed=7).of_group(name) for name in ("a", "b"))
     assert one == Sampling(seed=7).of_group("a")
@@ -190,7 +190,7 @@ async def test_a_stream_that_breaks_is_unavailable(how: Any, after: int) -> None
         b' "finish_reason": "stop", "output_token_logprobs": [[0.1]]}}',
     ],
 )
-async def test_a_frame_that_is_none_is_unavailable(body: bytes) -> None:
+async def test_an_invalid_frame_is_unavailable(body: bytes) -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("frame", body=body)]))
     async with client(fake) as server:
         with pytest.raises(ServerUnavailable):
@@ -207,7 +207,7 @@ async def test_a_frame_that_is_none_is_unavailable(body: bytes) -> None:
     ],
 )
 async def test_an_error_in_the_stream_has_its_status(body: dict[str, Any], status: int) -> None:
-    """SGLang answers a bad streamed request with 200 and a frame that tells the true status."""
+    """SGLang answers a bad streaming request with 200 and a frame that contains the true status."""
     fault = Fault("frame", after=1, body=json.dumps(body).encode())
     fake = FakeSGLang(ANSWER, faults=deque([fault]))
     async with client(fake) as server:
@@ -255,7 +255,7 @@ async def test_a_refusal_says_why_whatever_its_body(status: int, body: bytes, sa
     assert len(str(caught.value)) < 1000
 
 
-async def test_silence_is_noticed_before_and_amid_the_stream() -> None:
+async def test_silence_is_noticed_before_and_during_the_stream() -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=2)]))
     received: list[int] = []
     async with client(fake, stall_timeout_s=0.05) as server:
@@ -285,7 +285,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
             await server.info()
 
 
-async def test_a_reader_that_raises_frees_the_request_and_hears_of_it() -> None:
+async def test_a_callback_that_raises_frees_the_request_and_its_error_propagates() -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=2)]))
 
     def take(chunk: Chunk) -> None:
@@ -298,7 +298,7 @@ async def test_a_reader_that_raises_frees_the_request_and_hears_of_it() -> None:
 
 
 @pytest.mark.parametrize("where", ["before the first frame", "amid"])
-async def test_cancelled_it_frees_the_request(where: str) -> None:
+async def test_cancellation_frees_the_request(where: str) -> None:
     gate = anyio.Event() if where.startswith("before") else None
     fake = FakeSGLang(ANSWER, gate=gate, faults=deque([Fault("silence", after=2)]))
     async with client(fake) as server, anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""Servers are started, watched and stopped; a small script stands in for SGLang."""
+"""Servers are started, watched and stopped; a small script replaces SGLang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc"),
 ]
 
-# A child, a child that leaves the session and ignores SIGTERM, its own temporary file; then /ready.
+# It starts a child and one in another session that ignores SIGTERM, makes a temporary file, serves.
 STUB = """
 import json, os, signal, subprocess, sys, tempfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -76,7 +76,7 @@ server.serve_forever()
 
 
 class Stub:
-    """A stand-in for SGLang, and what it left behind."""
+    """A replacement for SGLang, and the processes and files that it leaves."""
 
     def __init__(self, folder: Path, script: str = STUB, *, stop_timeout_s: float = 0.0) -> None:
         ((port, _),) = supervise._ports(ServerSettings())
@@ -103,13 +103,13 @@ class Stub:
 
     @property
     def left(self) -> list[int | Path]:
-        """Processes and files of the stub that are still there."""
+        """Return processes and files of the stub that still exist."""
         processes = [pid for pid in self.pids if _runs(pid)]
         return [*processes, *(path for path in self.files if path.exists())]
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and parent of a process."""
+    """Return state and parent of a process."""
     state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     return state, int(parent)
 
@@ -122,7 +122,7 @@ def _runs(pid: int) -> bool:
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Nothing tells us when another process has gone: look until it has."""
+    """Poll until the condition holds: the end of another process sends no event."""
     with anyio.fail_after(timeout_s):
         while not condition():  # noqa: ASYNC110
             await anyio.sleep(0.02)
@@ -188,7 +188,7 @@ async def test_cancelled_while_the_guardian_is_forked(
     assert spawned[0].returncode is not None
 
 
-async def test_a_server_is_asked_to_end_where_it_is_given_time(tmp_path: Path) -> None:
+async def test_a_server_gets_sigterm_if_there_is_a_stop_timeout(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", stop_timeout_s=10.0)
     async with running([stub.launch], on_progress=quiet):
         pass
@@ -216,7 +216,7 @@ sys.exit(3)
     assert "stub ended with exit status 3" in said
     assert sys.executable in said
     assert "OSError: [Errno 98] address already in use" in said
-    assert "Another program took its port" in said
+    assert "Another program has taken the port" in said
     assert "line 99" in tail
     assert "line 71" in tail
     assert "line 70" not in tail
@@ -241,7 +241,7 @@ async def test_a_command_that_cannot_run(tmp_path: Path) -> None:
             raise AssertionError("it cannot run")
 
 
-async def test_one_that_dies_takes_the_others_along(tmp_path: Path) -> None:
+async def test_a_server_that_dies_while_starting_stops_the_others(tmp_path: Path) -> None:
     good = Stub(tmp_path / "good")
     waits = f"import os, time\nwhile not os.path.exists({str(good.record)!r}): time.sleep(0.01)\n"
     bad = Stub(tmp_path / "bad", waits + "raise SystemExit('no luck')")
@@ -254,7 +254,7 @@ async def test_one_that_dies_takes_the_others_along(tmp_path: Path) -> None:
 async def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub", "print('busy', flush=True); import time; time.sleep(600)")
     launch = Launch(**{**vars(stub.launch), "start_timeout_s": 0.5})
-    with pytest.raises(ServerStartError, match=r"not ready after 0\.5 s .`start_timeout_s`"):
+    with pytest.raises(ServerStartError, match=r"not ready within 0\.5 s .`start_timeout_s`"):
         async with running([launch], on_progress=quiet):
             raise AssertionError("it was never ready")
 
@@ -276,7 +276,7 @@ async def test_a_server_does_not_outlive_its_guardian(stub: Stub) -> None:
         await until(lambda: not _runs(stub.pids[0]))
         await until(lambda: not server.alive)
         assert server.returncode == 128 + signal.SIGKILL
-    for pid in stub.pids[1:]:  # SGLang's children end with it; the stub's do not
+    for pid in stub.pids[1:]:  # unlike SGLang's children, the stub's do not end with it
         os.kill(pid, signal.SIGKILL)
     for path in stub.files:
         path.unlink(missing_ok=True)
@@ -315,7 +315,7 @@ async def test_nothing_outlives_us(tmp_path: Path, number: signal.Signals, uvloo
             while b"running" not in said:
                 said += await runtime.stdout.receive()
         assert len(stub.left) == 5
-        # To the whole group, as a terminal does with Ctrl-C.
+        # To the whole process group, as a terminal does with Ctrl-C.
         os.killpg(runtime.pid, number)
         with anyio.fail_after(30):
             await runtime.wait()
@@ -344,7 +344,7 @@ def _option(launch: Launch, name: str) -> str:
         ({"KMP_BLOCKTIME": "0"}, "None None 0"),
     ],
 )
-async def test_threads_of_what_is_started_sleep_while_they_wait_unless_the_user_chose(
+async def test_threads_of_servers_sleep_while_waiting_unless_configured_otherwise(
     tmp_path: Path, chosen: dict[str, str], seen: str
 ) -> None:
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -415,7 +415,7 @@ def test_a_folder_that_holds_no_model(tmp_path: Path, as_text: bool) -> None:
             plan(str(folder) if as_text else folder, ServerSettings(), log_dir=tmp_path)
 
 
-def test_a_config_that_does_not_say_enough(model: Path, tmp_path: Path) -> None:
+def test_a_config_without_a_needed_key(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="num_attention_heads"):
         plan(model, ServerSettings(device="cpu"), log_dir=tmp_path)
@@ -442,7 +442,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("argument", ["--port", "--host=0.0.0.0", "--device=cuda"])
-def test_what_we_set_is_not_set_twice(argument: str) -> None:
+def test_options_set_by_the_runtime_are_refused(argument: str) -> None:
     with pytest.raises(ValueError, match="is set by the runtime"):
         ServerSettings(extra_args=(argument, "1"))
 
@@ -455,17 +455,17 @@ async def test_sglang_is_missing(
         async with supervise.sglang_servers(
             model, ServerSettings(), log_dir=tmp_path, on_progress=quiet
         ):
-            raise AssertionError("there is no SGLang")
+            raise AssertionError("SGLang is missing")
 
 
-def test_a_process_says_who_it_is(stub: Stub) -> None:
+def test_a_process_describes_itself(stub: Stub) -> None:
     server = ServerProcess(stub.launch, guardian=None)  # type: ignore[arg-type]
     assert (server.url, server.model_path) == (stub.launch.url, "none")
     assert (server.log_path, server.pid) == (stub.launch.log_path, None)
 
 
 class Seen:
-    """What `keep_alive` told the router."""
+    """Records the calls of `keep_alive`."""
 
     def __init__(self) -> None:
         self.exits: list[tuple[str, str]] = []
@@ -515,7 +515,7 @@ async def test_a_server_that_dies_is_started_again(stub: Stub) -> None:
     assert stub.left == []
 
 
-async def test_a_server_that_only_seems_to_live_is_killed_and_started_again(stub: Stub) -> None:
+async def test_an_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
     seen = Seen()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
@@ -533,7 +533,7 @@ async def test_a_server_that_only_seems_to_live_is_killed_and_started_again(stub
     assert stub.left == []
 
 
-async def test_one_of_two_is_given_up_loudly_and_the_last_one_ends_it(
+async def test_giving_up_a_server_is_logged_and_giving_up_the_last_one_raises(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stubs = [Stub(tmp_path / name) for name in "ab"]
@@ -547,14 +547,14 @@ async def test_one_of_two_is_given_up_loudly_and_the_last_one_ends_it(
                 for server in servers:
                     assert server.pid is not None
                     os.kill(server.pid, signal.SIGKILL)
-                    await until(lambda: f"{server.url} is given up" in caplog.text)  # noqa: B023
+                    await until(lambda: f"giving up {server.url}" in caplog.text)  # noqa: B023
                     await until(lambda: not server.alive)  # noqa: B023
                     if server is servers[-1]:
                         await anyio.sleep_forever()
     assert seen.restarts == []
 
 
-async def test_one_that_is_not_wanted_any_more_stays_dead(stub: Stub) -> None:
+async def test_an_unwanted_server_stays_dead(stub: Stub) -> None:
     seen = Seen()
     async with running([stub.launch], on_progress=quiet) as [server]:
         seen.unwanted.add(server.url)
@@ -567,7 +567,7 @@ async def test_one_that_is_not_wanted_any_more_stays_dead(stub: Stub) -> None:
     assert seen.restarts == []
 
 
-async def test_others_that_are_well_keep_the_runtime_alive(stub: Stub) -> None:
+async def test_healthy_servers_of_others_keep_the_runtime_alive(stub: Stub) -> None:
     seen = Seen()
     seen.others.add("http://elsewhere")
     async with running([stub.launch], on_progress=quiet) as [server]:
@@ -580,7 +580,7 @@ async def test_others_that_are_well_keep_the_runtime_alive(stub: Stub) -> None:
 
 
 async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
-    """It starts once; from then on it ends at once."""
+    """The server starts once; after that it exits immediately."""
     once = "import os, sys\nif os.path.exists(sys.argv[2]): sys.exit(3)\n" + STUB
     stub = Stub(tmp_path / "stub", once)
     seen = Seen()
@@ -596,7 +596,9 @@ async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "in the way"])
-async def test_a_log_that_cannot_be_kept_hinders_no_restart(stub: Stub, how: str) -> None:
+async def test_a_log_that_cannot_be_renamed_does_not_prevent_a_restart(
+    stub: Stub, how: str
+) -> None:
     seen = Seen()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
@@ -617,7 +619,7 @@ async def test_a_log_that_cannot_be_kept_hinders_no_restart(stub: Stub, how: str
     assert stub.left == []
 
 
-async def test_a_log_that_cannot_be_written_is_a_start_that_fails(tmp_path: Path) -> None:
+async def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub")
     seen = Seen()
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="cannot be started")):
@@ -635,8 +637,8 @@ async def test_a_log_that_cannot_be_written_is_a_start_that_fails(tmp_path: Path
             raise AssertionError("it has no log")
 
 
-async def test_a_server_that_starts_slowly_again_is_not_killed_for_it(tmp_path: Path) -> None:
-    """It answers nothing yet; once it has started it must."""
+async def test_a_slow_restart_is_not_killed(tmp_path: Path) -> None:
+    """The server need not answer during the restart, but afterwards."""
     slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB
     stub = Stub(tmp_path / "stub", slow)
     seen = Seen()
@@ -650,13 +652,13 @@ async def test_a_server_that_starts_slowly_again_is_not_killed_for_it(tmp_path: 
         seen.dead.add(server.url)
         t.start_soon(partial(seen.keep, [server], unresponsive_s=0.2))
         await until(lambda: len(seen.exits) == 2)
-        assert stub.pids != first, "it was killed before it had started"
+        assert stub.pids != first, "it was killed before it was ready"
         t.cancel_scope.cancel()
     assert stub.left == []
 
 
 async def test_another_program_has_its_port(tmp_path: Path) -> None:
-    """What that answers is not even HTTP as it should be; the start fails, and nothing else."""
+    """The other program's answers are not even valid HTTP; only the start fails."""
     script = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(.5); sys.exit(3)\n"
     stub = Stub(tmp_path / "stub", script + STUB)
     seen = Seen()

@@ -1,4 +1,4 @@
-"""The order of those who wait, and that nobody waits for ever."""
+"""The order of waiting requests, none of which waits forever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def waiting(name: str, order: int = 0, expected: int = 1, since_s: float = 0.0) 
 
 
 class Room(RuleBasedStateMachine):
-    """Beside a plain list."""
+    """Compares the queue with a plain list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
     ):
         room.enter(one)
     assert [one.name for one in room] == ["long", "short", "late", "young"]
-    with pytest.raises(ValueError, match="long waits already"):
+    with pytest.raises(ValueError, match="long is already waiting"):
         room.enter(waiting("long"))
     assert room.longest_wait_s(5.0) == 4.0
     assert room.place(5.0, lambda one: True) == 4
@@ -98,8 +98,9 @@ def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=5, max_size=40), st.integers(6, 10))
-def test_a_big_one_is_overtaken_only_for_so_long(small: list[int], big: int) -> None:
-    """Small ones of an endless stream leave 10 tokens never free at once, until nobody passes."""
+def test_a_large_request_is_overtaken_only_for_a_limited_time(small: list[int], big: int) -> None:
+    """An endless stream of small requests never leaves 10 tokens free at once, until none may
+    overtake."""
     room: WaitingRoom[int] = WaitingRoom(patience_s=10.0)
     room.enter(waiting("big", 0, big, since_s=0.0))
     running: list[tuple[float, int]] = [(0.5, 5)]

@@ -1,7 +1,7 @@
 """Runs first in each Python process of a server on a CPU; SGLang spawns several.
 
-It lets torchvision be imported, and it makes the garbage collector run less often. A process
-that imports no torchvision pays for one more finder on `sys.meta_path`.
+It makes torchvision importable and the garbage collector run less often. A process that does not
+import torchvision only pays for one more finder on `sys.meta_path`.
 """
 
 import gc
@@ -17,11 +17,11 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_kept: list[object] = []  # a torch Library takes its operators along when it is collected
+_libraries: list[object] = []  # a torch Library removes its operators when it is collected
 
 
 class _BeforeTorchvision:
-    """Finds torchvision, once, and declares the operators that its import relies on."""
+    """Finds torchvision, once, and declares the operators that its import needs."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -40,14 +40,14 @@ def _declare_operators(package: str) -> None:
 
     try:
         torch.ops.load_library(os.path.join(package, "_C.so"))
-    except OSError:  # linked against CUDA, which is not here: its operators stay undeclared
+    except OSError:  # linked against CUDA, which is missing: nothing has declared its operators
         library = torch.library.Library("torchvision", "DEF")
         for schema in _SCHEMAS:
             library.define(schema)
-        _kept.append(library)
+        _libraries.append(library)
 
 
-def _run_the_one_we_shadow() -> None:
+def _run_shadowed_sitecustomize() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     rest = [entry for entry in sys.path if os.path.abspath(entry) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
@@ -55,8 +55,8 @@ def _run_the_one_we_shadow() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# Importing SGLang makes a million objects that stay: with the default thresholds a sixth of
-# the start is the collector going over them.
+# Importing SGLang creates a million long-lived objects: with the default thresholds, a sixth of
+# the start-up time goes into garbage collection.
 gc.set_threshold(100_000, 50, 100)
 sys.meta_path.insert(0, _BeforeTorchvision())
-_run_the_one_we_shadow()
+_run_shadowed_sitecustomize()

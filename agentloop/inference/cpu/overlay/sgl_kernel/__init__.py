@@ -1,7 +1,7 @@
-"""Stands in for SGLang's native kernel package, which has no wheel for a plain CPU.
+"""Replacement for SGLang's native kernel package, which has no wheel for a plain CPU.
 
-SGLang imports many names of it; on a CPU, with torch_native attention, it calls the ones
-defined here. Any other raises NotImplementedError when it is called. Not covered: speculative
+SGLang imports many names from it; on a CPU, with torch_native attention, it calls only those
+defined here. Any other name raises NotImplementedError when it is called. Not covered: speculative
 decoding, quantised weights, mixtures of experts.
 """
 
@@ -44,7 +44,7 @@ def _ignoring_pin_memory(function: Callable[..., Any]) -> Callable[..., Any]:
     return unpinned
 
 
-# LoRA and a few others pin host memory whatever the device; without one, torch refuses.
+# LoRA and a few others pin host memory on any device; torch refuses that without an accelerator.
 if not torch.cuda.is_available():
     for _name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
         setattr(torch, _name, _ignoring_pin_memory(getattr(torch, _name)))
@@ -56,6 +56,6 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def absent(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU")
+        raise NotImplementedError(f"sgl_kernel.{name} is not implemented on a CPU")
 
     return absent
