@@ -1,4 +1,4 @@
-"""Samples by our own loop: rollouts, with tools, on our servers."""
+"""Sample with our own agent loop: rollouts with tools on our servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Agent"]
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """See `agentloop.evaluation.loop.Sampler`.
+    """Samples tasks with the runtime; implements `agentloop.evaluation.loop.Sampler`.
 
     Attributes:
         run_group: `Runtime.run_group`.

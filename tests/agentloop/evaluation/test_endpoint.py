@@ -181,7 +181,7 @@ async def test_what_will_not_go_better_is_not_asked_again(
 @pytest.mark.anyio
 async def test_messages_that_are_no_text_are_refused() -> None:
     async with FakeEndpoint().serving() as fake:
-        with pytest.raises(RequestError, match="messages: they cannot be sent"):
+        with pytest.raises(RequestError, match="messages: they cannot be encoded"):
             await sampled(fake, task=Task("one", "half a pair: \ud800", "1"))
     assert fake.requests == []
 
@@ -304,7 +304,7 @@ def test_what_retry_after_asks_for(value: str, seconds: float | None) -> None:
 @pytest.mark.parametrize(
     ("told", "named"),
     [
-        ({"url": "localhost:8000"}, "not of the form http://HOST:PORT/v1"),
+        ({"url": "localhost:8000"}, "does not have the form http://HOST:PORT/v1"),
         ({"url": "ftp://a/v1"}, "not of the form"),
         ({"url": "http://a/v1?key=1"}, "not of the form"),
         ({"api_key": "a\nb"}, "printable ASCII"),

@@ -141,9 +141,9 @@ async def test_too_many_lines_are_left_out_and_counted(
     lines = list(read_events(tmp_path))
     assert names(lines) == ["opened", "rollout_abandoned", "rollout_abandoned", "dropped"]
     assert lines[-1]["num"] == 8
-    assert [message.partition(": left")[2] for message in caplog.messages] == [
-        " out 1 (1 in all): 3 lines wait already",
-        " out 7 (8 in all): 3 lines wait already",
+    assert [message.partition(": dropped")[2] for message in caplog.messages] == [
+        " 1 (1 in total): 3 lines are already queued",
+        " 7 (8 in total): 3 lines are already queued",
     ]
 
 
@@ -168,7 +168,7 @@ async def test_a_full_disk_does_not_end_the_run(
         is_full = False
         journal.seen(RolloutAbandoned("s"))
         await eventually(lambda: len(list(read_events(tmp_path))) == 2)
-    assert [message.partition(": left")[2] for message in caplog.messages] == [
+    assert [message.partition(": dropped")[2] for message in caplog.messages] == [
         " out 1 (1 in all): No space left on device",
         " out 1 (2 in all): No space left on device",
     ]

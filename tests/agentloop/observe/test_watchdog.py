@@ -155,8 +155,8 @@ def test_what_moves_again_may_stall_again(caplog: pytest.LogCaptureFixture) -> N
             stalls.moved()
             progress.look()
     first, *rest = caplog.messages
-    assert "nothing has moved for 99 s, and nobody says for what" in first
-    assert rest == ["it moves again", first, "it moves again"]
+    assert "no progress for 99 s, and no waits are known" in first
+    assert rest == ["progress has resumed", first, "progress has resumed"]
 
 
 def test_it_need_never_give_up() -> None:
