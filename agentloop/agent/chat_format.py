@@ -70,9 +70,7 @@ class ChatSettings(pydantic.BaseModel):
     @classmethod
     def _check_not_reserved(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(_RESERVED_ARGUMENTS & value.keys()):
-            raise ValueError(
-                f"{', '.join(taken)}: reserved, because agentloop sets it for each prompt"
-            )
+            raise ValueError(f"{', '.join(taken)}: reserved, set by agentloop for each prompt")
         return value
 
     @pydantic.field_validator("template")
@@ -231,8 +229,7 @@ class ChatFormat:
     def encode(self, text: str) -> list[int]:
         """Encode data: no part of it becomes an added token, even if it spells one."""
         pieces, start = [], 0
-        # Split each spelled-out control token after its first character, so neither side matches
-        # it.
+        # Split each look-alike after its first character, so that neither part is one.
         while match := self._control_re.search(text, start):
             pieces.append(text[start : match.start() + 1])
             start = match.start() + 1
@@ -320,11 +317,11 @@ class ChatFormat:
                 generation prompt.
         """
         mark = _Placeholders()
-        user_message = {"role": "user", "content": mark("question")}
-        assistant_message = self._disarmed_message(_marked(0, message, mark), mark, keep=_SAMPLED)
+        question = {"role": "user", "content": mark("question")}
+        reply = self._disarmed_message(_marked(0, message, mark), mark, keep=_SAMPLED)
         try:
-            before = self._render([user_message], add_generation_prompt=True)
-            text = self._render([user_message, assistant_message])
+            before = self._render([question], add_generation_prompt=True)
+            text = self._render([question, reply])
         except Exception as error:  # as in prompt()
             raise RequestError(f"content: the model's chat template says: {error}") from error
         if not text.startswith(before):
@@ -415,10 +412,10 @@ class ChatFormat:
         if configured is not None and self.tokenizer.token_to_id(configured) is None:
             raise ModelError(f"chat.end_token: the tokenizer has no token {configured!r}")
         mark = _Placeholders()
-        user_message = {"role": "user", "content": mark("question")}
-        assistant_message = {"role": "assistant", "content": mark("reply")}
+        question = {"role": "user", "content": mark("question")}
+        reply = {"role": "assistant", "content": mark("reply")}
         try:
-            tail = mark.split(self._render([user_message, assistant_message]))[-1]
+            tail = mark.split(self._render([question, reply]))[-1]
         except Exception as error:  # as in prompt()
             raise ModelError(f"the chat template cannot be rendered: {error}") from error
         if configured is not None:
@@ -440,16 +437,14 @@ class ChatFormat:
     def _derive_observation(self) -> None:
         """Find the text that the template writes before, between and after two tool responses."""
         mark = _Placeholders()
-        user_message = {"role": "user", "content": mark("question")}
+        question = {"role": "user", "content": mark("question")}
         call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
-        assistant_message = {"role": "assistant", "content": mark("reply"), "tool_calls": [call]}
+        reply = {"role": "assistant", "content": mark("reply"), "tool_calls": [call]}
         responses = [
             {"role": "tool", "name": "tool", "content": mark(text)} for text in ("first", "second")
         ]
         try:
-            text = self._render(
-                [user_message, assistant_message, *responses], add_generation_prompt=True
-            )
+            text = self._render([question, reply, *responses], add_generation_prompt=True)
         except Exception as error:  # as in prompt()
             raise ModelError(f"the chat template cannot render tool responses: {error}") from error
         pieces = mark.split(text)
@@ -473,10 +468,10 @@ class ChatFormat:
     def _generation_prompt(self, after: str) -> str:
         mark = _Placeholders()
         response = {"role": "tool", "name": "tool", "content": mark("response")}
-        user_message = {"role": "user", "content": mark("question")}
+        question = {"role": "user", "content": mark("question")}
         call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
-        assistant_message = {"role": "assistant", "content": mark("reply"), "tool_calls": [call]}
-        closed = mark.split(self._render([user_message, assistant_message, response]))[-1]
+        reply = {"role": "assistant", "content": mark("reply"), "tool_calls": [call]}
+        closed = mark.split(self._render([question, reply, response]))[-1]
         return after.removeprefix(closed)
 
 
@@ -581,10 +576,7 @@ def _marked(index: int, message: object, mark: _Placeholders) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """Parse a call's arguments if they are a string, as OpenAI's clients send them.
-
-    Chat templates expect an object.
-    """
+    """Parse a call's arguments if they are a JSON string, as OpenAI's clients send them."""
     try:
         arguments = json.loads(call["function"]["arguments"])
     except (KeyError, TypeError, ValueError, RecursionError):

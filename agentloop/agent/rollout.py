@@ -169,7 +169,7 @@ def _too_long(num_tokens: str, context_length: int) -> PromptTooLong:
 
 @dataclass(slots=True)
 class Rollout:
-    """One rollout: its inputs and `run()`, which may be called once."""
+    """Inputs and execution of one rollout; `run()` may be called once."""
 
     engine: Engine
     chat: ChatFormat

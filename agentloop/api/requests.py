@@ -168,7 +168,7 @@ class ChatRequest(pydantic.BaseModel):
 
     @property
     def has_caller_tools(self) -> bool:
-        """Whether tool calls are run by the caller instead of the agent."""
+        """True if the caller runs the tool calls instead of the agent."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def turn_options(self) -> TurnOptions:

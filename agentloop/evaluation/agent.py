@@ -25,12 +25,10 @@ class Agent:
     room: Callable[[int], Awaitable[None]]
 
     async def has_room(self, size: int) -> None:
-        """See `Sampler`."""
         await self.room(size)
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
     ) -> Sequence[Sample]:
-        """See `Sampler`."""
         trajectories = await self.run_group(task.prompt, size=size, name=name, at_gate=at_gate)
         return [Sample(trajectory) for trajectory in trajectories]

@@ -219,17 +219,17 @@ class Endpoint:
             yield endpoint
 
     async def has_room(self, size: int) -> None:
-        """See `Sampler`."""
         async with self._slots:  # no deadline: each request has one, and earlier ones go first
             return
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
     ) -> Sequence[Sample]:
-        """See `Sampler`.
+        """Return samples as `Sampler.group` does.
 
         Raises:
             SettingsError: The endpoint refuses all requests.
+            RequestError: The endpoint rejects the task.
         """
         samples: dict[int, Sample] = {}
         messages: Sequence[Message] = (

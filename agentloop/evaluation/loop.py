@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 class EvaluationSettings(pydantic.BaseModel):
-    """How to sample the tasks and which estimates to report."""
+    """Options for sampling the tasks and for the reported estimates."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 

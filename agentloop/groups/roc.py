@@ -75,7 +75,7 @@ but not certain.
 
 
 class RocSettings(pydantic.BaseModel):
-    """How to choose the rollouts to train on. Names follow the paper's published code."""
+    """Settings of Resample-on-Correct, named as in the paper's published code."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 

@@ -51,7 +51,6 @@ class Archive:
     _read: dict[tuple[Path, int], _Summary] = field(default_factory=dict)
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        """See `Shown`."""
         seen: Any = None
         while True:
             now = await anyio.to_thread.run_sync(_extent, self.folder)
@@ -64,33 +63,27 @@ class Archive:
             yield "", b""
 
     async def frame(self) -> dict[str, Any]:
-        """See `Shown`."""
         return await anyio.to_thread.run_sync(self._frame)
 
     async def rollout(self, key: str) -> dict[str, Any]:
-        """See `Shown`."""
         found = await anyio.to_thread.run_sync(read_rollout, self.folder, key, self.chat)
         if found is None:
             raise NotThere(f"rollout {key!r}: not found in {self.folder / 'trajectories'}")
         return found
 
     async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """See `Shown`."""
         yield "end", await self.rollout(key)
 
     async def group(self, name: str) -> dict[str, Any]:
-        """See `Shown`."""
         found = await anyio.to_thread.run_sync(read_group, self.folder, name, self.chat)
         if found is None:
             raise NotThere(f"group {name!r}: not found in {self.folder / 'trajectories'}")
         return found
 
     async def runs(self) -> list[dict[str, Any]]:
-        """See `Shown`."""
         return await anyio.to_thread.run_sync(runs_beside, self.folder)
 
     async def curves(self, run: str) -> list[dict[str, Any]]:
-        """See `Shown`."""
         return await anyio.to_thread.run_sync(curves, self.folder, run)
 
     def _frame(self) -> dict[str, Any]:

@@ -174,7 +174,6 @@ class Live:
         return whole
 
     async def rollout(self, key: str) -> dict[str, Any]:
-        """See `Shown`."""
         row = self.board.rows.get(key)
         if row is not None and row.record is not None:
             telling = Telling(row.record, self.sources.chat(), lambda: _verdict(row))
@@ -187,7 +186,6 @@ class Live:
         return found
 
     async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """See `Shown`."""
         row = self.board.rows.get(key)
         if row is None or row.record is None:
             yield "end", await self.rollout(key)
@@ -208,7 +206,6 @@ class Live:
         yield "end", await anyio.to_thread.run_sync(telling.whole)
 
     async def group(self, name: str) -> dict[str, Any]:
-        """See `Shown`."""
         group, rows = self.board.groups.get(name), self.board.rows
         if self.sources.read_group is not None and (
             group is None or (group.end is not None and not group.members.keys() <= rows.keys())
@@ -227,13 +224,11 @@ class Live:
         }
 
     async def runs(self) -> list[dict[str, Any]]:
-        """See `Shown`."""
         if self.sources.folder is None:
             return []
         return await anyio.to_thread.run_sync(runs_beside, self.sources.folder)
 
     async def curves(self, run: str) -> list[dict[str, Any]]:
-        """See `Shown`."""
         if self.sources.folder is None:
             raise NotThere(f"run {run!r}: not found")
         return await anyio.to_thread.run_sync(curves, self.sources.folder, run)

@@ -31,7 +31,7 @@ _STACK_DEPTH = 12  # innermost frames: the blocking code and its callers, withou
 
 
 class WatchdogSettings(pydantic.BaseModel):
-    """When to log a blocked event loop or a lack of progress, and when to give up."""
+    """Time limits for a blocked event loop and for a run without progress."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -219,7 +219,7 @@ async def test_its_only_model_need_not_be_named() -> None:
         assert fake.requests[0]["model"] == "sole"
         for models, there in ([["a", "b"], "a, b"], [[], "none"]):
             fake.models = list(models)
-            with pytest.raises(SettingsError, match=f"endpoint.model: name one .*: {there}"):
+            with pytest.raises(SettingsError, match=f"endpoint.model: set it .*: {there}"):
                 await sampled(fake, model="")
 
 
@@ -305,8 +305,8 @@ def test_what_retry_after_asks_for(value: str, seconds: float | None) -> None:
     ("told", "named"),
     [
         ({"url": "localhost:8000"}, "does not have the form http://HOST:PORT/v1"),
-        ({"url": "ftp://a/v1"}, "not of the form"),
-        ({"url": "http://a/v1?key=1"}, "not of the form"),
+        ({"url": "ftp://a/v1"}, "does not have the form"),
+        ({"url": "http://a/v1?key=1"}, "does not have the form"),
         ({"api_key": "a\nb"}, "printable ASCII"),
     ],
 )

@@ -169,8 +169,8 @@ async def test_a_full_disk_does_not_end_the_run(
         journal.seen(RolloutAbandoned("s"))
         await eventually(lambda: len(list(read_events(tmp_path))) == 2)
     assert [message.partition(": dropped")[2] for message in caplog.messages] == [
-        " out 1 (1 in all): No space left on device",
-        " out 1 (2 in all): No space left on device",
+        " 1 (1 in total): No space left on device",
+        " 1 (2 in total): No space left on device",
     ]
     lines = list(read_events(tmp_path))
     assert [(line["event"], line.get("num"), line.get("rollout")) for line in lines] == [
@@ -260,7 +260,7 @@ def test_a_run_without_events_has_none(tmp_path: Path) -> None:
 
 
 def test_every_event_is_told_or_left_out_on_purpose() -> None:
-    told = {kind.__name__ for kind in module._TOLD}
+    told = {kind.__name__ for kind in module._LINES}
     left_out = {"TokensSampled", "TurnStarted", "TurnSampled", "CallStarted"}
     assert told.isdisjoint(left_out)
     assert told | left_out == {kind.__name__ for kind in get_args(Event)}
