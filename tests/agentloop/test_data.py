@@ -164,7 +164,7 @@ def test_rollouts_that_say_nothing_are_refused(
 
     bad = tmp_path / "bad.jsonl"
     for row, said in [
-        ([1], "line 1: expected an object"),
+        ([1], "line 1: an object is expected"),
         ({"reward": 1.0}, "line 1: field 'task': a problem's id"),
         ({"task": "a"}, "line 1: field 'reward': a number or null"),
         ({"task": "a", "reward": "1"}, "line 1: field 'reward': a number or null"),
