@@ -4,9 +4,9 @@
          ▲                                                                               │
          └── ids + sampled + observation <── results, in the order of the calls <────────┘
 
-A call runs from the moment its last token arrives, while the turn goes on. The turn's task group
-waits for its calls; if the turn breaks, they are cancelled with it. The trajectory is the same as
-if each call had run after its turn, one by one.
+A call starts as soon as its last token arrives, while the turn is still being generated. The
+turn's task group waits for its calls; if the turn fails, it cancels them. The trajectory is the
+same as if the calls had run one by one after the turn.
 """
 
 from __future__ import annotations
@@ -60,42 +60,51 @@ __all__ = ["Budget", "Engine", "Rollout", "TurnOptions", "prompt_of", "truncated
 
 
 class Budget(pydantic.BaseModel):
-    """What one rollout may use. Reaching a bound ends it, with that as its `StopReason`."""
+    """Limits of one rollout. Reaching one ends the rollout with the corresponding `StopReason`."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    max_turns: int = pydantic.Field(10, ge=1, description="Generations.")
+    max_turns: int = pydantic.Field(10, ge=1, description="Maximum number of turns (generations).")
     max_response_tokens: int = pydantic.Field(
-        8192, ge=1, description="Tokens after the prompt, tool responses included."
+        8192,
+        ge=1,
+        description="Maximum number of tokens after the prompt, including tool responses.",
     )
     max_sampled_tokens: int | None = pydantic.Field(
-        None, ge=1, description="Tokens sampled in all turns; none: the response's budget."
+        None,
+        ge=1,
+        description="Maximum number of sampled tokens over all turns; default: "
+        "max_response_tokens.",
     )
     max_turn_tokens: int | None = pydantic.Field(
-        None, ge=1, description="Tokens sampled in one turn; none: the response's budget."
+        None,
+        ge=1,
+        description="Maximum number of sampled tokens in one turn; default: max_response_tokens.",
     )
     max_tool_response_tokens: int = pydantic.Field(
-        512, ge=8, description="A longer tool response keeps its head and its tail."
+        512,
+        ge=8,
+        description="Maximum tokens of a tool response; the middle of a longer one is cut out.",
     )
     timeout_s: float = pydantic.Field(
         600.0,
         gt=0,
-        description="Wall time, queues included. A rollout that runs out of it is scored if its "
-        "own tool calls ran for half of it or more, and has no reward otherwise.",
+        description="Maximum wall time, including time spent in queues. A rollout that runs out of "
+        "it is scored if its own tool calls ran for at least half of it, and has no reward otherwise.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TurnOptions:
-    """What ends a turn besides the model's end-of-turn token, and what is recorded of it.
+    """Options for ending a turn early and for the data that it records.
 
     Attributes:
-        stop: The answer, and with it the rollout, ends before the first of these strings: see
+        stop: Stop sequences. The answer, and with it the rollout, ends before the first match; see
             `agentloop.agent.channels.Speech`.
-        single_call: A turn ends with its first tool call.
-        ignore_end: The end-of-turn token ends no turn, and calls are not run: for load tests, where
-            a turn takes all of its budget.
-        num_top_logprobs: How many of the likeliest tokens a turn records for each token.
+        single_call: End each turn after its first tool call.
+        ignore_end: Ignore the end-of-turn token and do not run calls, so that each turn uses its
+            whole budget. For load tests.
+        num_top_logprobs: Number of most likely tokens to record for each sampled token.
     """
 
     stop: tuple[str, ...] = ()
@@ -105,7 +114,7 @@ class TurnOptions:
 
 
 class Engine(Protocol):
-    """Where tokens come from: `agentloop.inference.router.Router`."""
+    """A source of tokens; implemented by `agentloop.inference.router.Router`."""
 
     @property
     def context_length(self) -> int: ...
@@ -123,8 +132,8 @@ class Engine(Protocol):
     def forget(self, key: str, *, whole: bool) -> None: ...
 
 
-# What tells how long rollouts are. The others were cut short by something else than the rollout.
-_WHOLE = (
+# Ends from which the length of rollouts can be estimated. The others were imposed from outside.
+_COMPLETE = (
     StopReason.ANSWERED,
     StopReason.STOP_SEQUENCE,
     StopReason.CALLER_TOOLS,
@@ -133,17 +142,17 @@ _WHOLE = (
 )
 
 
-class _Broken(Exception):
-    """A call or a turn was lost to the infrastructure, and so is the rollout."""
+class _InfrastructureFailure(Exception):
+    """A call or a turn was lost to a failure of the infrastructure, so the rollout ends."""
 
 
 async def prompt_of(
     chat: ChatFormat, messages: Sequence[Message], schemas: Sequence[Schema], context_length: int
 ) -> list[int]:
-    """The ids of messages and tools, less than `context_length`.
+    """Return the token ids of a conversation with tools.
 
     Raises:
-        RequestError: they are not possible, or more.
+        RequestError: The messages are invalid, or the prompt does not fit in `context_length`.
     """
     if (at_least := chat.at_least(messages)) >= context_length:
         raise _too_long(f"at least {at_least}", context_length)
@@ -154,7 +163,7 @@ async def prompt_of(
 
 
 def _too_long(num_tokens: str, context_length: int) -> PromptTooLong:
-    # What programs look for: some for "this model's maximum context length is", some for the code.
+    # Clients detect this error by "this model's maximum context length is" or by the code.
     return PromptTooLong(
         f"messages: this model's maximum context length is {context_length} tokens, but the "
         f"messages make {num_tokens}: shorten them ({PromptTooLong.code})"
@@ -163,7 +172,7 @@ def _too_long(num_tokens: str, context_length: int) -> PromptTooLong:
 
 @dataclass(slots=True)
 class Rollout:
-    """Everything that a rollout is given. Run it once, with `run()`."""
+    """Inputs and execution of one rollout; `run()` may be called once."""
 
     engine: Engine
     chat: ChatFormat
@@ -173,28 +182,28 @@ class Rollout:
     budget: Budget = field(default_factory=lambda: Budget())
     options: TurnOptions = TurnOptions()
     emit: Emit = ignore
-    with_text: bool = True  # decode as tokens arrive; training does without
+    with_text: bool = True  # decode tokens as they arrive; training does not need it
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    group: str = ""  # that of its siblings, which have the same prompt
-    prompt_ids: list[int] | None = None  # where somebody has made them already, from the same
-    started_s: float = 0.0  # time.monotonic() when run() was called: 0 on its clock
+    group: str = ""  # shared by the rollouts of one prompt
+    prompt_ids: list[int] | None = None  # the rendered prompt, if the caller already has it
+    started_s: float = 0.0  # time.monotonic() when run() was called; times are relative to it
     _tools: Tools = field(init=False)
     _trajectory: Trajectory = field(init=False)
-    _speech: Speech = field(init=False)  # looks for stop sequences
-    _scope: anyio.CancelScope | None = field(init=False, default=None)  # while it runs
+    _speech: Speech = field(init=False)  # finds stop sequences
+    _scope: anyio.CancelScope | None = field(init=False, default=None)  # set while it runs
     _is_cancelled: bool = field(init=False, default=False)
 
     def cancel(self) -> None:
-        """End it now: its trajectory says that a person did."""
+        """End the rollout now, with `StopReason.CANCELLED`."""
         self._is_cancelled = True
         if self._scope is not None:
             self._scope.cancel()
 
     async def run(self) -> Trajectory:
-        """The trajectory, however it ended.
+        """Run the rollout and return its trajectory, however it ended.
 
         Raises:
-            RequestError: what was asked for is not possible (no part of it has run).
+            RequestError: The request is invalid; nothing has run.
         """
         self.started_s = time.monotonic()
         self._tools = Tools(self.tools)
@@ -208,37 +217,37 @@ class Rollout:
         self.emit(RolloutStarted(self._trajectory, self.group))
         whole = False
         try:
-            if self._is_cancelled:  # before it had begun
+            if self._is_cancelled:  # before it started
                 self._trajectory.stop_reason = StopReason.CANCELLED
             else:
-                await self._within_time(self._trajectory)
-            whole = self._trajectory.stop_reason in _WHOLE
+                await self._run_within_timeout(self._trajectory)
+            whole = self._trajectory.stop_reason in _COMPLETE
         except BaseException:
             self.emit(RolloutAbandoned(self.id))
             raise
         finally:
             self.engine.forget(self.id, whole=whole)
-        self._trajectory.elapsed_s = self._now()
+        self._trajectory.elapsed_s = self._elapsed_s()
         self._trajectory.answer = answer_in(self._trajectory.text, reasoning=thinks, stop=stop)
         self.emit(RolloutFinished(self.id, self._trajectory))
         return self._trajectory
 
-    async def _within_time(self, trajectory: Trajectory) -> None:
-        trajectory.stop_reason = StopReason.TIME_BUDGET  # unless the turns end it sooner
+    async def _run_within_timeout(self, trajectory: Trajectory) -> None:
+        trajectory.stop_reason = StopReason.TIME_BUDGET  # overwritten if the turns end in time
         with anyio.move_on_after(self.budget.timeout_s) as self._scope:
             try:
                 async with self._tools:
-                    trajectory.stop_reason = await self._turns()
+                    trajectory.stop_reason = await self._run_turns()
             except ExceptionGroup as group:
                 error = _cause(group)
-                if not isinstance(error, ServerError | _Broken):
+                if not isinstance(error, ServerError | _InfrastructureFailure):
                     raise error from group
                 trajectory.stop_reason = StopReason.INFRASTRUCTURE
                 trajectory.error = str(error)
         if self._is_cancelled and trajectory.stop_reason is StopReason.TIME_BUDGET:
             trajectory.stop_reason = StopReason.CANCELLED
 
-    async def _turns(self) -> StopReason:
+    async def _run_turns(self) -> StopReason:
         ids = list(self._trajectory.prompt_ids)
         budget_left = self.budget.max_response_tokens
         sampled_left = self.budget.max_sampled_tokens or budget_left
@@ -247,9 +256,9 @@ class Rollout:
             most = min(room, sampled_left, self.budget.max_turn_tokens or room)
             if most <= 0:
                 return StopReason.TOKEN_BUDGET
-            turn = await self._turn(ids, most)
+            turn = await self._run_turn(ids, most)
             if turn.end is TurnEnd.ABORT:
-                raise _Broken("the stream of a turn ended before the turn did")
+                raise _InfrastructureFailure("the token stream ended before the turn was complete")
             if turn.end is TurnEnd.LENGTH:
                 return StopReason.TOKEN_BUDGET
             if any(result.status is CallStatus.CALLER for result in turn.results):
@@ -260,9 +269,9 @@ class Rollout:
                 return StopReason.ANSWERED
             if len(self._trajectory.turns) >= self.budget.max_turns:
                 return StopReason.TURN_BUDGET
-            observation = self._observe(turn)
+            observation = self._observation_of(turn)
             room -= len(turn.output_ids)
-            if len(observation) >= room:  # no token could follow it
+            if len(observation) >= room:  # no room for another token
                 return StopReason.TOKEN_BUDGET
             turn.observation_ids = observation
             budget_left -= len(turn.output_ids) + len(observation)
@@ -270,9 +279,9 @@ class Rollout:
             ids += turn.output_ids
             ids += observation
 
-    async def _turn(self, ids: list[int], max_new_tokens: int) -> Turn:
+    async def _run_turn(self, ids: list[int], max_new_tokens: int) -> Turn:
         index = len(self._trajectory.turns)
-        turn = Turn(started_s=self._now())
+        turn = Turn(started_s=self._elapsed_s())
         self._trajectory.turns.append(turn)
         self.emit(TurnStarted(self.id, index))
         results: dict[str, ToolResult] = {}
@@ -282,17 +291,17 @@ class Rollout:
                 def dispatch(call: ToolCall) -> None:
                     turn.calls.append(call)
                     self.emit(CallStarted(self.id, index, call))
-                    calls.start_soon(self._call, index, call, self._now(), results)
+                    calls.start_soon(self._run_call, index, call, self._elapsed_s(), results)
 
                 await self._generate(index, turn, ids, max_new_tokens, dispatch)
                 self.emit(TurnSampled(self.id, index))
                 if turn.end is TurnEnd.LENGTH:
-                    # Nothing will read what they answer, so whether they got that far in time
-                    # must not make a difference to the record.
+                    # The results are never read, so the record must not depend on whether a call
+                    # finished in time.
                     calls.cancel_scope.cancel()
                     results.clear()
         finally:
-            turn.ended_s = self._now()
+            turn.ended_s = self._elapsed_s()
             turn.results = [results[call.id] for call in turn.calls if call.id in results]
             self.emit(TurnFinished(self.id, index, turn))
         return turn
@@ -335,11 +344,11 @@ class Rollout:
                     on_moved=moved,
                 )
         finally:
-            turn.generated_s = self._now()
+            turn.generated_s = self._elapsed_s()
             reader.flush()
         reader.finish()
 
-    async def _call(
+    async def _run_call(
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
     ) -> None:
         if call.error is not None:
@@ -349,34 +358,33 @@ class Rollout:
         started_s = dispatched_s
         if output.started_s is not None:
             started_s = output.started_s - self.started_s
-        # A lone surrogate, as in the name of a file, has no UTF-8 for a model or a client to read.
+        # A lone surrogate, for example from a file name, cannot be encoded as UTF-8.
         content = valid_text(output.content)
         result = ToolResult(
-            call.id, call.name, output.status, content, dispatched_s, started_s, self._now()
+            call.id, call.name, output.status, content, dispatched_s, started_s, self._elapsed_s()
         )
         results[call.id] = result
         self.emit(CallFinished(self.id, index, result))
         if output.status is CallStatus.INFRASTRUCTURE:
-            raise _Broken(f"{call.name}: {output.content}")
+            raise _InfrastructureFailure(f"{call.name}: {output.content}")
 
-    def _observe(self, turn: Turn) -> list[int]:
+    def _observation_of(self, turn: Turn) -> list[int]:
         limit = self.budget.max_tool_response_tokens
         contents = [truncated(self.chat, result.content, limit) for result in turn.results]
         observation = self.chat.observation(contents)
         if self.options.single_call and turn.output_ids[-1] != self.chat.end_id:
-            observation.insert(0, self.chat.end_id)  # of a turn that was cut after its call
+            observation.insert(0, self.chat.end_id)  # the turn was cut before its end token
         return observation
 
-    def _now(self) -> float:
+    def _elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
 
 
 class _TurnReader:
-    """Takes the chunks of a turn: records them, tells of them, dispatches the calls in them, and
-    cuts the turn off where the caller wants it to end.
+    """Records the chunks of one turn, emits events, dispatches calls and ends the turn early.
 
     Attributes:
-        cut: Is cancelled there; to be entered around the generation.
+        cut: Cancel scope to enter around the generation; cancelled to end the turn early.
     """
 
     def __init__(
@@ -396,7 +404,7 @@ class _TurnReader:
         self._versions = _Versions()
 
     def take(self, chunk: Chunk) -> None:
-        # The token at which a turn is cut is the same, however many arrive together.
+        # Go token by token, so that the cut does not depend on how many tokens a chunk has.
         by_token = self._options.single_call or self._options.stop
         for part in _tokens(chunk) if by_token else [chunk]:
             if self.cut.cancel_called:
@@ -413,7 +421,7 @@ class _TurnReader:
                     self.cut.cancel()
 
     def flush(self) -> None:
-        """No chunk will come, for whatever reason: record what was held back."""
+        """Record the text that was held back; call it after the last chunk, even after an error."""
         turn = self._turn
         if turn.end is TurnEnd.ABORT or self.cut.cancel_called:
             turn.versions = self._versions.spans(len(turn.output_ids), ())
@@ -424,20 +432,20 @@ class _TurnReader:
             self._rollout.emit(TokensSampled(self._rollout.id, self._index, [], held))
 
     def finish(self) -> None:
-        """The turn is over: decide about what might have gone on."""
+        """Apply stop sequences to the text that was held back, and dispatch its calls."""
         if self._options.stop and self._turn.end is not TurnEnd.ABORT:
             list(self._speech.end_turn())
-            if self._speech.stopped:  # also where the tokens were used up
+            if self._speech.stopped:  # takes precedence over TurnEnd.LENGTH
                 self._turn.end = TurnEnd.STOP
         if self._turn.end is TurnEnd.STOP and not self.cut.cancel_called:
             for call in self._calls.finish():
                 self._dispatch(call)
 
     def _record(self, chunk: Chunk) -> str:
-        """Returns the chunk's text."""
+        """Add a chunk to the turn and return its text."""
         rollout, turn = self._rollout, self._turn
         if turn.first_token_s is None and chunk.ids:
-            turn.first_token_s = rollout._now()
+            turn.first_token_s = rollout._elapsed_s()
         start = len(turn.output_ids)
         turn.output_ids += chunk.ids
         turn.logprobs += chunk.logprobs
@@ -447,9 +455,9 @@ class _TurnReader:
             self._versions.change(chunk.version, start)
         if chunk.end is not None:
             turn.end = chunk.end
-            account = chunk.versions
-            num_seen = account[0].start if account else len(turn.output_ids)
-            turn.versions = self._versions.spans(num_seen, account)
+            server_spans = chunk.versions
+            num_seen = server_spans[0].start if server_spans else len(turn.output_ids)
+            turn.versions = self._versions.spans(num_seen, server_spans)
         piece = ""
         if self._text is not None:
             piece = self._text.feed(chunk.ids)
@@ -460,15 +468,18 @@ class _TurnReader:
 
 
 def truncated(chat: ChatFormat, content: str, limit: int) -> list[int]:
-    """At most `limit` tokens and the note between them: the head and the tail of `content`."""
+    """Return the ids of `content`; if there are more than `limit`, its head, a note and its tail.
+
+    The ids of the note are not counted against `limit`.
+    """
     num_head = (limit + 1) // 2
     num_tail = limit - num_head
     longest = 32 * limit
     if len(content) > longest:
-        # Encoding megabytes would block the loop, and no text has 32 characters a token.
+        # Encoding megabytes would block the event loop; no text averages 32 characters a token.
         head = chat.encode(content[: longest // 2])[:num_head]
         tail = chat.encode(content[-longest // 2 :])[-num_tail:]
-        left_out = f"of {len(content)} characters the middle is left out"
+        left_out = f"the middle of {len(content)} characters left out"
     else:
         ids = chat.encode(content)
         if len(ids) <= limit:
@@ -479,7 +490,7 @@ def truncated(chat: ChatFormat, content: str, limit: int) -> list[int]:
 
 
 def _tokens(chunk: Chunk) -> Iterator[Chunk]:
-    """The same tokens one by one; what is told of all of them comes with the last."""
+    """Split a chunk into one chunk per token; the last one carries the chunk's end and versions."""
     last = len(chunk.ids) - 1
     for i in range(last):
         yield Chunk(
@@ -500,7 +511,7 @@ def _tokens(chunk: Chunk) -> Iterator[Chunk]:
 
 
 class _Versions:
-    """Which policy version each token of a turn was sampled under, as it streams."""
+    """Records the policy version of each token of a turn as the turn streams."""
 
     __slots__ = ("_starts", "current")
 
@@ -509,23 +520,23 @@ class _Versions:
         self._starts: list[tuple[str, int]] = []
 
     def change(self, version: str, start: int) -> None:
-        """From token `start` on it is `version`."""
+        """Record that tokens from `start` on were sampled by `version`."""
         self.current = version
         self._starts.append((version, start))
 
-    def spans(self, end: int, account: Sequence[VersionSpan]) -> list[VersionSpan]:
-        """What was seen up to `end`, and from there on the server's own account."""
+    def spans(self, end: int, server_spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+        """Return the spans seen before `end`, followed by the server's own record of the rest."""
         ends = [start for _, start in self._starts[1:]] + [end]
         seen = [
             VersionSpan(version, start, min(stop, end))
             for (version, start), stop in zip(self._starts, ends, strict=False)
             if start < end
         ]
-        return [*seen, *account]
+        return [*seen, *server_spans]
 
 
 def _cause(group: ExceptionGroup[Exception]) -> Exception:
-    """The error that counts: one that is not infrastructure's, if there is such a one."""
+    """Return the first error that is not an infrastructure failure, or else the first error."""
     leaves: list[Exception] = []
     pending: list[Exception] = [group]
     while pending:
@@ -534,5 +545,7 @@ def _cause(group: ExceptionGroup[Exception]) -> Exception:
             pending += error.exceptions
         else:
             leaves.append(error)
-    ours = (error for error in leaves if not isinstance(error, ServerError | _Broken))
-    return next(ours, leaves[0])
+    programming_errors = (
+        error for error in leaves if not isinstance(error, ServerError | _InfrastructureFailure)
+    )
+    return next(programming_errors, leaves[0])

@@ -1,7 +1,7 @@
-"""The built-in tools: a model's own code, run in the sandbox and nowhere else.
+"""Built-in tools that run a model's code in the sandbox.
 
-`python_code_with_standard_io` is a fresh program per call; `jupyter_code` is a notebook whose
-state lasts for the trajectory. Names and parameters as in rStar2-Agent.
+`python_code_with_standard_io` runs a fresh program per call; `jupyter_code` is a notebook whose
+state lasts for the trajectory. Names and parameters follow rStar2-Agent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["JupyterCode", "PythonCode", "describe"]
 
 _STRING = {"type": "string"}
 _RESTARTED = "\n[note] the notebook was restarted: its variables are gone"
-# After these a notebook starts anew, by the model's own doing.
+# Ends of a cell that are the model's own doing; the notebook is restarted after them.
 _ENDS_SESSION = (
     SandboxStatus.TIMEOUT,
     SandboxStatus.OOM,
@@ -31,7 +31,7 @@ _ENDS_SESSION = (
 
 
 class PythonCode:
-    """`python_code_with_standard_io`: a program and its standard input."""
+    """The tool `python_code_with_standard_io`: runs a program with the given standard input."""
 
     name = "python_code_with_standard_io"
     schema: ClassVar[Schema] = {
@@ -61,8 +61,10 @@ class PythonCode:
         yield self._run
 
     async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
-        if wrong := _wrong(arguments, self._max_code, required="code", optional="input"):
-            return wrong
+        if argument_error := _argument_error(
+            arguments, self._max_code, required="code", optional="input"
+        ):
+            return argument_error
         result = await self._pool.run(
             arguments["code"], stdin=arguments.get("input", ""), timeout_s=self._timeout_s
         )
@@ -70,7 +72,10 @@ class PythonCode:
 
 
 class JupyterCode:
-    """`jupyter_code`: a notebook cell; globals last, and the last expression's value is shown."""
+    """The tool `jupyter_code`: runs a notebook cell and shows the value of its last expression.
+
+    Global variables last for the trajectory.
+    """
 
     name = "jupyter_code"
     schema: ClassVar[Schema] = {
@@ -97,12 +102,12 @@ class JupyterCode:
             try:
                 session = await stack.enter_async_context(self._pool.session())
             except SandboxError as error:
-                yield _refusing(str(error))
+                yield _unavailable_notebook(str(error))
             else:
                 yield _Notebook(session, self._timeout_s, self._pool.settings.max_code_bytes).run
 
 
-def _refusing(why: str) -> RunTool:
+def _unavailable_notebook(why: str) -> RunTool:
     async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
         return ToolOutput(CallStatus.INFRASTRUCTURE, f"no notebook: {why}")
 
@@ -110,19 +115,19 @@ def _refusing(why: str) -> RunTool:
 
 
 class _Notebook:
-    """One session. Cells run one at a time, in the order in which they were called."""
+    """A sandbox session whose cells run one at a time, in the order of the calls."""
 
     def __init__(self, session: Session, timeout_s: float, max_code: int) -> None:
         self._session = session
         self._max_code = max_code
         self._timeout_s = timeout_s
-        self._turn = anyio.Lock()
+        self._lock = anyio.Lock()
         self._ended = False
 
     async def run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
-        if wrong := _wrong(arguments, self._max_code, required="code"):
-            return wrong
-        async with self._turn:  # no deadline: the calls before it have theirs
+        if argument_error := _argument_error(arguments, self._max_code, required="code"):
+            return argument_error
+        async with self._lock:  # no deadline: each earlier call has one
             if self._ended:
                 raise Reopen
             try:
@@ -136,8 +141,8 @@ class _Notebook:
             return output
 
     def _lost(self, error: SessionLost) -> ToolOutput:
-        """The answer to a cell that did not run, because the process had ended before it."""
-        if error.by is not LostBy.PROGRAM:  # what the model had computed is gone: so is the rollout
+        """Return the output of a cell that did not run because its process had already ended."""
+        if error.by is not LostBy.PROGRAM:  # the model's state is lost, so the rollout must end
             return ToolOutput(CallStatus.INFRASTRUCTURE, f"the notebook was lost: {error}")
         self._ended = True
         text = "[error] this cell did not run: code of an earlier cell has ended the process"
@@ -145,7 +150,7 @@ class _Notebook:
 
 
 def describe(result: CallResult) -> str:
-    """What a model reads of a call: its output, then how it ended where it did not end well."""
+    """Return the text that a model reads of a call: its output, then its error, if any."""
     parts = []
     if result.stdout.strip():
         parts.append(result.stdout.rstrip("\n"))
@@ -187,7 +192,7 @@ def _output(result: CallResult) -> ToolOutput:
     return ToolOutput(CallStatus(result.status.value), describe(result), started_s)
 
 
-def _wrong(
+def _argument_error(
     arguments: Mapping[str, Any], max_code: int, *, required: str, optional: str = ""
 ) -> ToolOutput | None:
     problems = [f"{required}: missing"] if required not in arguments else []

@@ -1,9 +1,9 @@
-"""A stream of token ids in, tool calls out, each the moment it closes.
+"""Extract tool calls from a stream of token ids, each as soon as it is closed.
 
-Hermes form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Where the model has the
-markers as single tokens, the stream is scanned by id and only the call's own tokens are decoded,
-once; where it has not, the text is scanned for them. A call that cannot be decoded is still a
-call: its `error` tells the model what was wrong.
+Calls have the Hermes form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If the
+markers are single tokens of the vocabulary, the stream is scanned by id and only the tokens of a
+call are decoded, once; otherwise the decoded text is scanned. A call that cannot be parsed is
+still returned: its `error` tells the model why.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["CLOSE", "OPEN", "ToolCallStream", "decode_call"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MAX_CALL_TOKENS = 65_536
 _MAX_DEPTH = 100
-_MAX_SHOWN = 40  # characters of a number
+_MAX_SHOWN = 40  # characters of a number in an error
 _SURROGATE_RE = re.compile("[\ud800-\udfff]")
 
 
 class ToolCallStream:
-    """The tool calls of one turn.
+    """Finds the tool calls of one turn.
 
-    Feed every sampled id once, in order. Calls that `feed` returns are closed and can run.
+    Feed every sampled id once, in order. The calls that `feed` returns are complete and can run.
     """
 
     def __init__(self, chat: ChatFormat, *, id_prefix: str = "call") -> None:
@@ -48,7 +48,7 @@ class ToolCallStream:
         """Take the next ids; return the calls that they close."""
         if self._text is not None:
             return self._feed_text(ids)
-        # The common frame lies outside of any call and opens none.
+        # Fast path: most frames are outside a call and open none.
         if self._open_at is None and self._open_id not in ids and self._close_id not in ids:
             self._position += len(ids)
             return []
@@ -70,12 +70,12 @@ class ToolCallStream:
         return calls
 
     def finish(self) -> list[ToolCall]:
-        """The model ended its turn: a call left open is malformed."""
+        """Return the call that was still open when the model ended its turn, as malformed."""
         if self._text is not None:
-            left = self._text.left()
-            if left is None:
+            unclosed = self._text.unclosed()
+            if unclosed is None:
                 return []
-            start, raw = left
+            start, raw = unclosed
             return [self._failed(raw, start, self._position, "the turn ended before it closed")]
         if self._open_at is None:
             return []
@@ -125,18 +125,18 @@ class _TextScan:
     def __init__(self, chat: ChatFormat) -> None:
         self._stream = TextStream(chat)
         self._buffer = ""
-        self._scanned = 0  # no marker begins before this
+        self._scanned = 0  # no marker starts before this index
         self._open_at: int | None = None
 
     def feed(self, token: int, position: int) -> list[tuple[str, int]]:
-        """The raw texts, with their first token, of the calls that this token closes."""
+        """Return the raw text and first token index of each call that this token closes."""
         self._buffer += self._stream.feed([token])
         closed: list[tuple[str, int]] = []
         while True:
             marker = OPEN if self._open_at is None else CLOSE
             at = self._buffer.find(marker, self._scanned)
             if at < 0:
-                # Keep what may be the marker's beginning; outside of a call, nothing else.
+                # Keep a possible prefix of the marker and, inside a call, the call's text.
                 keep = max(self._scanned, len(self._buffer) - len(marker) + 1)
                 if self._open_at is None:
                     self._buffer, keep = self._buffer[keep:], 0
@@ -149,14 +149,18 @@ class _TextScan:
                 self._open_at = None
             self._buffer, self._scanned = self._buffer[at + len(marker) :], 0
 
-    def left(self) -> tuple[int, str] | None:
+    def unclosed(self) -> tuple[int, str] | None:
+        """Return the index of the first token and the raw text of a call that is still open."""
         if self._open_at is None:
             return None
         return self._open_at, self._buffer + self._stream.flush()
 
 
 def decode_call(raw: str) -> tuple[str, dict[str, Any], str | None]:
-    """Name, arguments and None, or what could be read and what was wrong, for the model."""
+    """Return the name, the arguments and the error of a call, the last for the model to read.
+
+    The error is None if the call is well-formed; otherwise name and arguments may be empty.
+    """
     try:
         value = _json(raw)
     except ValueError as error:
@@ -167,7 +171,7 @@ def decode_call(raw: str) -> tuple[str, dict[str, Any], str | None]:
     if not isinstance(name, str) or not name:
         return "", {}, 'the tool call has no "name"'
     arguments = value.get("arguments", {})
-    if isinstance(arguments, str):  # some models quote them, as OpenAI's API does
+    if isinstance(arguments, str):  # some models send a JSON string, as in OpenAI's API
         try:
             arguments = _json(arguments)
         except ValueError as error:
@@ -178,10 +182,10 @@ def decode_call(raw: str) -> tuple[str, dict[str, Any], str | None]:
 
 
 def _json(text: str) -> Any:
-    """Parse what a model wrote: integers of any size stay exact, and code may hold raw newlines.
+    """Parse JSON written by a model: integers stay exact, and strings may contain raw newlines.
 
     Raises:
-        ValueError: it is not JSON, or is what others that read the call later could not write.
+        ValueError: The text is not JSON, or its value cannot be serialized again.
     """
     try:
         value = json.loads(text, strict=False, parse_constant=_no_constant, parse_float=_finite)
@@ -200,7 +204,7 @@ def _no_constant(name: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """Refuse 1e999, which is read as infinity, and cannot be written again."""
+    """Parse a float; reject 1e999, which parses as infinity and cannot be serialized again."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:_MAX_SHOWN]} is too large for a floating-point number")

@@ -1,7 +1,7 @@
-"""Tools: what a model may call, and one trajectory's use of them.
+"""Tools that a model may call, and the set of tools that one trajectory has open.
 
-A plain typed Python function with a docstring is a tool. What runs a model's own code lives in
-`sandbox_tools`. A tool answers with a `ToolOutput`; only a programmer's error raises out of it.
+A typed Python function with a docstring is a tool; the tools that run a model's own code are in
+`sandbox_tools`. A tool returns a `ToolOutput`; an exception means a bug in our own code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ToolFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a tool answered. `started_s` is `time.monotonic()` when it began to run."""
+    """The result of a call. `started_s` is `time.monotonic()` when the tool began to run."""
 
     status: CallStatus
     content: str
@@ -53,20 +53,20 @@ class ToolOutput:
 
 
 class Reopen(Exception):
-    """A tool has lost its state by the model's doing: open it again and repeat this call there."""
+    """The model has destroyed the tool's state: open the tool again and repeat the call."""
 
 
 class RunTool(Protocol):
-    """Runs one call. Cancelling it must end whatever the call does; it may raise `Reopen`."""
+    """Runs one call. Cancelling it must end all that the call has started. May raise `Reopen`."""
 
     async def __call__(self, arguments: Mapping[str, Any], /) -> ToolOutput: ...
 
 
 class Tool(Protocol):
-    """Something that a model can call.
+    """A tool that a model can call.
 
-    `open()` is entered once per trajectory, when the tool is first called, so that a tool can
-    keep state between the calls of one trajectory; it is left when the trajectory ends.
+    `open()` is entered at the first call of a trajectory and left when the trajectory ends, so a
+    tool can keep state between the calls of one trajectory.
     """
 
     @property
@@ -79,10 +79,10 @@ class Tool(Protocol):
 
 
 def as_tool(tool: Tool | ToolFunction) -> Tool:
-    """A tool as it is, or a Python function made into one.
+    """Return `tool` itself, or a Python function wrapped as a tool.
 
     Raises:
-        RequestError: the function's signature or docstring cannot become a schema.
+        RequestError: The function's signature or docstring cannot be turned into a schema.
     """
     if hasattr(tool, "schema") and hasattr(tool, "open"):
         return tool  # type: ignore[return-value]
@@ -92,18 +92,20 @@ def as_tool(tool: Tool | ToolFunction) -> Tool:
 
 
 class FunctionTool:
-    """A Python function, sync or async, as a tool.
+    """A synchronous or asynchronous Python function as a tool.
 
-    Its arguments are checked against its type hints before it is called. A sync function runs in
-    a daemon thread; one that outlives its deadline is abandoned there and keeps one of
-    `MAX_THREADS` places until it returns, because Python cannot kill a thread.
+    Arguments are validated against the type hints. A synchronous function runs in a daemon thread.
+    Python cannot kill a thread, so one that outlives its deadline is abandoned, and counts towards
+    `MAX_THREADS` until it returns.
     """
 
     MAX_THREADS = 64
 
     def __init__(self, function: ToolFunction, *, timeout_s: float = 30.0) -> None:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise RequestError(f"tools: {function.__name__} yields; a tool returns its answer")
+            raise RequestError(
+                f"tools: {function.__name__} is a generator; a tool must return its result"
+            )
         self.schema = _schema(function)
         self.name: str = function.__name__
         self.timeout_s = timeout_s
@@ -131,10 +133,10 @@ class FunctionTool:
                 else:
                     call = functools.partial(self._function, **kwargs)
                     value = await _in_daemon_thread(call, self.MAX_THREADS)
-                if inspect.isawaitable(value):  # an async function in a plain wrapper
+                if inspect.isawaitable(value):  # an async function behind a synchronous wrapper
                     value = await value
                 return ToolOutput(CallStatus.OK, _as_text(value), started_s)
-            except (Exception, SystemExit) as error:  # it may raise anything: the model reads it
+            except (Exception, SystemExit) as error:  # shown to the model, whatever it is
                 return ToolOutput(CallStatus.ERROR, _as_error(error), started_s)
             except asyncio.CancelledError as error:
                 if _cancelled_from_outside():
@@ -146,10 +148,10 @@ class FunctionTool:
 
 @dataclass(frozen=True)
 class CallerTool:
-    """A tool that the caller runs: the rollout ends with the call and hands it over.
+    """A tool that the caller runs: the rollout ends with the call and returns it to the caller.
 
     Raises:
-        RequestError: the schema is not one; names the field.
+        RequestError: The schema is invalid; the message names the field.
     """
 
     schema: Schema
@@ -181,15 +183,15 @@ class _Opened:
 
 
 class Tools:
-    """The tools of one trajectory, opened as they are called.
+    """The tools of one trajectory, each opened at its first call.
 
-    Use as `async with Tools(tools) as tools`: leaving it closes each, in its own task.
+    Use as `async with Tools(tools) as tools`; leaving the block closes the tools that were opened.
     """
 
     def __init__(self, tools: Sequence[Tool | ToolFunction]) -> None:
         """
         Raises:
-            RequestError: a function cannot become a tool, or two tools have one name.
+            RequestError: A function cannot become a tool, or two tools have the same name.
         """
         self._tools: dict[str, Tool] = {}
         for tool in map(as_tool, tools):
@@ -198,31 +200,31 @@ class Tools:
             self._tools[tool.name] = tool
         self._opened: dict[str, _Opened] = {}
         self._locks: dict[str, anyio.Lock] = {}
-        self._keepers = anyio.create_task_group()
+        self._holders = anyio.create_task_group()
 
     @property
     def schemas(self) -> list[Schema]:
         return [tool.schema for tool in self._tools.values()]
 
     @property
-    def _are_the_callers(self) -> bool:
+    def _run_by_caller(self) -> bool:
         return bool(self._tools) and all(
             isinstance(tool, CallerTool) for tool in self._tools.values()
         )
 
     async def __aenter__(self) -> Tools:
-        await self._keepers.__aenter__()
+        await self._holders.__aenter__()
         return self
 
     async def __aexit__(self, *exc_info: Any) -> bool | None:
         for opened in self._opened.values():
             opened.closing.set()
-        return await self._keepers.__aexit__(*exc_info)
+        return await self._holders.__aexit__(*exc_info)
 
     async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
-        """Run one call; never raises for what the model or the tool did wrong."""
-        if name not in self._tools and self._are_the_callers:
-            return ToolOutput(CallStatus.CALLER, "")  # who has a way of dealing with it
+        """Run one call; report mistakes of the model and of the tool in the output."""
+        if name not in self._tools and self._run_by_caller:
+            return ToolOutput(CallStatus.CALLER, "")  # the caller handles unknown names itself
         if name not in self._tools:
             known = ", ".join(self._tools) or "none"
             text = f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
@@ -237,31 +239,31 @@ class Tools:
                     del self._opened[name]
 
     async def _open(self, name: str) -> _Opened:
-        # Two calls of a turn may be the first of their tool at once.
+        # Two calls of a turn may both be the first of their tool.
         async with self._locks.setdefault(name, anyio.Lock()):  # no deadline: the rollout has one
             if name not in self._opened:
-                self._opened[name] = await self._keepers.start(self._keep, self._tools[name])
+                self._opened[name] = await self._holders.start(self._hold_open, self._tools[name])
             return self._opened[name]
 
-    async def _keep(self, tool: Tool, *, task_status: anyio.abc.TaskStatus[_Opened]) -> None:
-        # A context that opens tasks must be left in the task that entered it.
+    async def _hold_open(self, tool: Tool, *, task_status: anyio.abc.TaskStatus[_Opened]) -> None:
+        # A context manager with a task group must be exited in the task that entered it.
         async with tool.open() as run:
             opened = _Opened(run)
             task_status.started(opened)
             await opened.closing.wait()  # no deadline: ends with the trajectory, which has one
 
 
-_thread_places = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_thread_places")
+_thread_limiter = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_thread_limiter")
 
 
 async def _in_daemon_thread(function: Callable[[], Any], max_threads: int) -> Any:
     """Run `function` in a thread that cannot keep the process from exiting."""
     loop_token = anyio.lowlevel.current_token()
     try:
-        limiter = _thread_places.get()
+        limiter = _thread_limiter.get()
     except LookupError:
         limiter = anyio.CapacityLimiter(max_threads)
-        _thread_places.set(limiter)
+        _thread_limiter.set(limiter)
     done = anyio.Event()
     outcome: list[tuple[bool, Any]] = []
     borrower = object()
@@ -276,7 +278,7 @@ async def _in_daemon_thread(function: Callable[[], Any], max_threads: int) -> An
             outcome.append((True, function()))
         except BaseException as error:  # handed to the caller, whatever it is
             outcome.append((False, error))
-        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+        with suppress(RuntimeError):  # the event loop has closed, so nobody is waiting
             anyio.from_thread.run_sync(finish, token=loop_token)
 
     threading.Thread(target=work, name=f"tool {function}", daemon=True).start()
@@ -294,10 +296,10 @@ def _cancelled_from_outside() -> bool:
 
 def _as_error(error: BaseException) -> str:
     try:
-        said = str(error)
-    except Exception:  # of the tool's own making, too
-        said = ""
-    return f"[error] {type(error).__name__}{': ' * bool(said)}{said}"
+        text = str(error)
+    except Exception:  # the tool's own __str__ may raise, too
+        text = ""
+    return f"[error] {type(error).__name__}{': ' * bool(text)}{text}"
 
 
 def _schema(function: ToolFunction) -> Schema:
@@ -318,7 +320,7 @@ def _schema(function: ToolFunction) -> Schema:
 
 
 def _with_described_arguments(function: ToolFunction) -> ToolFunction:
-    """A one-line docstring is enough: its arguments are then described by their names."""
+    """Describe the arguments of a function with a one-line docstring by their names."""
     doc = inspect.getdoc(function)
     parameters = list(inspect.signature(function).parameters)
     if not doc or "Args:" in doc or not parameters:
@@ -336,7 +338,7 @@ def _arguments_model(function: ToolFunction) -> type[pydantic.BaseModel]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise RequestError(f"tools: {function.__name__}: parameter {name!r} has no plain name")
         default = ... if parameter.default is parameter.empty else parameter.default
-        # By alias: as a field's own name pydantic refuses `_x`, and warns of `json` and `copy`.
+        # Use aliases: pydantic rejects fields named `_x` and warns about `json` and `copy`.
         fields[f"argument_{len(fields)}"] = (
             hints.get(name, Any),
             pydantic.Field(default, alias=name),
@@ -358,5 +360,5 @@ def _as_text(value: Any) -> str:
         return value
     try:
         return dumps(value, default=None).decode()
-    except (TypeError, ValueError):  # not JSON: what Python would print
+    except (TypeError, ValueError):  # not serializable as JSON
         return str(value)

@@ -1,1 +1,1 @@
-"""What the HTTP service speaks, and whom it listens to. Knows requests and records, no runtime."""
+"""The HTTP service's protocol and access control; knows requests and records, not the runtime."""

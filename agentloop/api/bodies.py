@@ -1,6 +1,4 @@
-"""What goes over the wire, as types: the handlers are checked against them, and the OpenAPI
-document is made from them.
-"""
+"""Types of request and response bodies, used by the handlers and for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NotRequired
 
 import pydantic
-from typing_extensions import TypedDict  # of typing's, pydantic cannot read all before 3.12
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from agentloop.trajectory import CallStatus, StopReason, Trajectory
 
@@ -35,7 +33,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 @pydantic.with_config(extra="allow", use_attribute_docstrings=True)
 class _Open(TypedDict):
-    """What is in it besides is kept: a chat template may know it."""
+    """An object whose additional fields are kept, because a chat template may use them."""
 
 
 @pydantic.with_config(use_attribute_docstrings=True)
@@ -44,7 +42,7 @@ class _Answer(TypedDict):
 
 
 def _as(described: type) -> pydantic.GetPydanticSchema:
-    """Of a plain dict: it is what `described` says."""
+    """Describe a plain dict in the schema as `described`."""
     return pydantic.GetPydanticSchema(lambda _, handler: handler.generate_schema(described))
 
 
@@ -59,7 +57,7 @@ class TextPart(_Open):
 class InputFunction(_Open):
     name: str
     arguments: str | dict[str, Any]
-    """JSON, as OpenAI's clients send it, or what it says."""
+    """JSON text, as OpenAI's clients send it, or the object itself."""
 
 
 class InputCall(_Open):
@@ -69,7 +67,7 @@ class InputCall(_Open):
 
 
 class InputMessage(_Open):
-    """One of a conversation's messages."""
+    """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: NotRequired[str | list[TextPart] | None]
@@ -83,12 +81,12 @@ class FunctionSchema(_Open):
     name: Annotated[str, pydantic.Field(min_length=1)]
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any] | None]
-    """A JSON schema of an object."""
+    """JSON schema of an object."""
     strict: NotRequired[bool | None]
 
 
 class FunctionTool(_Open):
-    """A tool that the caller runs. No two of a request have one name."""
+    """A tool that the caller runs. Names must be unique within a request."""
 
     type: Literal["function"]
     function: FunctionSchema
@@ -100,11 +98,11 @@ class FunctionTool(_Open):
 class CalledFunction(_Answer):
     name: str
     arguments: str
-    """JSON."""
+    """JSON text."""
 
 
 class AskedCall(_Answer):
-    """A call of a tool that the caller must run."""
+    """A tool call that the caller must run."""
 
     id: str
     type: Literal["function"]
@@ -112,7 +110,7 @@ class AskedCall(_Answer):
 
 
 class ExecutedCall(AskedCall):
-    """A call that the agent has run itself."""
+    """A tool call that the agent has run itself."""
 
     status: CallStatus
     output: str
@@ -120,7 +118,7 @@ class ExecutedCall(AskedCall):
 
 
 class AskedCallPiece(AskedCall):
-    """Calls come whole: each is one piece."""
+    """A call in a stream; each call is sent whole, in one piece."""
 
     index: int
 
@@ -141,19 +139,19 @@ class LikelyToken(_Answer):
     token: str
     logprob: float
     bytes: list[int] | None
-    """Its UTF-8; null where the token is part of a character."""
+    """UTF-8 bytes of the token; null if it is only part of a character."""
 
 
 class TokenLogprob(LikelyToken):
     """A token that the model sampled."""
 
     top_logprobs: list[LikelyToken]
-    """The likeliest in its place, as many as were asked for."""
+    """The most likely tokens at this position, as many as requested."""
 
 
 class Logprobs(_Answer):
     content: list[TokenLogprob]
-    """All tokens that the model sampled, those of thoughts, calls and markup included."""
+    """All sampled tokens, including those of reasoning, tool calls and markup."""
     refusal: None
 
 
@@ -167,17 +165,17 @@ class Choice(_Answer):
 
 class PromptTokensDetails(_Answer):
     cached_tokens: int
-    """Of the prompt, those that the server had in its cache."""
+    """Prompt tokens that the server had in its cache."""
 
 
 class Usage(_Answer):
-    """Tokens; those of tool responses are not counted."""
+    """Token counts; the tokens of tool responses are not counted."""
 
     prompt_tokens: int
-    """Of the request's messages and tools, once; not once more for each turn."""
+    """Tokens of the request's messages and tools, counted once and not per turn."""
     prompt_tokens_details: PromptTokensDetails
     completion_tokens: int
-    """All that were sampled: those of thoughts, calls and markup, too, in all choices."""
+    """All sampled tokens of all choices, including reasoning, tool calls and markup."""
     total_tokens: int
 
 
@@ -204,7 +202,7 @@ class ChunkChoice(_Answer):
     logprobs: NotRequired[Logprobs]
     finish_reason: FinishReason | None
     stop_reason: NotRequired[StopReason]
-    """With the last one."""
+    """Present in the last chunk only."""
 
 
 class Frame(_Answer):
@@ -215,13 +213,13 @@ class Frame(_Answer):
 
 
 class Chunk(Frame):
-    """A piece of a completion that streams."""
+    """A chunk of a streamed completion."""
 
     choices: list[ChunkChoice]
 
 
 class UsageChunk(Chunk):
-    """The last one, where it was asked for. It has no choices."""
+    """The last chunk, if it was requested; it has no choices."""
 
     usage: Usage
 
@@ -240,7 +238,7 @@ class ModelList(_Answer):
 
 @dataclass
 class TrajectoryRecord(Trajectory):
-    """`Trajectory.to_dict()`."""
+    """The output of `Trajectory.to_dict()`."""
 
     ids: list[int] = field(kw_only=True)
     mask: list[int] = field(kw_only=True)
@@ -249,7 +247,7 @@ class TrajectoryRecord(Trajectory):
 
 
 class RolloutLine(_Answer):
-    """What came of a sample of a prompt: a trajectory, or the error for which there is none."""
+    """The result of one sample of a prompt: a trajectory, or an error if there is none."""
 
     index: int
     sample: int
@@ -271,7 +269,7 @@ class Error(_Answer):
     message: str
     type: str
     param: str | None
-    """The field that is wrong."""
+    """The invalid field."""
     code: str | None
 
 

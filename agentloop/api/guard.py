@@ -1,4 +1,4 @@
-"""Where the service listens and to whom: the sandbox service's guard, in OpenAI's form."""
+"""Address, tokens and access checks of the service, with errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -23,51 +23,52 @@ class ServeSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     host: str = pydantic.Field(
-        "127.0.0.1", description="Address to listen on; other than loopback only with a token."
+        "127.0.0.1",
+        description="Address to listen on; an address other than loopback requires a token.",
     )
-    port: int = pydantic.Field(8000, ge=0, le=65_535, description="Port; 0 finds a free one.")
+    port: int = pydantic.Field(8000, ge=0, le=65_535, description="Port; 0 chooses a free one.")
     token: pydantic.SecretStr | None = pydantic.Field(
-        None, description="Callers must send it as `Authorization: Bearer ...`."
+        None, description="Token that callers must send as `Authorization: Bearer ...`."
     )
     control_token: pydantic.SecretStr | None = pydantic.Field(
         None,
-        description="What the page must be told before it may pause, drain or cancel; none: one "
-        "is made up, and printed.",
+        description="Token that the page requires before it may pause, drain or cancel; default: a "
+        "random one, which is printed.",
     )
     allowed_hosts: list[str] = pydantic.Field(
         default_factory=list,
-        description="Names, besides its own address, that callers may reach it by; with a token "
-        "any name will do, and these are the sites whose pages may call it.",
+        description="Host names, besides its own address, under which it may be called. With a "
+        "token any host name is accepted, and these are the sites whose pages may call it.",
     )
     max_rollouts: int = pydantic.Field(
-        1024, ge=1, description="Rollouts in flight; more wait their turn."
+        1024, ge=1, description="Maximum number of rollouts in flight; further requests are queued."
     )
     stall_after_s: float = pydantic.Field(
+        60.0, gt=0, description="Log what everyone is waiting for after this long without progress."
+    )
+    max_body_mib: int = pydantic.Field(8, ge=1, description="Maximum size of a request body.")
+    io_timeout_s: float = pydantic.Field(
         60.0,
         gt=0,
-        description="When nothing has progressed for so long, the log lists what is waiting.",
-    )
-    max_body_mib: int = pydantic.Field(8, ge=1, description="A larger request is refused.")
-    io_timeout_s: float = pydantic.Field(
-        60.0, gt=0, description="The longest wait for a client to send its body or take an answer."
+        description="Maximum time to wait for a client to send its body or read a response.",
     )
 
     @pydantic.model_validator(mode="after")
     def _needs_token(self) -> Self:
         if not is_loopback(self.host) and not self.token:
             raise ValueError(
-                f"host {self.host!r} can be reached by others: set serve.token as well"
+                f"host {self.host!r} is reachable from other machines: set serve.token as well"
             )
         return self
 
 
 def _is_open(path: str) -> bool:
-    """What has no secrets: signs of life, and the page, which asks for the token itself."""
+    """Return whether a path needs no token; the page asks for the token itself."""
     return path in OPEN_PATHS or path in ("/", "/health") or path.startswith("/page/")
 
 
 class Guard(sandbox.guard.Guard):
-    """Decides on each request before any handler sees it; refuses in OpenAI's form."""
+    """Checks each request before it reaches a handler; refuses it in OpenAI's error format."""
 
     def __init__(self, settings: ServeSettings) -> None:
         token = settings.token.get_secret_value() if settings.token else None

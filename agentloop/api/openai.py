@@ -1,10 +1,10 @@
-"""OpenAI's chat completions, as the agent speaks them: rollouts in, chunks and completions out.
+"""Convert rollouts to OpenAI's chat completions, streamed or whole.
 
-    events of a rollout ──ChunkWriter──> chunks ──> a stream, or joined: an answer
+    events of a rollout ──ChunkWriter──> chunks ──> a stream, or joined: a completion
 
-Terms: the answer is `content`, thoughts are `reasoning_content` (as SGLang and vLLM have it). Calls
-that the agent ran itself are in `executed_tools` (as Groq has it), so that no client runs them
-again; calls that the caller must run are `tool_calls`, with the finish reason of that name.
+The answer is `content`; reasoning is `reasoning_content`, as in SGLang and vLLM. Calls that the
+agent ran itself are in `executed_tools`, as in Groq's API, so that no client runs them again. Calls
+that the caller must run are in `tool_calls`, with the finish reason `tool_calls`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 TokenText = Callable[[int], str]
-"""The text of one token."""
+"""Returns the text of one token."""
 
 _FINISH: dict[StopReason, FinishReason] = {
     StopReason.ANSWERED: "stop",
@@ -76,7 +76,7 @@ _FINISH: dict[StopReason, FinishReason] = {
 
 
 def chunk_frame(completion_id: str, model: str) -> Frame:
-    """What all chunks of a completion have in common."""
+    """Return the fields that all chunks of a completion share."""
     return {
         "id": completion_id,
         "object": "chat.completion.chunk",
@@ -86,10 +86,10 @@ def chunk_frame(completion_id: str, model: str) -> Frame:
 
 
 class ChunkWriter:
-    """The events of one rollout in, the chunks of one choice out.
+    """Converts the events of one rollout to the chunks of one choice.
 
-    What the chunks say depends on the rollout alone, and not on when its events came or how its
-    text was cut: of an agent's own calls, each is told once its turn is sampled and those before it
+    The chunks depend only on the rollout, not on the timing of its events or how its text was
+    split: a call that the agent runs is reported once its turn is sampled and all earlier calls
     have ended.
     """
 
@@ -105,10 +105,10 @@ class ChunkWriter:
     ) -> None:
         """
         Args:
-            reasoning_first: Whether the generation prompt opens a thought.
-            stop: The content ends before the first of these.
-            has_caller_tools: Whether calls are the caller's to run.
-            token_text: Tells log-probabilities, where they were asked for.
+            reasoning_first: Whether the generation prompt opens a reasoning block.
+            stop: Stop sequences; the content ends before the first match.
+            has_caller_tools: Whether the caller runs the tool calls.
+            token_text: Given if log-probabilities were requested.
         """
         self.frame = frame
         self._index = index
@@ -117,12 +117,12 @@ class ChunkWriter:
         self._num_caller_calls = 0
         self._num_executed = 0
         self._token_text = token_text
-        self._logprobs: list[TokenLogprob] = []  # not yet told
+        self._logprobs: list[TokenLogprob] = []  # not sent yet
         self._record: Trajectory | None = None
         self._begin_turn()
 
     def _begin_turn(self) -> None:
-        self._calls: list[ToolCall] = []  # the agent's own, not yet told
+        self._calls: list[ToolCall] = []  # run by the agent, not sent yet
         self._results: dict[str, ToolResult] = {}
         self._is_sampled = False
         self._num_tokens = 0
@@ -133,8 +133,8 @@ class ChunkWriter:
                 self._record = record
                 yield self._chunk({"role": "assistant", "content": ""})
             case TokensSampled(turn=turn, ids=ids, text=text):
-                self._note_logprobs(turn, ids)
-                yield from map(self._said, self._speech.feed(text))
+                self._record_logprobs(turn, ids)
+                yield from map(self._text_chunk, self._speech.feed(text))
             case CallStarted(call=call) if self._has_caller_tools and call.error is None:
                 piece: AskedCallPiece = {"index": self._num_caller_calls, **_tool_call(call)}
                 self._num_caller_calls += 1
@@ -142,14 +142,14 @@ class ChunkWriter:
             case CallStarted(call=call):
                 self._calls.append(call)
             case TurnSampled(turn=turn):
-                # Calls of a turn that was cut off do not count, whether they have run or not.
+                # Calls of a turn that was cut off do not count, even if they have run.
                 self._is_sampled = self._turn(turn).end is TurnEnd.STOP
                 yield from self._executed_calls()
             case CallFinished(result=result):
                 self._results[result.call_id] = result
                 yield from self._executed_calls()
             case TurnFinished():
-                yield from map(self._said, self._speech.end_turn())
+                yield from map(self._text_chunk, self._speech.end_turn())
                 self._begin_turn()
 
     def last(self, trajectory: Trajectory) -> Chunk:
@@ -173,7 +173,7 @@ class ChunkWriter:
             yield self._chunk({"executed_tools": [{"index": self._num_executed, **executed}]})
             self._num_executed += 1
 
-    def _note_logprobs(self, index: int, ids: Sequence[int]) -> None:
+    def _record_logprobs(self, index: int, ids: Sequence[int]) -> None:
         if self._token_text is None:
             return
         turn, start = self._turn(index), self._num_tokens
@@ -187,7 +187,7 @@ class ChunkWriter:
                 }
             )
 
-    def _said(self, piece: tuple[Channel, str]) -> Chunk:
+    def _text_chunk(self, piece: tuple[Channel, str]) -> Chunk:
         channel, text = piece
         if channel is Channel.CONTENT:
             return self._chunk({"content": text})
@@ -202,7 +202,7 @@ class ChunkWriter:
 
 
 def events_of(trajectory: Trajectory) -> Iterator[Event]:
-    """The events of a rollout that has ended, as far as a `ChunkWriter` needs them."""
+    """Yield the events of a finished rollout that a `ChunkWriter` needs."""
     key = trajectory.id
     yield RolloutStarted(trajectory)
     for index, turn in enumerate(trajectory):
@@ -216,7 +216,7 @@ def events_of(trajectory: Trajectory) -> Iterator[Event]:
 
 
 def completion(choices: Sequence[tuple[ChunkWriter, Trajectory]]) -> Completion:
-    """The answer to a request that does not stream: the chunks that a stream would have, joined."""
+    """Return the response to a request without streaming: the chunks of a stream, joined."""
     frame = choices[0][0].frame
     return {
         "id": frame["id"],
@@ -234,9 +234,11 @@ def _choice(writer: ChunkWriter, trajectory: Trajectory) -> Choice:
     deltas = [piece["delta"] for piece in pieces]
     content = "".join(delta.get("content", "") for delta in deltas)
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
-    executed = [_plain(call) for delta in deltas for call in delta.get("executed_tools", ())]
-    to_run = [_plain(call) for delta in deltas for call in delta.get("tool_calls", ())]
-    told = [piece["logprobs"] for piece in pieces if "logprobs" in piece]
+    executed = [
+        _without_index(call) for delta in deltas for call in delta.get("executed_tools", ())
+    ]
+    to_run = [_without_index(call) for delta in deltas for call in delta.get("tool_calls", ())]
+    logprob_pieces = [piece["logprobs"] for piece in pieces if "logprobs" in piece]
     message: AnswerMessage = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -251,14 +253,14 @@ def _choice(writer: ChunkWriter, trajectory: Trajectory) -> Choice:
         "finish_reason": _finish_reason(trajectory),
         "stop_reason": trajectory.stop_reason,
     }
-    if told:
-        tokens = [token for logprobs in told for token in logprobs["content"]]
+    if logprob_pieces:
+        tokens = [token for logprobs in logprob_pieces for token in logprobs["content"]]
         choice["logprobs"] = {"content": tokens, "refusal": None}
     return choice
 
 
-def _plain(piece: Any) -> Any:
-    """A call without its place in a stream."""
+def _without_index(piece: Any) -> Any:
+    """Return a call without its index in the stream."""
     return {name: value for name, value in piece.items() if name != "index"}
 
 
@@ -272,7 +274,7 @@ def _token(text: str, logprob: float) -> LikelyToken:
 
 
 def _tool_call(call: ToolCall) -> AskedCall:
-    # Not orjson, which refuses integers of more than 64 bits.
+    # Not orjson, which rejects integers of more than 64 bits.
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {
         "id": call.id,
@@ -295,7 +297,7 @@ def _usage(trajectories: Sequence[Trajectory]) -> Usage:
     if trajectories:
         first = trajectories[0]
         prompt = len(first.prompt_ids)
-        # Of a turn that went on elsewhere, what it had sampled was a part of the prompt there.
+        # After a turn moved to another server, its sampled tokens were part of the prompt there.
         cached = min(prompt, first.turns[0].cached_tokens if first.turns else 0)
     sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
     return {

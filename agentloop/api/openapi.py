@@ -1,10 +1,10 @@
-"""The service's OpenAPI 3.1 document, made from the types that its handlers use.
+"""Generate the service's OpenAPI 3.1 document from the types that its handlers use.
 
     service()   the operations of the service, one for each route
-    document()  the document of these, and of others that a service has beside them
+    document()  the document of these operations and any others
 
-Source: https://spec.openapis.org/oas/v3.1.1. What it has no words for: `schema` is that of one
-server-sent event, and of lines of JSON it is that of an array of them.
+Source: https://spec.openapis.org/oas/v3.1.1, which does not define streams: here the schema of a
+stream of server-sent events is that of one event, and the schema of JSON lines is that of an array.
 """
 
 from __future__ import annotations
@@ -33,24 +33,26 @@ __all__ = ["Answer", "Body", "Operation", "document", "service"]
 Json = dict[str, Any]
 
 _ABOUT = (
-    "The agent answers in OpenAI's protocol, running its own tools; and it gives whole "
-    "trajectories. Details: docs/http.md."
+    "The agent answers in OpenAI's protocol and runs its own tools. Whole trajectories are "
+    "available as well. Details: docs/http.md."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What is sent in one content type: of a type that pydantic can describe, or, of events, one of
-    several. Of none: text."""
+    """A response body of one content type, described by one type or, for events, by several.
+
+    Without types it is plain text.
+    """
 
     types: tuple[Any, ...]
     content_type: str = "application/json"
-    ends_with: str | None = None  # the data of the last event, which is not JSON
+    ends_with: str | None = None  # data of the last event, which is not JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What comes with a status."""
+    """The response with a given status."""
 
     meaning: str
     bodies: tuple[Body, ...]
@@ -58,14 +60,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A route. Those of `/healthz` and its like are open: they want no token."""
+    """A route; an open one, such as `/healthz`, requires no token."""
 
     method: Literal["get", "post"]
     path: str
     summary: str
     answers: Mapping[int, Answer]
     asks: type[pydantic.BaseModel] | None = None
-    parameters: Mapping[str, str] = field(default_factory=dict)  # of the path, and what they are
+    # Path parameters and their descriptions.
+    parameters: Mapping[str, str] = field(default_factory=dict)
     is_open: bool = False
 
     @property
@@ -78,78 +81,79 @@ def _error(meaning: str) -> Answer:
     return Answer(meaning, (Body((ErrorBody,)),))
 
 
-def _gives(meaning: str, given: Any) -> Answer:
+def _answer(meaning: str, given: Any) -> Answer:
     return Answer(meaning, (Body((given,)),))
 
 
 _REQUEST_ID: Json = {
-    "description": "That of the request, where it has a plain one; else a new one.",
+    "description": "The request's own id if it is well-formed, else a new one.",
     "required": True,
     "schema": {"type": "string"},
 }
-_BAD = _error("The request is wrong; the message names the field.")
+_BAD = _error("The request is invalid; the message names the field.")
 _LATE = _error("The body did not arrive in time.")
 _LARGE = _error("The body is larger than `serve.max_body_mib`.")
-_FAILED = _error("The infrastructure failed, or nothing new is begun.")
-_NO_MODEL = _error("Another model than the one that is served.")
-_NO_TOKEN = _error("No token, or another one.")
+_FAILED = _error("The infrastructure failed, or no new work is accepted.")
+_NO_MODEL = _error("The requested model is not served.")
+_NO_TOKEN = _error("The token is missing or wrong.")
 _FOREIGN = _error("The `Host` is not the server's, or the `Origin` is another site.")
 
 
 def service(*, rollouts: type[pydantic.BaseModel], waits: Any) -> list[Operation]:
-    """The operations of `agentloop serve`.
+    """Return the operations of `agentloop serve`.
 
     Args:
-        rollouts: what `POST /v1/rollouts` asks.
-        waits: what `GET /v1/waits` gives.
+        rollouts: Type of the request body of `POST /v1/rollouts`.
+        waits: Type of the response body of `GET /v1/waits`.
     """
     asking = {400: _BAD, 408: _LATE, 413: _LARGE, 503: _FAILED}
     events = (Chunk, UsageChunk, ErrorBody)
     answered = Answer(
-        "The answer; with `stream`, as it is written. An error that comes too late for a status "
-        "is the last event.",
+        "The answer, with `stream` as it is generated. An error after the status was "
+        "response_types is the last event.",
         (Body((Completion,)), Body(events, "text/event-stream", ends_with="[DONE]")),
     )
     lines = Answer(
-        "Trajectories, each as it ends.", (Body((RolloutLine,), "application/x-ndjson"),)
+        "Trajectories, type_ response_types when it ends.",
+        (Body((RolloutLine,), "application/x-ndjson"),),
     )
     return [
         Operation(
             "post",
             "/v1/chat/completions",
-            "The agent answers, running its own tools",
+            "Answer a conversation; the agent runs its own tools",
             {200: answered, 404: _NO_MODEL, **asking},
             asks=ChatRequest,
         ),
         Operation(
             "post",
             "/v1/rollouts",
-            "Prompts in, trajectories out",
+            "Run rollouts of prompts and return their trajectories",
             {200: lines, **asking},
             asks=rollouts,
         ),
-        Operation("get", "/v1/models", "The one model", {200: _gives("It.", ModelList)}),
+        Operation("get", "/v1/models", "List the model", {200: _answer("The model.", ModelList)}),
         Operation(
             "get",
             "/v1/models/{model}",
-            "The one model, by its name",
-            {200: _gives("It.", Model), 404: _NO_MODEL},
-            parameters={"model": "Its name; slashes in it may stay."},
+            "Get the model by name",
+            {200: _answer("The model.", Model), 404: _NO_MODEL},
+            parameters={"model": "Name of the model; slashes need not be escaped."},
         ),
         Operation(
             "get",
             "/v1/waits",
-            "What is waiting for what, and since when; the servers",
-            {200: _gives("As the router knows them.", waits)},
+            "List what every rollout is waiting for and how long, and the servers",
+            {200: _answer("The router's current state.", waits)},
         ),
         *(
             Operation(
                 "get",
                 path,
-                "Whether it is well",
+                "Check the service's health",
                 {
-                    200: _gives("An inference server is healthy.", Health),
-                    503: _gives("None is.", Health),
+                    200: _answer("At least one inference server is healthy.", Health),
+                    503: _answer("No inference server is healthy.", Health),
                 },
                 is_open=True,
             )
@@ -158,30 +162,30 @@ def service(*, rollouts: type[pydantic.BaseModel], waits: Any) -> list[Operation
         Operation(
             "get",
             "/metrics",
-            "Prometheus's metrics",
-            {200: Answer("In its text format.", (Body((), "text/plain"),))},
+            "Get Prometheus metrics",
+            {200: Answer("Metrics in the text format.", (Body((), "text/plain"),))},
         ),
         Operation(
             "get",
             "/openapi.json",
-            "This document",
-            {200: _gives("OpenAPI 3.1.", dict[str, Any])},
+            "Get this document",
+            {200: _answer("An OpenAPI 3.1 document.", dict[str, Any])},
         ),
     ]
 
 
 def document(operations: Iterable[Operation], *, version: str, has_token: bool) -> Json:
-    """The document, as plain data.
+    """Return the document as plain data.
 
     Args:
-        version: the service's.
-        has_token: callers must send one.
+        version: Version of the service.
+        has_token: Whether callers must send a token.
     """
     operations = [_with_refusals(operation, has_token) for operation in operations]
     schemas = _Schemas(operations)
     paths: Json = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method] = _described(
+        paths.setdefault(operation.path, {})[operation.method] = _operation_object(
             operation, schemas, has_token
         )
     components: Json = {"schemas": schemas.named}
@@ -202,7 +206,7 @@ def _with_refusals(operation: Operation, has_token: bool) -> Operation:
     return replace(operation, answers=dict(sorted(answers.items())))
 
 
-def _described(operation: Operation, schemas: _Schemas, has_token: bool) -> Json:
+def _operation_object(operation: Operation, schemas: _Schemas, has_token: bool) -> Json:
     described: Json = {
         "operationId": operation.id,
         "summary": operation.summary,
@@ -210,7 +214,7 @@ def _described(operation: Operation, schemas: _Schemas, has_token: bool) -> Json
             str(status): {
                 "description": answer.meaning,
                 "headers": {"X-Request-Id": _REQUEST_ID},
-                "content": {body.content_type: schemas.sent(body) for body in answer.bodies},
+                "content": {body.content_type: schemas.media_type(body) for body in answer.bodies},
             }
             for status, answer in operation.answers.items()
         },
@@ -229,7 +233,7 @@ def _described(operation: Operation, schemas: _Schemas, has_token: bool) -> Json
     if operation.asks is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": schemas.asked(operation.asks)}},
+            "content": {"application/json": {"schema": schemas.of_request(operation.asks)}},
         }
     if has_token and not operation.is_open:
         described["security"] = [{"token": []}]
@@ -237,28 +241,28 @@ def _described(operation: Operation, schemas: _Schemas, has_token: bool) -> Json
 
 
 class _Schemas:
-    """The schemas of all types of some operations, the named ones once."""
+    """The JSON schemas of all types of the operations, with named ones defined once."""
 
     def __init__(self, operations: Iterable[Operation]) -> None:
-        asked = [(one.asks, "validation") for one in operations if one.asks is not None]
+        request_types = [(one.asks, "validation") for one in operations if one.asks is not None]
         bodies = [body for one in operations for to in one.answers.values() for body in to.bodies]
-        sent = [(each, "serialization") for body in bodies for each in body.types]
+        response_types = [(type_, "serialization") for body in bodies for type_ in body.types]
         self._found, rest = pydantic.TypeAdapter.json_schemas(
             [
-                (each, mode, pydantic.TypeAdapter(each))
-                for each, mode in dict.fromkeys(asked + sent)
+                (type_, mode, pydantic.TypeAdapter(type_))
+                for type_, mode in dict.fromkeys(request_types + response_types)
             ],
             ref_template="#/components/schemas/{model}",
             schema_generator=_Generator,
         )
         self.named: Json = rest.get("$defs", {})
 
-    def asked(self, model: type[pydantic.BaseModel]) -> Json:
+    def of_request(self, model: type[pydantic.BaseModel]) -> Json:
         return self._found[model, "validation"]
 
-    def sent(self, body: Body) -> Json:
-        """What OpenAPI calls a media type."""
-        schemas = [self._found[each, "serialization"] for each in body.types]
+    def media_type(self, body: Body) -> Json:
+        """Return an OpenAPI media type object for a response body."""
+        schemas = [self._found[type_, "serialization"] for type_ in body.types]
         if body.content_type == "text/event-stream":
             return {"schema": _event(schemas, body.ends_with)}
         if not schemas:
@@ -280,7 +284,7 @@ def _event(schemas: list[Json], ends_with: str | None) -> Json:
 
 
 class _Generator(GenerateJsonSchema):
-    """Without titles that say a field's name again; what is sent has all fields of its record."""
+    """Omits titles that repeat field names, and requires all fields of sent dataclasses."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

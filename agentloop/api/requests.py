@@ -1,9 +1,9 @@
-"""Bodies of requests in, requests out: each field is of its own JSON type, a number no text.
+"""Parse request bodies strictly: each field must have its JSON type; strings are not numbers.
 
     body ──JSON──> unsupported parameters are refused ──pydantic──> ChatRequest, or another model
 
-What would change the answer and is not supported is refused by its name. What cannot change it is
-ignored, known or not.
+An unsupported parameter that would change the answer is refused by name. Parameters that cannot
+change the answer are ignored, known or not.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 
 class _Only(NamedTuple):
-    """The values of a parameter that are accepted besides null, and what to do instead."""
+    """The values of a parameter that are accepted besides null, and advice for the others."""
 
     values: tuple[Any, ...] = ()
-    instead: str = ""
+    advice: str = ""
 
 
-_PENALTY = "leave it out: the servers would count the tokens of one turn only"
-_FORM = "leave it out, and ask for the form in a message: the form cannot be enforced yet"
+_PENALTY = "leave it out: the servers would only count the tokens of one turn"
+_OUTPUT_FORMAT = "leave it out and describe the format in a message: it cannot be enforced yet"
 
-# Parameters that would change the answer. A value that changes nothing is accepted.
+# Parameters that would change the answer, with the values that do not.
 UNSUPPORTED: dict[str, _Only] = {
     # OpenAI
     "audio": _Only(),
@@ -47,7 +47,7 @@ UNSUPPORTED: dict[str, _Only] = {
     "modalities": _Only((["text"],)),
     "presence_penalty": _Only((0,), _PENALTY),
     "reasoning_effort": _Only(("medium",)),
-    "response_format": _Only(({"type": "text"},), _FORM),
+    "response_format": _Only(({"type": "text"},), _OUTPUT_FORMAT),
     "tool_choice": _Only(("auto", "none"), 'use "auto": a call cannot be forced yet'),
     "verbosity": _Only(("medium",)),
     "web_search_options": _Only(),
@@ -61,16 +61,16 @@ UNSUPPORTED: dict[str, _Only] = {
     "continue_final_message": _Only((False,)),
     "custom_logit_processor": _Only(),
     "documents": _Only(([],)),
-    "ebnf": _Only((), _FORM),
+    "ebnf": _Only((), _OUTPUT_FORMAT),
     "echo": _Only((False,)),
     "enable_thinking": _Only(),
-    "guided_choice": _Only((), _FORM),
-    "guided_grammar": _Only((), _FORM),
-    "guided_json": _Only((), _FORM),
-    "guided_regex": _Only((), _FORM),
+    "guided_choice": _Only((), _OUTPUT_FORMAT),
+    "guided_grammar": _Only((), _OUTPUT_FORMAT),
+    "guided_json": _Only((), _OUTPUT_FORMAT),
+    "guided_regex": _Only((), _OUTPUT_FORMAT),
     "include_reasoning": _Only((True,)),
     "include_stop_str_in_output": _Only((False,)),
-    "json_schema": _Only((), _FORM),
+    "json_schema": _Only((), _OUTPUT_FORMAT),
     "length_penalty": _Only((1,)),
     "logits_processors": _Only(([],)),
     "lora_path": _Only(),
@@ -79,7 +79,7 @@ UNSUPPORTED: dict[str, _Only] = {
     "no_stop_trim": _Only((False,)),
     "prompt_logprobs": _Only(),
     "reasoning": _Only(),
-    "regex": _Only((), _FORM),
+    "regex": _Only((), _OUTPUT_FORMAT),
     "repetition_penalty": _Only((1,), _PENALTY),
     "return_hidden_states": _Only((False,)),
     "return_tokens_as_token_ids": _Only((False,)),
@@ -88,8 +88,8 @@ UNSUPPORTED: dict[str, _Only] = {
     "skip_special_tokens": _Only((True,)),
     "stop_regex": _Only(([],), "use stop"),
     "stop_token_ids": _Only(([],), "use stop"),
-    "structural_tag": _Only((), _FORM),
-    "structured_outputs": _Only((), _FORM),
+    "structural_tag": _Only((), _OUTPUT_FORMAT),
+    "structured_outputs": _Only((), _OUTPUT_FORMAT),
     "thinking": _Only(),
     "thinking_token_budget": _Only(),
     "truncate_prompt_tokens": _Only(),
@@ -113,7 +113,7 @@ _StopSequence = Annotated[str, pydantic.Field(min_length=1, max_length=256)]
 
 
 class ChatRequest(pydantic.BaseModel):
-    """`POST /v1/chat/completions`, in OpenAI's terms: the parameters that are used."""
+    """The supported parameters of OpenAI's `POST /v1/chat/completions`."""
 
     model_config = pydantic.ConfigDict(json_schema_extra=_with_unsupported)
 
@@ -139,19 +139,23 @@ class ChatRequest(pydantic.BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> ChatRequest:
-        """Raises RequestError, which names the field."""
-        value = _loaded(body)
+        """Parse a request body.
+
+        Raises:
+            RequestError: A field is invalid or unsupported; the message names it.
+        """
+        value = _load(body)
         for name, only in UNSUPPORTED.items():
             _check_supported(name, value.get(name), only)
-        asked = _validated(cls, value)
-        if asked.top_logprobs and not asked.logprobs:
+        request = _validate(cls, value)
+        if request.top_logprobs and not request.logprobs:
             raise RequestError("top_logprobs: set logprobs to true as well")
-        return asked
+        return request
 
     def sampling_overrides(self) -> dict[str, Any]:
         names = ("temperature", "top_p", "top_k", "min_p")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        # SGLang takes no negative seed.
+        # SGLang does not accept negative seeds.
         return given if self.seed is None else {**given, "seed": self.seed % (1 << 63)}
 
     @property
@@ -164,7 +168,7 @@ class ChatRequest(pydantic.BaseModel):
 
     @property
     def has_caller_tools(self) -> bool:
-        """Whether the model's calls are the caller's to run, and not the agent's."""
+        """True if the caller runs the tool calls instead of the agent."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def turn_options(self) -> TurnOptions:
@@ -178,26 +182,27 @@ class ChatRequest(pydantic.BaseModel):
 
 def _check_supported(name: str, value: Any, only: _Only) -> None:
     if value is None or any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in only.values
+        value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+        for accepted in only.values
     ):
         return
-    instead = only.instead
-    if not instead:
-        known = " or ".join(json.dumps(one) for one in only.values)
-        instead = f"leave it out{f', or use {known}' if known else ''}"
-    raise Unsupported(f"{name}: {json.dumps(value):.60} is not supported by this server; {instead}")
+    advice = only.advice
+    if not advice:
+        known = " or ".join(json.dumps(accepted) for accepted in only.values)
+        advice = f"leave it out{f', or use {known}' if known else ''}"
+    raise Unsupported(f"{name}: {json.dumps(value):.60} is not supported by this server; {advice}")
 
 
 def parse(model: type[M], body: bytes) -> M:
-    """Read a request's body. 3.0 is an integer, as it is in JSON Schema.
+    """Parse a request body; 3.0 counts as an integer, as in JSON Schema.
 
     Raises:
-        RequestError: names the field.
+        RequestError: A field is invalid; the message names it.
     """
-    return _validated(model, _loaded(body))
+    return _validate(model, _load(body))
 
 
-def _loaded(body: bytes) -> dict[str, Any]:
+def _load(body: bytes) -> dict[str, Any]:
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)  # integers of any size
     except ValueError as error:
@@ -207,19 +212,19 @@ def _loaded(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _validated(model: type[M], value: dict[str, Any]) -> M:
+def _validate(model: type[M], value: dict[str, Any]) -> M:
     try:
         try:
             return model.model_validate(value, strict=True)
         except pydantic.ValidationError as error:
-            _make_whole(value, error)
+            _convert_integral_floats(value, error)
         return model.model_validate(value, strict=True)
     except pydantic.ValidationError as error:
-        raise RequestError(_told(error, value)) from error
+        raise RequestError(_error_message(error, value)) from error
 
 
-def _make_whole(value: Any, error: pydantic.ValidationError) -> None:
-    """Turn floats without a fraction to integers, where integers were expected."""
+def _convert_integral_floats(value: Any, error: pydantic.ValidationError) -> None:
+    """Convert floats without a fraction to integers, in place, where integers were expected."""
     for problem in error.errors(include_url=False):
         given = problem["input"]
         if problem["type"] == "int_type" and isinstance(given, float) and given.is_integer():
@@ -227,16 +232,16 @@ def _make_whole(value: Any, error: pydantic.ValidationError) -> None:
             reduce(getitem, above, value)[last] = int(given)
 
 
-def _told(error: pydantic.ValidationError, value: Any) -> str:
-    """The problem that is told most exactly: of a union's branches, the one that was meant."""
+def _error_message(error: pydantic.ValidationError, value: Any) -> str:
+    """Describe the error with the longest path: among a union's branches, the most specific one."""
     problems = [(_path(problem, value), problem) for problem in error.errors(include_url=False)]
-    path, problem = max(problems, key=lambda one: len(one[0]))
+    path, problem = max(problems, key=lambda item: len(item[0]))
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     return f"{field}: {problem['msg']}"
 
 
 def _path(problem: ErrorDetails, value: Any) -> list[int | str]:
-    """Where in the body it is: without the names that pydantic gives to a union's branches."""
+    """Return the path of a problem in the body, without pydantic's names of union branches."""
     path: list[int | str] = []
     for part in problem["loc"]:
         is_missing = problem["type"] == "missing" and part == problem["loc"][-1]

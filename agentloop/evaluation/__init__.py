@@ -1,1 +1,1 @@
-"""Tasks in, each sampled k times; what the model can do out, and how sure that is."""
+"""Evaluate a model: sample each task k times, score the samples and estimate the uncertainty."""

@@ -1,4 +1,4 @@
-"""Samples by our own loop: rollouts, with tools, on our servers."""
+"""Sample with our own agent loop: rollouts with tools on our servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Agent"]
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """See `agentloop.evaluation.loop.Sampler`.
+    """Samples tasks with the runtime; implements `agentloop.evaluation.loop.Sampler`.
 
     Attributes:
         run_group: `Runtime.run_group`.
@@ -25,12 +25,10 @@ class Agent:
     room: Callable[[int], Awaitable[None]]
 
     async def has_room(self, size: int) -> None:
-        """See `Sampler`."""
         await self.room(size)
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
     ) -> Sequence[Sample]:
-        """See `Sampler`."""
         trajectories = await self.run_group(task.prompt, size=size, name=name, at_gate=at_gate)
         return [Sample(trajectory) for trajectory in trajectories]

@@ -1,8 +1,8 @@
-"""Samples of any endpoint that speaks OpenAI's chat completions, for comparison.
+"""Sample any endpoint with OpenAI's chat completions API, for comparison.
 
-It gets the same prompts, sampling settings and token budget as our own loop. It is given no tools;
-what it runs by itself, it runs. One request is one sample. Where it is busy, broken or slow it is
-asked again, later and later; what it does not answer in the end has no reward.
+The endpoint gets the same prompts, sampling settings and token budget as our own agent loop, but no
+tools; it may run its own. One request is one sample. Requests to an endpoint that is busy, failing
+or slow are retried with exponential backoff; a sample without an answer has no reward.
 """
 
 from __future__ import annotations
@@ -32,66 +32,72 @@ from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 __all__ = ["Completion", "Endpoint", "EndpointSettings", "delay_s", "parse_completion"]
 
 _BUSY = (408, 409, 425, 429)
-_SEEDS = 1 << 31  # some take no larger ones
-_MAX_SAID = 300  # characters of an error's body
+_SEEDS = 1 << 31  # some endpoints accept no larger seeds
+_MAX_ERROR_CHARS = 300  # of an error's body
 
 
 class EndpointSettings(pydantic.BaseModel):
-    """Who answers in place of our own loop."""
+    """An endpoint to sample instead of our own agent loop."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     url: str = pydantic.Field(
         "",
-        description='The base of its addresses, such as "http://127.0.0.1:8000/v1"; none: our own '
-        "loop answers.",
+        description='Base URL of the API, such as "http://127.0.0.1:8000/v1"; empty: use our own '
+        "agent loop.",
     )
-    model: str = pydantic.Field("", description="Its model's name; none: the only one that it has.")
+    model: str = pydantic.Field("", description="Name of the model; empty: the only one there is.")
     api_key: pydantic.SecretStr | None = pydantic.Field(
-        None, description="Of the environment: AGENTLOOP_ENDPOINT__API_KEY."
+        None, description="API key; set it in the environment: AGENTLOOP_ENDPOINT__API_KEY."
     )
-    max_concurrent: int = pydantic.Field(32, ge=1, description="Requests in flight, at most.")
-    timeout_s: float = pydantic.Field(1800.0, gt=0, description="For one answer.")
+    max_concurrent: int = pydantic.Field(
+        32, ge=1, description="Maximum number of requests in flight."
+    )
+    timeout_s: float = pydantic.Field(1800.0, gt=0, description="Time limit for one request.")
     max_tries: int = pydantic.Field(
-        5, ge=1, description="Of one request, where the endpoint is busy, broken or slow."
+        5, ge=1, description="Maximum number of attempts if the endpoint is busy, failing or slow."
     )
     backoff_s: float = pydantic.Field(
-        1.0, gt=0, description="Before the second try, at most; it doubles with each."
+        1.0,
+        gt=0,
+        description="Maximum delay before the second attempt; doubles with each further one.",
     )
     max_backoff_s: float = pydantic.Field(
-        120.0, gt=0, description="Before any try, also where the endpoint asks for more."
+        120.0,
+        gt=0,
+        description="Maximum delay before any attempt, even if the endpoint asks for more.",
     )
     token_limit: Literal["max_tokens", "max_completion_tokens"] = pydantic.Field(
-        "max_tokens", description="The name by which budget.max_response_tokens is sent."
+        "max_tokens", description="Name of the parameter for budget.max_response_tokens."
     )
 
     @pydantic.field_validator("url")
     @classmethod
-    def _is_an_address(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
         parts = urlsplit(url)
         if url and (parts.scheme not in ("http", "https") or not parts.hostname or parts.query):
-            raise ValueError(f"{url!r} is not of the form http://HOST:PORT/v1")
+            raise ValueError(f"{url!r} does not have the form http://HOST:PORT/v1")
         return url.rstrip("/")
 
     @pydantic.field_validator("api_key")
     @classmethod
-    def _fits_a_header(cls, key: pydantic.SecretStr | None) -> pydantic.SecretStr | None:
+    def _check_api_key(cls, key: pydantic.SecretStr | None) -> pydantic.SecretStr | None:
         said = key.get_secret_value() if key is not None else ""
         if not (said.isascii() and said.isprintable()):
-            raise ValueError("printable ASCII is expected")
+            raise ValueError("must be printable ASCII")
         return key
 
 
 class _Message(pydantic.BaseModel):
     content: ValidText | None = None
-    reasoning_content: ValidText | None = None  # as SGLang, DeepSeek and we have it
-    reasoning: ValidText | None = None  # as vLLM and OpenRouter
+    reasoning_content: ValidText | None = None  # used by SGLang, DeepSeek and agentloop
+    reasoning: ValidText | None = None  # used by vLLM and OpenRouter
 
 
 class _Choice(pydantic.BaseModel):
     message: _Message
     finish_reason: str | None = None
-    stop_reason: Any = None  # ours; other servers put other things there
+    stop_reason: Any = None  # agentloop's; other servers use it differently
 
 
 class _Usage(pydantic.BaseModel):
@@ -104,8 +110,7 @@ class _Body(pydantic.BaseModel):
 
 
 class Completion(pydantic.BaseModel):
-    """What an endpoint answered. `text` has its thoughts, too, in <think>...</think>, as our own
-    loop's text has them."""
+    """An endpoint's answer; `text` includes its reasoning in <think>...</think>, as in our loop."""
 
     text: str
     stop_reason: StopReason
@@ -113,7 +118,11 @@ class Completion(pydantic.BaseModel):
 
 
 def parse_completion(body: bytes) -> Completion:
-    """Raises ValueError: it is no chat completion."""
+    """Parse a response body.
+
+    Raises:
+        ValueError: The body is not a chat completion.
+    """
     try:
         found = _Body.model_validate(loads(body))
     except pydantic.ValidationError as error:
@@ -121,8 +130,8 @@ def parse_completion(body: bytes) -> Completion:
         raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
     choice = found.choices[0]
     said = choice.message
-    thought = said.reasoning_content or said.reasoning
-    text = f"<think>{thought}</think>\n{said.content or ''}" if thought else said.content or ""
+    reasoning = said.reasoning_content or said.reasoning
+    text = f"<think>{reasoning}</think>\n{said.content or ''}" if reasoning else said.content or ""
     return Completion(
         text=text,
         stop_reason=_stop_reason(choice),
@@ -143,18 +152,23 @@ def _stop_reason(choice: _Choice) -> StopReason:
     return StopReason.ANSWERED
 
 
-def delay_s(settings: EndpointSettings, tries: int, asked_s: float | None, draw: float) -> float:
-    """How long to wait after so many tries: what the endpoint asked for, or a share `draw` (from 0
-    to 1) of a bound that doubles with each try ("full jitter"); never beyond max_backoff_s."""
-    if asked_s is not None:
-        return min(max(asked_s, 0.0), settings.max_backoff_s)
-    # A power beyond 1023 would be no float.
+def delay_s(
+    settings: EndpointSettings, tries: int, requested_s: float | None, draw: float
+) -> float:
+    """Return the delay before the next attempt, at most `max_backoff_s`.
+
+    This is the delay that the endpoint requested, or a share `draw` (0 to 1) of a bound that
+    doubles with each attempt ("full jitter").
+    """
+    if requested_s is not None:
+        return min(max(requested_s, 0.0), settings.max_backoff_s)
+    # A power beyond 1023 would overflow a float.
     bound = settings.backoff_s * 2.0 ** min(tries - 1, 60)
     return draw * min(bound, settings.max_backoff_s)
 
 
 class Endpoint:
-    """See `agentloop.evaluation.loop.Sampler`. Use `Endpoint.open`."""
+    """Samples an endpoint; implements `Sampler`. Create it with `Endpoint.open`."""
 
     def __init__(
         self,
@@ -169,7 +183,7 @@ class Endpoint:
         self._settings = settings
         self._sampling = sampling
         self._max_tokens = max_response_tokens
-        self._places = anyio.CapacityLimiter(settings.max_concurrent)
+        self._slots = anyio.CapacityLimiter(settings.max_concurrent)
         self.model = settings.model
 
     @classmethod
@@ -182,11 +196,14 @@ class Endpoint:
         max_response_tokens: int,
         emit: Emit = ignore,
     ) -> AsyncIterator[Endpoint]:
-        """`emit` is told when a sample begins and ends.
+        """Connect to an endpoint.
+
+        Args:
+            emit: Receives events when a sample starts and ends.
 
         Raises:
-            SettingsError: it refuses us, or it has not one model, and none is named.
-            ServerUnavailable: it cannot be reached.
+            SettingsError: The endpoint refuses access, or the model must be named.
+            ServerUnavailable: The endpoint cannot be reached.
         """
         headers = {}
         if settings.api_key is not None:
@@ -202,17 +219,17 @@ class Endpoint:
             yield endpoint
 
     async def has_room(self, size: int) -> None:
-        """See `Sampler`."""
-        async with self._places:  # no deadline: each request has one, and it is their turn first
+        async with self._slots:  # no deadline: each request has one, and earlier ones go first
             return
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
     ) -> Sequence[Sample]:
-        """See `Sampler`.
+        """Return samples as `Sampler.group` does.
 
         Raises:
-            SettingsError: the endpoint refuses whatever it is asked.
+            SettingsError: The endpoint refuses all requests.
+            RequestError: The endpoint rejects the task.
         """
         samples: dict[int, Sample] = {}
         messages: Sequence[Message] = (
@@ -231,14 +248,14 @@ class Endpoint:
                 for index in range(size):
                     tasks.start_soon(ask, index)
         except ExceptionGroup as errors:
-            raise _one_of(errors) from None
+            raise _first_cause(errors) from None
         return [samples[index] for index in range(size)]
 
     async def _sample(
         self, group: str, index: int, messages: Sequence[Message], sampling: Sampling
     ) -> Sample:
         body = self._body(messages, sampling)
-        async with self._places:  # no deadline: each request has one
+        async with self._slots:  # no deadline: each request has one
             trajectory = Trajectory(f"{group}.{index}", [], created_unix_s=time.time())
             self._emit(RolloutStarted(trajectory, group))
             try:
@@ -250,10 +267,10 @@ class Endpoint:
         return Sample(trajectory, num_tokens)
 
     async def _record(self, trajectory: Trajectory, body: bytes) -> int | None:
-        """What comes of a request goes into `trajectory`; returns how many tokens that took."""
+        """Send a request, store the answer in `trajectory` and return its token count, if known."""
         started_s = time.monotonic()
         try:
-            found = await self._tried(trajectory.id, body)
+            found = await self._request_with_retries(trajectory.id, body)
         except (ServerRefused, ServerUnavailable) as error:
             trajectory.error = str(error)
             return None
@@ -261,7 +278,7 @@ class Endpoint:
             trajectory.elapsed_s = time.monotonic() - started_s
         trajectory.stop_reason = found.stop_reason
         if found.stop_reason.infrastructure:
-            trajectory.error = "the endpoint says that its own infrastructure failed"
+            trajectory.error = "the endpoint reports a failure of its own infrastructure"
         cut = found.stop_reason is StopReason.TOKEN_BUDGET
         turn = Turn(
             text=found.text,
@@ -275,10 +292,12 @@ class Endpoint:
         return found.num_tokens
 
     def _body(self, messages: Sequence[Message], sampling: Sampling) -> bytes:
-        """What is as by default is left out: not every endpoint knows it.
+        """Encode a request, without sampling settings that have their default.
+
+        Not every endpoint supports all of them.
 
         Raises:
-            RequestError: the messages cannot be sent.
+            RequestError: The messages cannot be encoded.
         """
         body = {
             "model": self.model,
@@ -291,35 +310,42 @@ class Endpoint:
             body["seed"] = sampling.seed % _SEEDS
         try:
             return orjson.dumps(body)
-        except TypeError as error:  # such as half of a surrogate pair
-            raise RequestError(f"messages: they cannot be sent: {error}") from error
+        except TypeError as error:  # for example a lone surrogate
+            raise RequestError(f"messages: they cannot be encoded: {error}") from error
 
-    async def _tried(self, id: str, body: bytes) -> Completion:
-        """
+    async def _request_with_retries(self, id: str, body: bytes) -> Completion:
+        """Send a request, retrying it up to `max_tries` times.
+
         Raises:
-            ServerRefused, ServerUnavailable: at the last try, too.
-            RequestError, SettingsError: to try again would not help.
+            ServerRefused: The last attempt was refused.
+            ServerUnavailable: The last attempt got no answer.
+            RequestError: The endpoint rejects the prompt.
+            SettingsError: The endpoint rejects all requests.
         """
         draw = random.Random(id)
         for tries in range(1, self._settings.max_tries + 1):
-            asked_s = None
+            requested_s = None
             try:
                 answer = await self._request("POST", "chat/completions", body)
                 if answer.status_code == 200:
                     return parse_completion(answer.content)
                 error: Exception = self._refusal(answer)
-                asked_s = retry_after_s(answer.headers, time.time())
+                requested_s = retry_after_s(answer.headers, time.time())
             except ServerUnavailable as unavailable:
                 error = unavailable
             except ValueError as malformed:
-                error = ServerUnavailable(f"{self._where}: no chat completion: {malformed}")
+                error = ServerUnavailable(f"{self._where}: not a chat completion: {malformed}")
             if tries == self._settings.max_tries:
                 raise error
-            await anyio.sleep(delay_s(self._settings, tries, asked_s, draw.random()))
+            await anyio.sleep(delay_s(self._settings, tries, requested_s, draw.random()))
         raise AssertionError("unreachable")
 
     async def _request(self, method: str, path: str, body: bytes | None = None) -> httpx.Response:
-        """Raises ServerUnavailable."""
+        """Send a request.
+
+        Raises:
+            ServerUnavailable: There was no answer.
+        """
         url = f"{self._settings.url}/{path}"
         headers = {"Content-Type": "application/json"} if body is not None else {}
         try:
@@ -335,11 +361,11 @@ class Endpoint:
             raise ServerUnavailable(f"{self._where}: {what}") from error
 
     def _refusal(self, answer: httpx.Response) -> ServerRefused:
-        """What may go better another time.
+        """Return the error of a request that may succeed later.
 
         Raises:
-            RequestError: it will not have this prompt.
-            SettingsError: it will have none.
+            RequestError: The endpoint rejects this prompt.
+            SettingsError: The endpoint rejects all requests.
         """
         status = answer.status_code
         said = f"{self._where}: {status} {_message(answer)}"
@@ -363,16 +389,18 @@ class Endpoint:
             names = [str(one["id"]) for one in orjson.loads(answer.content)["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise SettingsError(
-                f"endpoint.model: {self._where} does not say which it has"
+                f"endpoint.model: {self._where} does not list its models: set it"
             ) from error
         if len(names) != 1:
-            there = ", ".join(names[:20]) or "none"
-            raise SettingsError(f"endpoint.model: name one of those of {self._where}: {there}")
+            names_ = ", ".join(names[:20]) or "none"
+            raise SettingsError(
+                f"endpoint.model: set it to one of the models of {self._where}: {names_}"
+            )
         return names[0]
 
 
 def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None:
-    """Seconds that a Retry-After asks for (RFC 9110, 10.2.3); None where it asks for none."""
+    """Return the seconds of a Retry-After header (RFC 9110, 10.2.3), or None."""
     said = headers.get("retry-after", "").strip()
     if said.isdecimal():
         return float(said)
@@ -383,17 +411,20 @@ def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None
 
 
 def _message(answer: httpx.Response) -> str:
-    """What an error says of itself, in OpenAI's form or in another."""
+    """Return the message of an error response, in OpenAI's format or any other."""
     try:
         said = orjson.loads(answer.content)["error"]
         said = said["message"] if isinstance(said, Mapping) else said
     except (ValueError, KeyError, TypeError):
         said = answer.text
-    return " ".join(str(said).split())[:_MAX_SAID] or answer.reason_phrase
+    return " ".join(str(said).split())[:_MAX_ERROR_CHARS] or answer.reason_phrase
 
 
-def _one_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """All samples of a task are told the same: one says it. What ends the run goes first."""
+def _first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error to raise for a group of samples: one that ends the run, or else the first.
+
+    All samples of a task usually fail with the same error.
+    """
     leaves: list[BaseException] = []
     pending: list[BaseException] = [errors]
     while pending:

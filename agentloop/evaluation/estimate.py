@@ -1,31 +1,32 @@
-"""What k samples of each of n tasks say about the model, and how sure that is. Pure.
+"""Estimate avg@k and pass@k from samples of n tasks, with confidence intervals. Pure.
 
 avg@k is the mean over tasks of the mean reward of a task's samples. pass@k is the mean over tasks
-of the chance that at least one of k samples is right; of c right ones among m >= k samples its
-unbiased estimate is
+of the probability that at least one of k samples is correct; with c correct ones among m >= k
+samples, its unbiased estimate is
 
     1 - C(m - c, k) / C(m, k)          (Chen et al. 2021, arXiv 2107.03374, Eq. 1)
 
-Both are means of one number x_i per task, so the task is the unit: samples of one task are alike,
-and an interval that takes them for independent is far too narrow. What an interval covers is the
-mean over the problems that the tasks are a sample of: how another set of such problems would go.
+Both are means of one number x_i per task, so the task is the unit of sampling: samples of the same
+task are correlated, and an interval that assumes independence is far too narrow. The interval is
+for the mean over the population of problems from which the tasks are drawn.
 
-The interval is Wilson's (1927), with as many independent samples as the x_i are worth:
+It is Wilson's interval (1927) with an effective number of independent samples:
 
     p = mean of the x_i,  s^2 = their variance (n - 1 in the denominator)
     n_eff = p (1 - p) / (s^2 / n),  at least n, and at most the number of samples (for pass@k: of
             groups of k samples); n where p is 0 or 1
     centre (p + q / 2) / (1 + q),  half width sqrt(q (p (1 - p) + q / 4)) / (1 + q)
 
-where q = c^2 / n_eff, with c of Student's t of n - 1 degrees of freedom, for s^2 is estimated as
-well. By the law of total variance a task is worth one sample at least, and for avg@k not more than
-it has. (An n_eff is what Korn and Graubard 1998 use for proportions in clustered surveys.)
+where q = c^2 / n_eff, and c is a quantile of Student's t with n - 1 degrees of freedom, since s^2
+is estimated as well. By the law of total variance, a task counts for at least one sample and, for
+avg@k, for at most the number of its samples. (Korn and Graubard 1998 use such an n_eff for
+proportions in clustered surveys.)
 
-It is not a bootstrap over tasks: of few tasks that has too narrow percentiles, and none at all
-where every task is solved, or none, which thirty tasks do not justify. `python -m bench.intervals`
-counts how often each covers the truth (docs/evaluate.md).
+A bootstrap over tasks is not used: with few tasks its percentiles are too narrow, and they collapse
+to a point if all tasks or no tasks are solved, which thirty tasks do not justify.
+`python -m bench.intervals` measures the coverage of both (docs/evaluate.md).
 
-Rewards other than 0 and 1 know no such bounds: there the interval is p +- c s / sqrt(n).
+For rewards other than 0 and 1, which have no such bounds, the interval is p +- c s / sqrt(n).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Estimate:
     """A mean over tasks and its confidence interval.
 
     Attributes:
-        num_tasks: that it is the mean of: those with enough samples.
+        num_tasks: Number of tasks with enough samples.
     """
 
     value: float
@@ -54,65 +55,68 @@ class Estimate:
 
 
 def avg_at_k(rewards: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate | None:
-    """The mean over tasks of the mean reward of each; those without samples are left out.
+    """Return the mean over tasks of their mean reward; tasks without samples are ignored.
 
     Args:
-        rewards: of each task, those of its samples.
+        rewards: The rewards of each task's samples.
 
     Returns:
-        None where no task has a sample.
+        None if no task has a sample.
     """
-    there = [one for one in rewards if one]
-    means = [statistics.fmean(one) for one in there]
-    if all(reward in (0, 1) for one in there for reward in one):
-        return _of_shares(means, sum(map(len, there)), confidence)
+    sampled = [one for one in rewards if one]
+    means = [statistics.fmean(one) for one in sampled]
+    if all(reward in (0, 1) for one in sampled for reward in one):
+        return _of_shares(means, sum(map(len, sampled)), confidence)
     return _of_numbers(means, confidence)
 
 
 def pass_at_k(
     rewards: Sequence[Sequence[float]], k: int, confidence: float = 0.95
 ) -> Estimate | None:
-    """The mean over tasks of the chance that one of k samples has a reward above 0; tasks with
-    fewer than k samples are left out.
+    """Return the mean over tasks of the probability that one of k samples has a positive reward.
+
+    Tasks with fewer than k samples are ignored.
 
     Returns:
-        None where no task has k samples.
+        None if no task has k samples.
     """
-    there = [one for one in rewards if len(one) >= k]
-    chances = [solved_by_any(len(one), sum(reward > 0 for reward in one), k) for one in there]
-    return _of_shares(chances, sum(len(one) // k for one in there), confidence)
+    sampled = [one for one in rewards if len(one) >= k]
+    chances = [solved_by_any(len(one), sum(reward > 0 for reward in one), k) for one in sampled]
+    return _of_shares(chances, sum(len(one) // k for one in sampled), confidence)
 
 
 def solved_by_any(num_samples: int, num_right: int, k: int) -> float:
-    """The unbiased estimate of the chance that at least one of k samples is right.
+    """Return the unbiased estimate of the probability that at least one of k samples is correct.
 
     Raises:
-        ValueError: there are fewer than k samples, or more are right than there are.
+        ValueError: There are fewer than k samples, or more correct samples than samples.
     """
     if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
-        raise ValueError(f"k={k}: {num_right} right of {num_samples} samples")
-    # In integers: it is exact, and the product of the paper's code is the same.
+        raise ValueError(f"k={k}: {num_right} correct of {num_samples} samples")
+    # With integers this is exact and equals the product in the paper's code.
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def sampling_error(rewards: Sequence[Sequence[float]]) -> float | None:
-    """The standard error of avg@k over new samples of these same tasks: by how much another run of
-    this evaluation differs by chance. None where a task has a single sample, which does not tell.
+    """Return the standard error of avg@k over new samples of the same tasks.
+
+    This is how much another run of the evaluation differs by chance. None if a task has fewer than
+    two samples.
     """
-    there = [one for one in rewards if one]
-    if not there or min(map(len, there)) < 2:
+    sampled = [one for one in rewards if one]
+    if not sampled or min(map(len, sampled)) < 2:
         return None
-    variances = [statistics.variance(one) / len(one) for one in there]
-    return math.sqrt(math.fsum(variances)) / len(there)
+    variances = [statistics.variance(one) / len(one) for one in sampled]
+    return math.sqrt(math.fsum(variances)) / len(sampled)
 
 
 def _of_shares(values: Sequence[float], num_samples: int, confidence: float) -> Estimate | None:
-    """Of values in [0, 1]; `num_samples` independent ones at most are in them."""
+    """Estimate the mean of values in [0, 1] from at most `num_samples` independent samples."""
     n = len(values)
     if not n:
         return None
     mean = statistics.fmean(values)
-    if n == 1:  # what other problems are like, one does not tell
+    if n == 1:  # a single task says nothing about other problems
         return Estimate(mean, 0.0, 1.0, n)
     spread = statistics.variance(values, mean)
     most = mean * (1 - mean)
@@ -123,7 +127,7 @@ def _of_shares(values: Sequence[float], num_samples: int, confidence: float) -> 
     square = student_t(n - 1, confidence) ** 2 / num_effective
     centre = (mean + square / 2) / (1 + square)
     half = math.sqrt(square * (most + square / 4)) / (1 + square)
-    # The mean lies within by construction, but for rounding.
+    # The mean is inside the interval, except for rounding.
     return Estimate(mean, min(max(0.0, centre - half), mean), max(min(1.0, centre + half), mean), n)
 
 
@@ -140,14 +144,14 @@ def _of_numbers(values: Sequence[float], confidence: float) -> Estimate | None:
 
 @lru_cache(maxsize=1024)
 def student_t(degrees: int, confidence: float) -> float:
-    """The c for which |T| <= c has the probability `confidence`, T of Student's distribution.
+    """Return c such that |T| <= c with probability `confidence`, for T with Student's distribution.
 
     Raises:
-        ValueError: `degrees` is less than 1, or `confidence` not between 0 and 1.
+        ValueError: `degrees` is less than 1, or `confidence` is not between 0 and 1.
     """
     if degrees < 1 or not 0 < confidence < 1:
         raise ValueError(f"degrees={degrees}, confidence={confidence}")
-    # In the angle, in which the distribution has a bounded range: t = tan(angle) sqrt(degrees).
+    # Bisect over an angle, whose range is bounded: t = tan(angle) sqrt(degrees).
     low, high = 0.0, math.pi / 2
     while (middle := (low + high) / 2) not in (low, high):
         if _within(middle, degrees) < confidence:
@@ -158,7 +162,7 @@ def student_t(degrees: int, confidence: float) -> float:
 
 
 def _within(angle: float, degrees: int) -> float:
-    """P(|T| <= tan(angle) sqrt(degrees)): Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Return P(|T| <= tan(angle) sqrt(degrees)); Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
     term = cosine if odd else 1.0

@@ -1,12 +1,12 @@
-"""Tasks in, each sampled k times, scored and written down.
+"""Sample each task k times, score the samples and write them to disk.
 
-    tasks ──room──> k samples ──> rewards ──> a file per task ──> a line that tells of it
-                      ▲              │
-                      └── again ─────┘  what infrastructure broke, a few times
+    tasks ──capacity──> k samples ──> rewards ──> a file per task ──> a line of metrics
+                          ▲              │
+                          └── retry ─────┘  samples lost to infrastructure, a few times
 
-A task's samples stand in one file, which appears when it is whole; only then do they count. So a
-run that was killed goes on with the tasks that have no file, and with the samples that have no
-reward; what has one is never sampled again.
+The samples of a task are in one file, which appears once it is complete; only then do they count. A
+run that was killed therefore resumes with the tasks that have no file and the samples that have no
+reward; scored samples are never repeated.
 """
 
 from __future__ import annotations
@@ -40,50 +40,52 @@ Row = dict[str, Any]
 
 
 class EvaluationSettings(pydantic.BaseModel):
-    """What is sampled, and what is said of it."""
+    """Options for sampling the tasks and for the reported estimates."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    num_samples: int = pydantic.Field(16, ge=1, le=4096, description="Of each task: k of avg@k.")
+    num_samples: int = pydantic.Field(
+        16, ge=1, le=4096, description="Samples per task: the k of avg@k."
+    )
     num_tasks: int = pydantic.Field(
         0,
         ge=0,
-        description="So many tasks, drawn by tasks.seed; 0: all that there are, of a generator 64.",
+        description="Number of tasks, drawn with tasks.seed; 0: all, or 64 of a generator.",
     )
     pass_at: list[pydantic.PositiveInt] = pydantic.Field(
         default_factory=list,
-        description="Each k for which pass@k is told; none: the powers of 2 up to num_samples.",
+        description="Values of k to report pass@k for; default: powers of 2 up to num_samples.",
     )
     retries: int = pydantic.Field(
-        2, ge=0, description="How often a sample is taken again that has no reward."
+        2, ge=0, description="Number of times a sample without a reward is repeated."
     )
-    confidence: float = pydantic.Field(0.95, gt=0, lt=1, description="Of the intervals.")
-    max_open: int = pydantic.Field(
-        256, ge=1, description="Tasks whose samples are in flight, at most."
+    confidence: float = pydantic.Field(
+        0.95, gt=0, lt=1, description="Confidence level of the intervals."
     )
+    max_open: int = pydantic.Field(256, ge=1, description="Maximum number of tasks in flight.")
 
     @pydantic.model_validator(mode="after")
-    def _has_samples_enough(self) -> EvaluationSettings:
+    def _check_pass_at(self) -> EvaluationSettings:
         if self.pass_at and max(self.pass_at) > self.num_samples:
             raise ValueError(
-                f"pass_at: {max(self.pass_at)} needs as many samples, not {self.num_samples} "
-                "(num_samples)"
+                f"pass_at: {max(self.pass_at)} requires at least as many samples; num_samples is "
+                f"{self.num_samples}"
             )
         return self
 
     @property
     def all_pass_at(self) -> Sequence[int]:
-        """Each k for which pass@k is told, ascending."""
+        """The values of k to report pass@k for, in ascending order."""
         powers = [1 << power for power in range(1, self.num_samples.bit_length())]
         return sorted({*(self.pass_at or [*powers, self.num_samples])})
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout, or one answer of an endpoint.
+    """A rollout, or an answer of an endpoint.
 
     Attributes:
-        num_tokens: that the model sampled; None: as many as the trajectory says.
+        num_tokens: Number of sampled tokens; None: those of the trajectory.
     """
 
     trajectory: Trajectory
@@ -91,35 +93,35 @@ class Sample:
 
 
 class Sampler(Protocol):
-    """Whoever answers: our own loop, or an endpoint."""
+    """A source of samples: our own agent loop or an endpoint."""
 
     async def has_room(self, size: int) -> None:
-        """Wait until a task may be sampled so many times."""
+        """Wait until a task may be sampled `size` times."""
         ...
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
     ) -> Sequence[Sample]:
-        """`size` samples of a task, also where they failed.
+        """Return `size` samples of a task, including failed ones.
 
         Args:
-            name: no other group's of the run; ids of the samples begin with it.
-            at_gate: called when it stands in line, so that the next one may come.
+            name: Unique within the run; prefix of the samples' ids.
+            at_gate: Called once the samples are queued, so that the next task may be queued.
 
         Raises:
-            RequestError: the task cannot be asked.
+            RequestError: The task cannot be sampled.
         """
         ...
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a task.
+    """The samples of a task.
 
     Attributes:
-        number: of its file; 0: it has none.
-        rollouts: what is told of each sample: see `agentloop.training.figures.of_rollout`.
-        refused: why it could not be asked.
+        number: Number of its file, or 0 if it has none.
+        rollouts: Metrics of each sample: see `agentloop.training.figures.of_rollout`.
+        refused: The error if the task could not be sampled.
     """
 
     task: Task
@@ -129,12 +131,12 @@ class Outcome:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the samples that have one."""
+        """Rewards of the samples that have one."""
         return [one["reward"] for one in self.rollouts if one["reward"] is not None]
 
 
 class Evaluation:
-    """`take_up()` what is there, then `run()` what is left; `outcomes` says what is known."""
+    """An evaluation: `take_up()` earlier results, `run()` the rest, and read `outcomes`."""
 
     def __init__(
         self,
@@ -146,8 +148,12 @@ class Evaluation:
         on_refused: Callable[[Task, RequestError], None] = lambda task, error: None,
         emit: Emit = ignore,
     ) -> None:
-        """`on_progress` is told how many tasks are done, each time that one is; `emit` of groups,
-        what their samples are worth, and metrics."""
+        """
+        Args:
+            on_progress: Called with the number of finished tasks after each task.
+            on_refused: Called for each task that could not be sampled.
+            emit: Receives events of groups, rewards and metrics.
+        """
         self._settings = settings
         self._folder = folder
         self._on_progress = on_progress
@@ -155,32 +161,37 @@ class Evaluation:
         self._emit = emit
         self._outcomes = {task.id: Outcome(task) for task in tasks}
         self._taken: set[int] = set()
-        self._num_told = 0
+        self._num_reported = 0
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """In the order of the tasks."""
+        """Outcomes in the order of the tasks."""
         return list(self._outcomes.values())
 
     @property
     def todo(self) -> list[Outcome]:
-        """Those that lack a sample with a reward."""
+        """Outcomes that lack samples with a reward."""
         wanted = self._settings.num_samples
         return [one for one in self._outcomes.values() if len(one.rewards) < wanted]
 
     async def take_up(self) -> None:
-        """What an earlier life has written down. Raises SettingsError: it is damaged."""
-        await anyio.to_thread.run_sync(self._take_up)
+        """Load the results of earlier runs in the same folder.
+
+        Raises:
+            SettingsError: The files are damaged.
+        """
+        await anyio.to_thread.run_sync(self._load_results)
 
     async def run(self, sampler: Sampler, scorer: Scorer) -> None:
-        """
+        """Sample and score the tasks that are not done.
+
         Raises:
-            RequestError: none of the tasks could be asked.
-            SettingsError: the run's folder cannot be written, or the sampler is no use.
-            RewardError: a reward function of the user's failed.
+            RequestError: No task could be sampled.
+            SettingsError: The run's folder cannot be written, or the sampler is misconfigured.
+            RewardError: A reward function failed.
         """
         todo = self.todo
-        self._number(todo)
+        self._assign_numbers(todo)
         room = partial(sampler.has_room, self._settings.num_samples)
         sample = partial(self._sample, sampler, scorer)
         num_done = len(self._outcomes) - len(todo)
@@ -188,39 +199,42 @@ class Evaluation:
             async for group in groups:  # no deadline: each sample has one
                 num_done += 1
                 if group.error is None:
-                    await self._tell(group.task)
-                else:  # a mistake in the data
+                    await self._report(group.task)
+                else:  # the task's data is invalid
                     group.task.refused = str(group.error)
                     self._on_refused(group.task.task, group.error)
                 self._on_progress(num_done)
         refused = [one.refused for one in self._outcomes.values() if one.refused]
         if refused and len(refused) == len(self._outcomes):
-            raise RequestError(f"{refused[-1]}, and so it is with all {len(refused)} tasks")
+            raise RequestError(f"none of the {len(refused)} tasks could be sampled: {refused[-1]}")
 
-    def _take_up(self) -> None:
-        """What an earlier life has written down. The files have it all; `outcomes.jsonl` has what
-        is told of them, for they may be large."""
+    def _load_results(self) -> None:
+        """Load the results of earlier runs, from `outcomes.jsonl` where possible.
+
+        The trajectory files are authoritative but may be large, so they are read only for tasks
+        that are missing there.
+        """
         folder = self._folder
         files = {
             int(path.stem.removeprefix("group-")): f"trajectories/{path.name}"
             for path in (folder.path / "trajectories").glob("group-*.jsonl")
         }
-        told: dict[int, Row] = {
+        by_number: dict[int, Row] = {
             row["group"]: row for row in folder.rows(_OUTCOMES) if row["group"] in files
         }
         for number, path in files.items():
-            if (row := told.get(number)) is None:  # the kill came between the two
+            if (row := by_number.get(number)) is None:  # killed between the two writes
                 rows = folder.read_group(path)
                 if not rows:
-                    raise DataError(f"{self._folder.path / path}: it is empty")
+                    raise DataError(f"{self._folder.path / path}: the file is empty")
                 row = {"task": rows[0]["task"], "rollouts": [one["figures"] for one in rows]}
             if (outcome := self._outcomes.get(row["task"])) is not None:
                 outcome.number, outcome.rollouts = number, row["rollouts"]
         self._taken = set(files)
-        self._num_told = len(folder.metrics())
+        self._num_reported = len(folder.metrics())
 
-    def _number(self, todo: Sequence[Outcome]) -> None:
-        """A number for each that has none yet, the smallest that is free."""
+    def _assign_numbers(self, todo: Sequence[Outcome]) -> None:
+        """Assign the smallest free numbers to outcomes without one."""
         number = 0
         for outcome in todo:
             while not outcome.number:
@@ -241,7 +255,7 @@ class Evaluation:
             missing = [i for i, row in enumerate(rows) if row is None or row["reward"] is None]
             if not missing:
                 break
-            found = await self._group(sampler, scorer, outcome, missing, attempt, at_gate)
+            found = await self._sample_group(sampler, scorer, outcome, missing, attempt, at_gate)
             at_gate = _nothing
             for index, row in zip(missing, found, strict=True):
                 rows[index] = row
@@ -250,7 +264,7 @@ class Evaluation:
         outcome.rollouts = [row["figures"] for row in whole]
         return ()
 
-    async def _group(
+    async def _sample_group(
         self,
         sampler: Sampler,
         scorer: Scorer,
@@ -259,46 +273,46 @@ class Evaluation:
         attempt: int,
         at_gate: Callable[[], None],
     ) -> list[Row]:
-        """These of a task's samples."""
+        """Sample and score the given samples of a task."""
         task, number = outcome.task, outcome.number
-        # Its own name: seeds of the run's samples stay distinct.
+        # A name of its own, so that the seeds of all samples differ.
         name = f"{number}-again-{attempt}-{task.id}" if attempt else f"{number}-{task.id}"
-        told = (name, task.id, task.prompt, task.answer, len(indexes))
-        self._emit(GroupStarted(*told, is_chosen=False))
+        fields = (name, task.id, task.prompt, task.answer, len(indexes))
+        self._emit(GroupStarted(*fields, is_chosen=False))
         rewards: Sequence[Reward] = ()
         try:
             samples = await sampler.group(task, name=name, size=len(indexes), at_gate=at_gate)
-            rewards = await self._scored(scorer, samples, task)
+            rewards = await self._score(scorer, samples, task)
         finally:
             values = [one.value for one in rewards if one.value is not None]
             mean = statistics.fmean(values) if values else None
             self._emit(GroupFinished(name, mean_reward=mean, is_chosen=False))
         for index, sample in zip(indexes, samples, strict=True):
             sample.trajectory.id = f"{number}-{task.id}.{index}"
-        about_it = {"group": number, "version": None, "attempt": attempt}
-        return await anyio.to_thread.run_sync(_rows, about_it, task, samples, rewards)
+        common = {"group": number, "version": None, "attempt": attempt}
+        return await anyio.to_thread.run_sync(_rows, common, task, samples, rewards)
 
-    async def _scored(self, scorer: Scorer, samples: Sequence[Sample], task: Task) -> list[Reward]:
+    async def _score(self, scorer: Scorer, samples: Sequence[Sample], task: Task) -> list[Reward]:
         rewards: dict[int, Reward] = {}
 
         async def score(index: int) -> None:
             begun_s = time.monotonic()
             trajectory = samples[index].trajectory
             one = rewards[index] = await scorer.score(trajectory, task)
-            told = (one.value, one.answer, one.reason, time.monotonic() - begun_s)
-            self._emit(RolloutScored(trajectory.id, *told))
+            fields = (one.value, one.answer, one.reason, time.monotonic() - begun_s)
+            self._emit(RolloutScored(trajectory.id, *fields))
 
         async with anyio.create_task_group() as scoring:
             for index in range(len(samples)):
                 scoring.start_soon(score, index)
         return [rewards[index] for index in range(len(samples))]
 
-    async def _tell(self, outcome: Outcome) -> None:
-        self._num_told += 1
+    async def _report(self, outcome: Outcome) -> None:
+        self._num_reported += 1
         task = outcome.task
         so_far = avg_at_k([one.rewards for one in self._outcomes.values()])
         row = {
-            "step": self._num_told,
+            "step": self._num_reported,
             "group": outcome.number,
             "task": task.id,
             "source": task.source,
@@ -312,14 +326,16 @@ class Evaluation:
 
 
 def _nothing() -> None:
-    """It stands in line already."""
+    """Do nothing: the task is already queued."""
 
 
-def _rows(told: Row, task: Task, samples: Sequence[Sample], rewards: Sequence[Reward]) -> list[Row]:
-    """As a training run's rows (agentloop/training/rollouts.py), and what is told of each."""
+def _rows(
+    common: Row, task: Task, samples: Sequence[Sample], rewards: Sequence[Reward]
+) -> list[Row]:
+    """Return rows like those of a training run (agentloop/training/rollouts.py)."""
     return [
         {
-            **told,
+            **common,
             "task": task.id,
             "truth": task.answer,
             "reward": reward.value,
@@ -327,14 +343,14 @@ def _rows(told: Row, task: Task, samples: Sequence[Sample], rewards: Sequence[Re
             "reason": reward.reason,
             "advantage": None,
             "dropped": Dropped.INFRASTRUCTURE if reward.value is None else None,
-            "figures": _figures(sample, reward),
+            "figures": _sample_metrics(sample, reward),
             "trajectory": sample.trajectory.to_dict(),
         }
         for sample, reward in zip(samples, rewards, strict=True)
     ]
 
 
-def _figures(sample: Sample, reward: Reward) -> Row:
+def _sample_metrics(sample: Sample, reward: Reward) -> Row:
     trajectory = sample.trajectory
     figures = of_rollout(trajectory, reward.value)
     figures["versions"] = sorted({span.version for turn in trajectory for span in turn.versions})

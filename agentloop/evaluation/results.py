@@ -1,4 +1,4 @@
-"""What an evaluation says in the end: figures by set of tasks, as data and as text. Pure."""
+"""Report the results of an evaluation by set of tasks, as data and as text. Pure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ _MAX_REASONS = 20
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is said of a set of tasks.
+    """Results of a set of tasks.
 
     Attributes:
-        avg_at_k, pass_at_k: None where there is nothing to tell them of; the latter by its k.
-        sampling_error: the standard error of avg@k over new samples of the same tasks.
-        num_samples: those with a reward; num_missing: those without, by infrastructure; those of
-            tasks that could not be asked count, too.
-        num_whole: tasks none of whose samples is missing.
-        length_mean: tokens sampled in a rollout; the means are over samples with a reward.
-        truncated: the share that reached the budget of tokens or of turns.
-        tool_errors_in_correct: failed calls by calls, the mean over right samples with a call.
+        avg_at_k: None if no task has a sample.
+        pass_at_k: Estimate for each k, or None if no task has k samples.
+        sampling_error: Standard error of avg@k over new samples of the same tasks.
+        num_samples: Number of samples with a reward.
+        num_missing: Number of samples without one, because of infrastructure failures or tasks that
+            could not be sampled.
+        num_whole: Number of tasks without missing samples.
+        length_mean: Mean number of sampled tokens; means are over samples with a reward.
+        truncated: Share of samples that reached the budget of tokens or turns.
+        tool_errors_in_correct: Share of failed calls, averaged over correct samples with calls.
     """
 
     num_tasks: int
@@ -48,7 +50,7 @@ class Figures:
 def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Figures:
     k = settings.num_samples
     rewards = [outcome.rewards for outcome in outcomes]
-    told = about([{"rejected": None, "rollouts": one.rollouts} for one in outcomes])
+    data = about([{"rejected": None, "rollouts": one.rollouts} for one in outcomes])
     num_samples = sum(map(len, rewards))
     return Figures(
         num_tasks=len(outcomes),
@@ -60,7 +62,7 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
         pass_at_k={k: pass_at_k(rewards, k, settings.confidence) for k in settings.all_pass_at},
         sampling_error=sampling_error(rewards),
         **{
-            name: told[name]
+            name: data[name]
             for name in ("length_mean", "turns_mean", "truncated", "tool_errors_in_correct")
         },
     )
@@ -69,7 +71,7 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
 def results(
     outcomes: Sequence[Outcome], settings: EvaluationSettings, about_it: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All of it, for JSON; `about_it` comes first: who answered, and how it was asked."""
+    """Return all results for JSON, starting with `about_it`: the model and its settings."""
     sets: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         sets.setdefault(outcome.task.source or "tasks", []).append(outcome)
@@ -80,7 +82,7 @@ def results(
         if one["reward"] is None
     )
     reasons.update(
-        {f"it could not be asked: {one.refused}": settings.num_samples
+        {f"the task could not be sampled: {one.refused}": settings.num_samples
          for one in outcomes if one.refused}
     )  # fmt: skip
     return {
@@ -100,17 +102,17 @@ def results(
 
 
 def _data(figures: Figures) -> dict[str, Any]:
-    told = asdict(figures)
-    told["pass_at_k"] = {str(k): one for k, one in told["pass_at_k"].items()}
-    return told
+    data = asdict(figures)
+    data["pass_at_k"] = {str(k): one for k, one in data["pass_at_k"].items()}
+    return data
 
 
-def table(told: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of cells: the first has the sets' names, the first cell of each says what it is."""
-    sets: dict[str, Mapping[str, Any]] = dict(told["sets"])
+def table(data: Mapping[str, Any]) -> list[list[str]]:
+    """Return rows of cells; the first row names the sets, the first column the metrics."""
+    sets: dict[str, Mapping[str, Any]] = dict(data["sets"])
     if len(sets) != 1:
-        sets["all"] = told["all"]
-    k = told["num_samples"]
+        sets["all"] = data["all"]
+    k = data["num_samples"]
 
     def row(name: str, *cells: str) -> list[str]:
         return [name, *cells]
@@ -121,7 +123,7 @@ def table(told: Mapping[str, Any]) -> list[list[str]]:
         row("tasks", *(str(one["num_tasks"]) for one in columns)),
         row(f"avg@{k}", *(_estimate(one["avg_at_k"]) for one in columns)),
     ]
-    for at in told["all"]["pass_at_k"]:
+    for at in data["all"]["pass_at_k"]:
         rows.append(row(f"pass@{at}", *(_estimate(one["pass_at_k"][at]) for one in columns)))
     rows += [
         row("samples", *(str(one["num_samples"]) for one in columns)),
@@ -129,7 +131,7 @@ def table(told: Mapping[str, Any]) -> list[list[str]]:
         row("tokens, mean", *(f"{one['length_mean']:,.0f}" for one in columns)),
         row("turns, mean", *(f"{one['turns_mean']:.1f}" for one in columns)),
         row("out of budget", *(percent(one["truncated"]) for one in columns)),
-        row("tool errors in right", *(percent(one["tool_errors_in_correct"]) for one in columns)),
+        row("tool errors in correct", *(percent(one["tool_errors_in_correct"]) for one in columns)),
     ]
     return rows
 
@@ -138,43 +140,43 @@ def _estimate(one: Mapping[str, Any] | None) -> str:
     return "-" if one is None else f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
 
 
-def notes(told: Mapping[str, Any]) -> list[str]:
-    """What has to be known beside the table, a line each."""
+def notes(data: Mapping[str, Any]) -> list[str]:
+    """Return explanations of the table, one per line."""
     lines = [
-        f"In brackets: the {100 * told['confidence']:g}% confidence interval over problems of "
-        "which the tasks are a sample.",
+        f"In brackets: the {100 * data['confidence']:g}% confidence interval for the population of "
+        "problems from which the tasks are drawn.",
     ]
-    if error := told["all"]["sampling_error"]:  # 0 says that nothing differed, not that all is sure
+    if error := data["all"]["sampling_error"]:  # 0 means equal samples, not certainty
         lines.append(
-            f"avg@{told['num_samples']} of the same tasks, sampled anew: standard error "
+            f"Standard error of avg@{data['num_samples']} over new samples of the same tasks: "
             f"{error:.3f}."
         )
-    lines += [f"Missing, {count}: {reason}" for reason, count in told["missing"].items()]
-    if len(told["versions"]) > 1:
+    lines += [f"Missing samples, {count}: {reason}" for reason, count in data["missing"].items()]
+    if len(data["versions"]) > 1:
         lines.append(
-            "The weights changed meanwhile: tokens are of the versions "
-            f"{', '.join(told['versions'])}."
+            "The weights changed during the evaluation: tokens were sampled with the versions "
+            f"{', '.join(data['versions'])}."
         )
     return lines
 
 
-def text(told: Mapping[str, Any]) -> str:
-    """The table and its notes, in columns of spaces."""
-    rows = table(told)
+def text(data: Mapping[str, Any]) -> str:
+    """Return the table and its notes as plain text."""
+    rows = table(data)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
         for cells in rows
     ]
-    return "\n".join([*lines, "", *notes(told)]) + "\n"
+    return "\n".join([*lines, "", *notes(data)]) + "\n"
 
 
-def markdown(told: Mapping[str, Any]) -> str:
-    """A page of it."""
-    head, *rows = [[cell.replace("|", "\\|") for cell in cells] for cells in table(told)]
-    lines = [f"# {told['model']}, by {told['by']}", ""]
+def markdown(data: Mapping[str, Any]) -> str:
+    """Return the table and its notes as a Markdown page."""
+    head, *rows = [[cell.replace("|", "\\|") for cell in cells] for cells in table(data)]
+    lines = [f"# {data['model']}, by {data['by']}", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     lines += [f"| {' | '.join(cells)} |" for cells in rows]
-    asked = {**told["sampling"], **told["budget"]}
+    asked = {**data["sampling"], **data["budget"]}
     said = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
-    return "\n".join([*lines, "", *notes(told), "", f"Sampled with {said}.", ""])
+    return "\n".join([*lines, "", *notes(data), "", f"Sampled with {said}.", ""])

@@ -1,4 +1,4 @@
-"""Rewards of a group to advantages. Pure."""
+"""Convert the rewards of a group to advantages. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _EPSILON = 1e-6
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """(r - mean) / (std + 1e-6) over the selected rollouts of one group.
+    """Return (r - mean) / (std + 1e-6) for the selected rollouts of one group.
 
-    std is the unbiased one, with n - 1 below (GRPO, arXiv 2402.03300; the epsilon is verl's).
-    Where all rewards are equal nothing can be learned: every advantage is exactly 0.
+    The standard deviation is unbiased, with a denominator of n - 1 (GRPO, arXiv 2402.03300; the
+    epsilon is verl's). If all rewards are equal, every advantage is exactly 0.
 
     Raises:
-        ValueError: a reward is not finite.
+        ValueError: A reward is not finite.
     """
     if not all(math.isfinite(reward) for reward in rewards):
         raise ValueError(f"a reward is not finite: {list(rewards)}")

@@ -1,4 +1,4 @@
-r"""What a rollout gives as its answer: the text in <answer>...</answer>, and there in \boxed{}."""
+r"""Extract a rollout's answer: the text in <answer>...</answer> and, within it, in \boxed{}."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import re
 
 __all__ = ["boxed", "final_answer", "tagged"]
 
-# The innermost pair: a tag that is opened twice and closed once holds one answer.
+# Match the innermost pair, so a tag that is opened twice and closed once gives one answer.
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _BRACES = re.compile(r"(?P<boxed>\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
 
 
 def tagged(text: str) -> list[str]:
-    """What stands in each <answer>...</answer> that is closed, in order."""
+    """Return the text of each closed <answer>...</answer>, in order."""
     return _TAGGED.findall(text)
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` whose braces balance; those of `\{` do not count."""
-    open_braces: list[int | None] = []  # where the text in it begins, for each box
+    r"""Return the text of the last balanced `\boxed{...}`, ignoring escaped braces such as `\{`."""
+    open_braces: list[int | None] = []  # start of the text for a box, None for a plain brace
     start, end = -1, -1
     for brace in _BRACES.finditer(text):
         if brace["boxed"]:
@@ -33,10 +33,10 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer of a last turn that reads `text`; None where there is none.
+    r"""Return the answer in the text of the last turn, or None if it has none.
 
-    The last <answer> counts, and in it the last `\boxed{}`, or all of it where nothing is boxed.
-    Without the tag it is the last `\boxed{}` of the text.
+    The answer is the last `\boxed{}` in the last <answer>, or all of that <answer> if nothing in it
+    is boxed. If there is no <answer>, it is the last `\boxed{}` of the text.
     """
     answers = tagged(text)
     if not answers:

@@ -1,11 +1,11 @@
-"""Tasks in, finished groups out, as many at a time as there is room for.
+"""Run a group of rollouts per task, as many at a time as capacity allows.
 
-    source ──a task, once there is room──> a group in flight ──> finished ──> the reader
-       ▲                                                                        │
-       └───────────── the next one, while few enough are in flight or unread ───┘
+    source ──a task, once there is capacity──> a group in flight ──> finished ──> the reader
+       ▲                                                                            │
+       └─────────── the next task, while few enough are in flight or unread ────────┘
 
-Backpressure comes from both ends: from the KV caches, through `has_room`, and from a reader that is
-slow, through `max_open`.
+Backpressure comes from both ends: from the KV caches, through `has_room`, and from a slow reader,
+through `max_open`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup(Generic[T]):
-    """The `index`-th task of a source, and what became of it.
+    """The `index`-th task of a source and its rollouts.
 
     Attributes:
-        error: the task itself was at fault; then there are no trajectories.
+        error: The task could not be run, and there are no trajectories.
     """
 
     index: int
@@ -58,31 +58,31 @@ async def finished_groups(
     *,
     max_open: int,
 ) -> AsyncIterator[AsyncIterator[FinishedGroup[T]]]:
-    """Run a group for each task of `source`; iterate over them as they finish.
+    """Run a group for iterator task of `source` and yield them as they finish.
 
-    Leaving the context cancels what is still in flight.
+    Leaving the context cancels the groups in flight.
 
     Args:
-        source: an asynchronous generator is closed at the end, in the task that ran it, as its
-            cancel scopes need; so it cannot be gone on with.
-        run_group: of a task; calls its second argument once it stands in line for room, so that
-            the next task is not asked for before it does.
-        has_room: waits until one more group may start; the source is asked only after that.
-        max_open: groups that are in flight or that nobody has read yet.
+        source: An asynchronous generator is closed at the end, in the task that iterated over it,
+            as its cancel scopes require; it cannot be continued.
+        run_group: Runs the group of a task. It calls its second argument once the group is queued
+            for capacity; the next task is not requested before that.
+        has_room: Waits until one more group may start; the next task is requested after that.
+        max_open: Maximum number of groups that are in flight or not yet read.
 
     Raises:
         RequestError: `max_open` is less than 1.
-        Exception: whatever the source or a group raised, but for a group's RequestError.
+        Exception: Any error of the source or of a group, except a group's RequestError.
     """
     if max_open < 1:
-        raise RequestError(f"max_open: at least 1, not {max_open}")
-    places = anyio.Semaphore(max_open)
+        raise RequestError(f"max_open: must be at least 1, got {max_open}")
+    open_slots = anyio.Semaphore(max_open)
     finished: deque[FinishedGroup[T]] = deque()
     changed = anyio.Event()
     num_running = 0
-    is_dry = False
+    is_exhausted = False
 
-    def tell() -> None:
+    def notify() -> None:
         nonlocal changed
         changed.set()
         changed = anyio.Event()
@@ -95,35 +95,35 @@ async def finished_groups(
             trajectories = await run_group(task, task_status.started)
         except RequestError as caught:
             error = caught
-        with suppress(RuntimeError):  # as a rule it has stood in line
+        with suppress(RuntimeError):  # usually called by run_group already
             task_status.started()
         num_running -= 1
         finished.append(FinishedGroup(index, task, trajectories, error))
-        tell()
+        notify()
 
     async def feed(tasks: TaskGroup) -> None:
-        nonlocal num_running, is_dry
-        async with aclosing(_each(source)) as each:
+        nonlocal num_running, is_exhausted
+        async with aclosing(_iterate(source)) as iterator:
             for index in itertools.count():
-                await places.acquire()  # no deadline: until the reader has taken a group
+                await open_slots.acquire()  # no deadline: waits for the reader
                 await has_room()
                 try:
-                    # no deadline: a source may wait for its tasks as long as it likes
-                    task = await anext(each)
+                    # no deadline: a source may take any time to produce a task
+                    task = await anext(iterator)
                 except StopAsyncIteration:
                     break
                 num_running += 1
                 await tasks.start(run, index, task)
-        is_dry = True
-        tell()
+        is_exhausted = True
+        notify()
 
     async def read() -> AsyncGenerator[FinishedGroup[T], None]:
-        while finished or num_running or not is_dry:
+        while finished or num_running or not is_exhausted:
             if finished:
-                places.release()
+                open_slots.release()
                 yield finished.popleft()
             else:
-                await changed.wait()  # no deadline: the rollouts have theirs
+                await changed.wait()  # no deadline: iterator rollout has task
 
     try:
         async with anyio.create_task_group() as tasks:
@@ -135,14 +135,14 @@ async def finished_groups(
         raise sole(group) from None
 
 
-async def _each(source: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:
+async def _iterate(source: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:
     if isinstance(source, AsyncGenerator):
         async with aclosing(source):
-            async for one in source:  # no deadline: as above
-                yield one
+            async for task in source:  # no deadline: as above
+                yield task
     elif isinstance(source, AsyncIterable):
-        async for one in source:  # no deadline: as above
-            yield one
+        async for task in source:  # no deadline: as above
+            yield task
     else:
-        for one in source:
-            yield one
+        for task in source:
+            yield task

@@ -1,10 +1,10 @@
-"""Functions called in processes that can be killed: for what may hang, crash or eat memory.
+"""Call functions that may hang, crash or exhaust memory, in processes that can be killed.
 
     parent ──function's name and arguments, pickled──> child (killable_child.py) ──JSON──> parent
 
-A child serves one call at a time, and the next one after it. One that exceeds its deadline, dies,
-or whose caller is cancelled, is killed with its descendants; the next call starts another. It is
-no sandbox: what it calls is the user's code, with the user's rights.
+A child serves calls one after another. If a call exceeds its deadline, dies or is cancelled, its
+child is killed with its descendants, and the next call starts a new one. This is not a sandbox: it
+runs the user's code with the user's permissions.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 
 class CallFailed(Exception):
-    """A call came to nothing; the message says why.
+    """A call failed; the message says why.
 
-    `from_outside` says that neither the function nor its arguments can be the reason.
+    Where `from_outside` is true, neither the function nor its arguments caused it.
     """
 
     from_outside = False
 
 
 class CallNotStarted(CallFailed):
-    """No process could be started for it, or what it preloads could not be imported."""
+    """No process could be started for the call, or a preloaded module could not be imported."""
 
     from_outside = True
 
@@ -56,11 +56,11 @@ class CallRaised(CallFailed):
 
 
 class CallTimedOut(CallFailed):
-    """It was not done in time, and was killed."""
+    """The call exceeded its deadline and was killed."""
 
 
 class CallDied(CallFailed):
-    """Its process ended: out of memory, by a crash, or killed from outside."""
+    """The process ended during the call: out of memory, a crash, or a kill from outside."""
 
     def __init__(self, message: str, *, from_outside: bool = False) -> None:
         super().__init__(message)
@@ -68,12 +68,12 @@ class CallDied(CallFailed):
 
 
 class KillableProcesses:
-    """Up to `count` of them, started as they are needed. Use as `async with`.
+    """A pool of up to `count` processes, started on demand. Use as `async with`.
 
     Args:
-        preload: functions, as `module:name`, to import before a process counts as started.
-        memory_mib: what a call may allocate; 0: as much as there is.
-        start_timeout_s: for a process to start and to import.
+        preload: Functions, as `module:name`, to import when a process starts.
+        memory_mib: Memory that a call may allocate; 0: unlimited.
+        start_timeout_s: Time limit for a process to start and import `preload`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class KillableProcesses:
         self._preload = preload
         self._memory_mib = memory_mib
         self._start_timeout_s = start_timeout_s
-        self._places = anyio.Semaphore(count)
+        self._slots = anyio.Semaphore(count)
         self._idle: list[_Child] = []
         self._alive: set[_Child] = set()
 
@@ -101,18 +101,20 @@ class KillableProcesses:
     async def call(
         self, function: str, *arguments: object, timeout_s: float, fresh: bool = False
     ) -> Any:
-        """What `function` (`module:name`, sync or async) returns, as JSON gives it back.
+        """Return the result of `function` (`module:name`, sync or async), converted to JSON types.
+
+        Starting a process does not count towards `timeout_s`.
 
         Args:
             fresh: call it in a process that has served no other call.
 
         Raises:
-            CallFailed: as its subclasses say. The start of a process is not part of `timeout_s`.
+            CallFailed: See its subclasses.
         """
         request = pickle.dumps((function, arguments))
-        async with self._places:  # no deadline: each call has one
+        async with self._slots:  # no deadline: each call has one
             if fresh and self._idle:
-                await self._kill(self._idle.pop())  # in its place: there are `count` at most
+                await self._kill(self._idle.pop())  # there are at most `count` processes
                 child = await self._start()
             else:
                 child = self._idle.pop() if self._idle else await self._start()
@@ -121,7 +123,7 @@ class KillableProcesses:
                     reply = await child.ask(request)
             except TimeoutError:
                 await self._kill(child)
-                raise CallTimedOut(f"not done after {timeout_s:g} s") from None
+                raise CallTimedOut(f"no result after {timeout_s:g} s") from None
             except BaseException:
                 await self._kill(child)
                 raise
@@ -131,16 +133,21 @@ class KillableProcesses:
         return reply["value"]
 
     async def warm_up(self) -> None:
-        """Start one, so that what it imports is known to be there. Raises CallFailed."""
-        async with self._places:  # no deadline: each call and each start has one
+        """Start a process, to check that it can import `preload`.
+
+        Raises:
+            CallFailed: It cannot.
+        """
+        async with self._slots:  # no deadline: each call and each start has one
             self._idle.append(await self._start())
 
     async def _start(self) -> _Child:
         limits = [str(self._memory_mib), *self._preload]
-        # Last comes where we are: a command's path has it not, and functions may be there.
+        # Append the working directory: it is missing from a command's path, and functions may be
+        # there.
         paths = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
         process = await anyio.open_process(
-            # Not from a file's name: beside it lie modules that would hide the library's.
+            # Use -m, not a file name: modules beside that file would shadow the standard library.
             [sys.executable, "-P", "-m", "agentloop.groups.killable_child", *limits],
             stderr=None,
             env={**os.environ, "PYTHONPATH": paths},
@@ -178,7 +185,7 @@ class _Child:
 
     async def ask(self, request: bytes) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # reading tells why
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # read() reports why
             # no deadline: call() has one
             await self._process.stdin.send(len(request).to_bytes(8, "big") + request)
         return await self.read()  # no deadline: call() has one
@@ -190,7 +197,7 @@ class _Child:
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
             raise await self._death() from None
         except anyio.DelimiterNotFound:
-            raise CallRaised(f"it returned more than {_MAX_REPLY_BYTES} bytes") from None
+            raise CallRaised(f"the result exceeds {_MAX_REPLY_BYTES} bytes") from None
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -198,10 +205,10 @@ class _Child:
         with anyio.move_on_after(5):
             status = await self._process.wait()
             if status >= 0:
-                return CallDied(f"its process ended with status {status}")
+                return CallDied(f"the process ended with status {status}")
             by = signal.Signals(-status)
-            return CallDied(f"its process ended by {by.name}", from_outside=by in _FROM_OUTSIDE)
-        return CallDied("its process ended its output")  # closed by the function
+            return CallDied(f"the process ended by {by.name}", from_outside=by in _FROM_OUTSIDE)
+        return CallDied("the process ended its output")  # closed by the function
 
     async def kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
-"""The child of `killable.py`: calls what it is asked to, until its parent is gone.
+"""The child process of `killable.py`: serves calls until its parent exits.
 
-Replies are JSON, so that the parent never unpickles what a function may have had a hand in.
+Replies are JSON, so that the parent never unpickles data that a function could have forged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_ERROR_CHARS = 4000
 def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     memory_mib, *preload = sys.argv[1:]
-    # What a function prints must not mix with the replies; what it reads is nothing.
+    # Keep a function's output apart from the replies, and give it an empty input.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """To what is mapped by now, and `more` bytes."""
+    """Limit the address space to `more` bytes above its current size."""
     with open("/proc/self/statm") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -73,7 +73,7 @@ def _call(name: str, arguments: tuple[object, ...]) -> Any:
         value = asyncio.run(_wait(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
-    json.dumps(value)  # here an error of the function's
+    json.dumps(value)  # fail here, so that the error is attributed to the function
     return value
 
 

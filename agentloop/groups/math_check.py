@@ -1,8 +1,8 @@
-r"""Whether two answers mean the same: exactly for numbers, by math-verify for the rest.
+r"""Compare answers: numbers exactly, everything else with math-verify.
 
-`verified` runs in a process that can be killed: it has no deadline of its own (math-verify's would
-turn a timeout into a wrong answer, by a signal), and some answers never end. Of the parsers that
-math-verify has, only the one for LaTeX is used: the other hands text to Python's eval.
+Run `verified` in a process that can be killed, because some answers never terminate and it has no
+timeout of its own (math-verify's timeout uses a signal and reports a wrong answer). Only
+math-verify's LaTeX parser is used: its other parser passes text to Python's eval.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fractions import Fraction
 
 __all__ = ["number", "same_number", "verified"]
 
-_MAX_DIGITS = 200  # of a number; int() is quadratic, and no answer is that long
+_MAX_DIGITS = 200  # int() takes quadratic time, and no real answer is longer
 _INVISIBLE = re.compile(r"\\[!,;: ]|~|\s+")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)", re.ASCII)
@@ -22,7 +22,7 @@ _FRAC = re.compile(r"([+-]?)\\[dt]?frac\{([+-]?\d+)\}\{([+-]?\d+)\}", re.ASCII)
 
 
 def number(text: str) -> Fraction | None:
-    """The number that `text` is as a whole: an integer, a decimal or a fraction; else None."""
+    """Return the value of `text` if all of it is an integer, decimal or fraction, else None."""
     text = text.strip().removeprefix("$").removesuffix("$").strip()
     text = text.removesuffix(".").replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
     if len(text) > _MAX_DIGITS:
@@ -45,7 +45,11 @@ def number(text: str) -> Fraction | None:
 
 
 def same_number(gold: str, answer: str) -> bool | None:
-    """Whether both are one number. None: this does not decide it, as with 0.333333 and 1/3."""
+    """Return whether both texts denote the same number, or None if that cannot be decided.
+
+    Undecided are texts that are not numbers and decimals that may be rounded, such as 0.333333 for
+    1/3.
+    """
     if gold.strip() == answer.strip():
         return True
     left, right = number(gold), number(answer)
@@ -57,15 +61,15 @@ def same_number(gold: str, answer: str) -> bool | None:
 
 
 def verified(gold: str, answer: str) -> bool:
-    """Whether math-verify takes `answer` for `gold`. May hang, and may crash: see above.
+    """Return whether math-verify considers `answer` equal to `gold`. May hang or crash.
 
-    Needs the extra `math`.
+    Requires the extra `math`.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Both are boxed, so that all of the text is the answer, not a number that stands in it.
+    # Box both, so that math-verify parses the whole text and not just a number in it.
     left, right = (
         parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
         for text in (gold, answer)

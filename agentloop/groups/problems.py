@@ -1,7 +1,7 @@
-"""Problems by the level, made so that the answer is known beforehand: always an integer. Pure.
+"""Generate problems of a given level whose answer, always an integer, is known. Pure.
 
-Nothing is solved here: an equation is written around its root, an integrand is the derivative of
-what it was made from. All choices come from the `random.Random` that is handed in.
+Nothing is solved: an equation is built around its root, and an integrand is the derivative of a
+polynomial. All randomness comes from the `random.Random` argument.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Problem:
 
 
 def arithmetic(level: int, rng: Random) -> Problem:
-    """Sums, differences and products, one after another.
+    """Make a chain of sums, differences and products.
 
-    Numbers have up to 1, 2 and 3 digits at the levels 1 to 3; each three levels add a step.
+    Numbers have up to 1, 2 and 3 digits at levels 1 to 3; every three levels add a step.
     """
     digits, steps = 1 + (level - 1) % 3, 1 + (level - 1) // 3
     value, first = _number(digits, rng), _number(digits, rng)
@@ -57,7 +57,7 @@ def _number(digits: int, rng: Random) -> int:
 
 
 def symbolic(level: int, rng: Random) -> Problem:
-    """Equations, derivatives and integrals; with the level grow degrees and coefficients."""
+    """Make an equation, derivative or integral; degrees and coefficients grow with the level."""
     return rng.choice((_linear, _quadratic, _system, _derivative, _integral))(level, rng)
 
 
@@ -107,7 +107,7 @@ GENERATORS: dict[str, Callable[[int, Random], Problem]] = {
 
 
 def evaluate(terms: Sequence[int], x: int) -> int:
-    """A polynomial's value; `terms` are its coefficients, the constant first."""
+    """Return the value at `x` of a polynomial with coefficients `terms`, constant first."""
     return sum(term * x**power for power, term in enumerate(terms))
 
 
@@ -116,7 +116,7 @@ def derived(terms: Sequence[int]) -> list[int]:
 
 
 def polynomial(terms: Sequence[int]) -> str:
-    """As people write it, the highest power first."""
+    """Format a polynomial in the usual notation, highest power first."""
     parts = []
     for power, term in reversed(list(enumerate(terms))):
         if term:
@@ -140,5 +140,5 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def _coefficient(level: int, rng: Random) -> int:
-    """Not 0, and of up to one digit at level 1."""
+    """Return a nonzero coefficient, of one digit at level 1."""
     return rng.choice((-1, 1)) * rng.randint(1, 9 * level)

@@ -1,15 +1,14 @@
-"""Answers to reasoning-gym's puzzles, scored by their own families, in the sandbox.
+"""Score answers to reasoning-gym puzzles with the puzzles' own scorers, in the sandbox.
 
-Some families evaluate the answer as Python, so the model's text must not get near this process.
-Many give junk a score above 0, and some raise on it: only a score of exactly 1 is right.
+Some scorers evaluate the answer as Python, so model output must not be scored in this process. Many
+give nonsense a score above 0, and some raise: only a score of exactly 1 is correct.
 
-The program says when it begins to score. What ends it before that is ours, and gives no reward.
-What ends it later is the answer's doing, and makes it a wrong one: else a model could take back a
-bad rollout by an answer that breaks its scorer. Only a scorer that takes too long has a second try,
-for the machine may have been busy.
+The program prints a line before it scores. A failure before that line is an infrastructure failure
+and gives no reward. A failure after it is attributed to the answer, which is then wrong: otherwise
+a model could discard a bad rollout with an answer that breaks the scorer. Only a timeout is retried
+once, since the machine may have been busy.
 
-A process of the sandbox that is told to score is at the mercy of what it evaluates: an answer
-written to break out of its scorer can claim a score of 1. It can do nothing else.
+An answer written to break out of its scorer can forge a score of 1, but the sandbox confines it.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ print(asked["mark"], json.dumps(said))
 async def is_solved(
     pool: Pool, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
 ) -> tuple[bool, str]:
-    """Whether `answer` scores 1, and what is to be said about it.
+    """Return whether `answer` scores 1, and an explanation.
 
     Args:
-        puzzle: family, size, seed and index, as `tasks.py` gives them.
+        puzzle: Family, size, seed and index, as made by `tasks.py`.
 
     Raises:
-        CallFailed: the sandbox could not tell.
-        SettingsError: the sandbox's Python has no reasoning-gym.
+        CallFailed: The sandbox failed before scoring.
+        SettingsError: The sandbox's Python has no reasoning-gym.
     """
     mark = secrets.token_hex(16)
     asked = json.dumps({"puzzle": dict(puzzle), "answer": answer, "mark": mark})
@@ -71,11 +70,11 @@ async def is_solved(
             raise _not_scored(result, mark)
         if result.status is not CallStatus.TIMEOUT:
             return _verdict(result, mark, family)
-    return False, f"{family} took longer than {timeout_s:g} s on it, twice"
+    return False, f"{family} took longer than {timeout_s:g} s to score it, twice"
 
 
 def _not_scored(result: CallResult, mark: str) -> Exception:
-    """Why the program did not get as far as the answer."""
+    """Return the error that kept the program from scoring the answer."""
     said = _last(result.stdout, mark)
     if said is not None and "missing" in said:
         return SettingsError(
@@ -83,7 +82,7 @@ def _not_scored(result: CallResult, mark: str) -> Exception:
             'it, or set sandbox.backend to "process"'
         )
     why = result.error.message if result.error is not None else result.stderr[-500:].strip()
-    return CallFailed(f"the sandbox says {result.status}: {why}")
+    return CallFailed(f"the sandbox call ended with status {result.status}: {why}")
 
 
 def _verdict(result: CallResult, mark: str, family: str) -> tuple[bool, str]:
@@ -93,7 +92,7 @@ def _verdict(result: CallResult, mark: str, family: str) -> tuple[bool, str]:
         return False, f"it ended the process that scored it{how}"
     if "raised" in said:
         return False, f"{family} raised {said['raised']} on it"
-    score = said.get("score")  # by the process's own word, which the answer may have written
+    score = said.get("score")  # untrusted: the answer may have forged it
     if not isinstance(score, int | float):
         return False, f"{family} gives it no score"
     return score == 1.0, f"{family} scores it {score:g}"

@@ -1,15 +1,15 @@
-"""The group queue: what was admitted, what is finished, what was trained on. It survives a kill.
+"""A durable queue of groups: admitted, finished, leased to a training step, trained on.
 
     admit ──> open ──finish──> finished ──lease──> leased to a step ──acknowledge──> trained
                 └──give_back──> given back            └ the step is in a checkpoint ┘
 
-A journal in one SQLite file (WAL): each method is a transaction, whole or not at all, and what was
-told stays told. The rollouts of a group stand in a file of their own, which is there, in full,
-before the journal says so; the journal holds its path and its figures.
+The journal is one SQLite file in WAL mode. Each method is one transaction, which is durable when
+the method returns. The rollouts of a group are in a separate file, which is complete before the
+journal refers to it; the journal holds its path and its metrics.
 
-A step is leased its groups before the learner hears of them, and they are acknowledged once the
-step is in a checkpoint. So a learner that is lost goes on from its last checkpoint with the same
-batches in the same order, and no group is ever in two.
+A step leases its groups before the learner sees them and acknowledges them once the step is in a
+checkpoint. After a crash the learner therefore resumes from its last checkpoint with the same
+batches in the same order, and no group is in two batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentloop.plain_json import dumps, loads
 
 __all__ = ["Group", "GroupQueue", "Lease"]
 
-_FORM = 1
+_FORMAT = 1
 _SCHEMA = f"""
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY,
@@ -55,7 +55,7 @@ CREATE TABLE steps (
     result TEXT
 ) STRICT;
 CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-PRAGMA user_version = {_FORM};
+PRAGMA user_version = {_FORMAT};
 """
 _BUSY_S = 10.0
 
@@ -64,13 +64,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A task that was admitted.
+    """An admitted task.
 
     Attributes:
-        number: the order of admission, from 1 on, over the whole run.
-        version: of the weights that were live then.
-        path: of the file of its rollouts, relative to the run; none while it is open.
-        figures: what is told of it, as it was given to `finish`.
+        number: Order of admission over the whole run, starting at 1.
+        version: Version of the weights that were live at admission.
+        path: File of its rollouts, relative to the run folder; None while the group is open.
+        figures: Metrics of the group, as passed to `finish`.
     """
 
     number: int
@@ -86,9 +86,9 @@ class Lease:
     """The batch of a step, in order.
 
     Attributes:
-        notes: what has to be known to do it again.
-        result: what came of it; none if it was never heard of.
-        replaced: the groups that were given back since the step before.
+        notes: Data needed to repeat the step.
+        result: Result of the step, or None if it is unknown.
+        replaced: Groups that were given back since the previous step.
     """
 
     step: int
@@ -99,8 +99,11 @@ class Lease:
 
 
 class GroupQueue:
-    """Use `GroupQueue.open(...)`. One task at a time is in the database, in a thread; whoever is
-    cancelled meanwhile has either done all of it or nothing."""
+    """A queue of groups in an SQLite file; create it with `GroupQueue.open`.
+
+    Transactions run one at a time in a worker thread. A cancelled method has either completed its
+    transaction or done nothing.
+    """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
@@ -111,24 +114,25 @@ class GroupQueue:
     @classmethod
     @asynccontextmanager
     async def open(cls, path: Path) -> AsyncIterator[GroupQueue]:
-        """Make the file, or go on with it.
+        """Open the file, creating it if necessary.
 
         Raises:
-            SettingsError: it cannot be read or written, or it is of another version of agentloop.
+            SettingsError: The file cannot be read or written, or was written by an incompatible
+                version of agentloop.
         """
-        connection = await anyio.to_thread.run_sync(_connected, path)
+        connection = await anyio.to_thread.run_sync(_connect, path)
         with closing(connection):
             queue = cls(connection, path)
-            queue._num_bytes = await queue._do(_bytes_waiting)
+            queue._num_bytes = await queue._transaction(_finished_bytes)
             yield queue
 
     @property
     def num_bytes(self) -> int:
-        """Of the files of the groups that are finished, and that no step has been leased yet."""
+        """Total size of the files of groups that are finished but not leased."""
         return self._num_bytes
 
     async def admit(self, task: Task, *, version: int, cursor: Mapping[str, Any]) -> Group:
-        """The next group; `cursor` is where the source of tasks is after it."""
+        """Admit the next group and record `cursor`, the position of the task source after it."""
 
         def work(db: sqlite3.Connection) -> Group:
             row = (_json(asdict(task)), version)
@@ -137,73 +141,85 @@ class GroupQueue:
             assert found is not None
             return Group(found, task, version)
 
-        return await self._do(work)
+        return await self._transaction(work)
 
     async def finish(
         self, number: int, *, path: str | None, num_bytes: int, figures: Mapping[str, Any]
     ) -> None:
-        """All its rollouts are in the file at `path`; none: it has none, for it could not be asked.
+        """Mark a group as finished, with its rollouts in the file at `path`.
+
+        Args:
+            path: None if the task could not be run and has no rollouts.
 
         Raises:
-            ValueError: the group is not open.
+            ValueError: The group is not open.
         """
         row = (path, num_bytes, _json(figures), number)
         set_ = "state = 'finished', path = ?, num_bytes = ?, figures = ?"
-        await self._do(partial(_change, f"{set_} WHERE state = 'open' AND number = ?", row))
+        await self._transaction(
+            partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
+        )
         self._num_bytes += num_bytes
 
     async def give_back(self, number: int, *, path: str | None, figures: Mapping[str, Any]) -> None:
-        """It will not be trained on. Raises as `finish`."""
-        row = (path, _json(figures), number)
-        set_ = "state = 'given back', path = ?, figures = ?"
-        await self._do(partial(_change, f"{set_} WHERE state = 'open' AND number = ?", row))
-
-    async def lease(self, step: int, numbers: Sequence[int], notes: Mapping[str, Any]) -> Lease:
-        """These groups are the batch of `step`, and of no other.
+        """Mark a group as one that will not be trained on.
 
         Raises:
-            ValueError: one of them is not finished, or the step has a batch already.
+            ValueError: The group is not open.
+        """
+        row = (path, _json(figures), number)
+        set_ = "state = 'given back', path = ?, figures = ?"
+        await self._transaction(
+            partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
+        )
+
+    async def lease(self, step: int, numbers: Sequence[int], notes: Mapping[str, Any]) -> Lease:
+        """Make these groups the batch of `step`.
+
+        Raises:
+            ValueError: A group is not finished, or the step already has a batch.
         """
 
         def work(db: sqlite3.Connection) -> Lease:
             taken = "step = ?, place = ?, state = 'leased' WHERE state = 'finished' AND number = ?"
             for place, number in enumerate(numbers):
-                _change(taken, (step, place, number), db)
+                _update_group(taken, (step, place, number), db)
             try:
                 db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(notes)))
             except sqlite3.IntegrityError:
-                raise ValueError(f"step {step} has a batch already") from None
+                raise ValueError(f"step {step} already has a batch") from None
             since = "state = 'given back' AND step IS NULL"
             db.execute(f"UPDATE groups SET step = ? WHERE {since}", (step,))
             return _lease(db, step, notes, None)
 
-        lease = await self._do(work)
+        lease = await self._transaction(work)
         self._num_bytes -= sum(group.num_bytes for group in lease.groups)
         return lease
 
     async def done(self, step: int, result: Mapping[str, Any]) -> None:
-        """The learner has done that step. It is still in no checkpoint."""
+        """Record the result of a step that is not in a checkpoint yet."""
 
         def work(db: sqlite3.Connection) -> None:
             row = (_json(result), step)
             db.execute("UPDATE steps SET result = ? WHERE step = ?", row)
 
-        await self._do(work)
+        await self._transaction(work)
 
     async def acknowledge(self, step: int) -> None:
-        """A checkpoint holds that step and all before it."""
+        """Mark the groups of all steps up to `step` as trained: a checkpoint contains them."""
 
         def work(db: sqlite3.Connection) -> None:
             where = "state = 'leased' AND step <= ?"
             db.execute(f"UPDATE groups SET state = 'trained' WHERE {where}", (step,))
 
-        await self._do(work)
+        await self._transaction(work)
 
     async def rewind(self, step: int) -> list[Lease]:
-        """The learner is as it was after `step`: the batches that it has to do again, in order.
+        """Return the batches after `step`, in order, for a learner that resumes from that step.
 
-        What stood in a later checkpoint is done again as well; what stands in that one is trained
-        on, also where nobody came to say so."""
+        Batches up to `step` become trained even if they were never acknowledged; later ones are
+        leased reopened even if they were.
+        """
 
         def work(db: sqlite3.Connection) -> list[Lease]:
             held = "state = 'leased' AND step <= ?"
@@ -216,7 +232,7 @@ class GroupQueue:
                 for number, notes, result in db.execute(steps, (step,)).fetchall()
             ]
 
-        return await self._do(work)
+        return await self._transaction(work)
 
     async def begin_stage(
         self,
@@ -226,10 +242,19 @@ class GroupQueue:
         tasks: Sequence[Mapping[str, Any]] | None,
         cursor: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Note that a stage begins after `step`, with `tasks` of its own, or those of the source
-        (None), which came to `cursor` meanwhile. Return the note, which is under `stage NUMBER`
-        from now on: `begun`, `tasks`, and for `undo` what was there before: the number of the
-        `last` group, and `before`, the cursor."""
+        """Record that a stage begins after `step`.
+
+        Args:
+            number: Number of the stage.
+            step: The last step before the stage.
+            tasks: Tasks of the stage; None: those of the source.
+            cursor: Position of the task source.
+
+        Returns:
+            The note stored as `stage NUMBER`: `begun` (the step), `tasks`, and for `undo` the
+                `last` group
+            number and the cursor `before` the stage.
+        """
 
         def work(db: sqlite3.Connection) -> dict[str, Any]:
             (last,) = db.execute("SELECT coalesce(max(number), 0) FROM groups").fetchone()
@@ -239,81 +264,89 @@ class GroupQueue:
             _note(db, "cursor", cursor)
             return stage
 
-        return await self._do(work)
+        return await self._transaction(work)
 
     async def undo(self, step: int) -> None:
-        """Make what came after `step` undone: all that was rolled out since then was sampled with
-        weights that are gone.
+        """Undo all steps after `step`: the weights that sampled their rollouts no longer exist.
 
-        Groups of stages that go on are rolled out anew, also those that were given back. A stage
-        that began after `step` begins anew: its groups are forgotten, and so are those of the
-        stages after it, and the source of tasks is where it was at its beginning.
+        Groups of stages that continue become open again, including those that were given back. A
+        stage that began after `step` starts over: its groups and those of later stages are deleted,
+        and the task source returns to its position at the beginning of the stage.
 
-        The files of these groups, and what else is to be put aside, are noted as `undone`: whoever
-        puts them aside clears that note.
+        The files of these groups are recorded in the note `undone`, which the caller clears after
+        moving them away.
         """
 
         def work(db: sqlite3.Connection) -> None:
             since = "(state IN ('leased', 'trained', 'given back') AND coalesce(step > ?, TRUE))"
-            gone = f"state = 'finished' OR {since}"
-            found = db.execute(f"SELECT path FROM groups WHERE path NOT NULL AND ({gone})", (step,))
+            undone_groups = f"state = 'finished' OR {since}"
+            found = db.execute(
+                f"SELECT path FROM groups WHERE path NOT NULL AND ({undone_groups})", (step,)
+            )
             undone = {
                 "step": step,
                 "name": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
                 "files": [path for (path,) in found.fetchall()],
             }
-            again = "state = 'open', step = NULL, place = NULL, path = NULL, figures = '{}'"
-            db.execute(f"UPDATE groups SET {again}, num_bytes = 0 WHERE {gone}", (step,))
+            reopened = "state = 'open', step = NULL, place = NULL, path = NULL, figures = '{}'"
+            db.execute(
+                f"UPDATE groups SET {reopened}, num_bytes = 0 WHERE {undone_groups}", (step,)
+            )
             db.execute("DELETE FROM steps WHERE step > ?", (step,))
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
-            for key, value in sorted(stages, key=lambda row: _number(row[0]), reverse=True):
+            for key, value in sorted(stages, key=lambda row: _stage_number(row[0]), reverse=True):
                 stage = loads(value)
                 if stage["begun"] > step:
                     db.execute("DELETE FROM notes WHERE key = ?", (key,))
-                    if stage.get("before") is not None:  # by an earlier agentloop it was not noted
+                    if stage.get("before") is not None:  # missing in files of earlier versions
                         db.execute("DELETE FROM groups WHERE number > ?", (stage["last"],))
                         _note(db, "cursor", stage["before"])
             _note(db, "undone", undone)
 
-        await self._do(work)
+        await self._transaction(work)
         self._num_bytes = 0
 
     async def open_groups(self) -> list[Group]:
-        """Admitted and neither finished nor given back: after a restart, to be rolled out again."""
-        return await self._do(lambda db: _groups(db, "state = 'open' ORDER BY number", ()))
+        """Return the groups to roll out after a restart: neither finished nor given back."""
+        return await self._transaction(lambda db: _groups(db, "state = 'open' ORDER BY number", ()))
 
     async def finished_groups(self) -> list[Group]:
-        """Finished, and in no batch yet."""
-        return await self._do(lambda db: _groups(db, "state = 'finished' ORDER BY number", ()))
+        """Return the groups that are finished and not in a batch."""
+        return await self._transaction(
+            lambda db: _groups(db, "state = 'finished' ORDER BY number", ())
+        )
 
     async def reopen(self, numbers: Sequence[int], *, version: int) -> None:
-        """These are rolled out anew, with the weights of `version`."""
+        """Mark groups as open again, to be rolled out with the weights of `version`."""
 
         def work(db: sqlite3.Connection) -> int:
-            again = "state = 'open', version = ?, path = NULL, num_bytes = 0, figures = '{}'"
+            reopened = "state = 'open', version = ?, path = NULL, num_bytes = 0, figures = '{}'"
             where = "WHERE state IN ('open', 'finished') AND number = ?"
             for number in numbers:
-                _change(f"{again} {where}", (version, number), db)
-            return _bytes_waiting(db)
+                _update_group(f"{reopened} {where}", (version, number), db)
+            return _finished_bytes(db)
 
-        self._num_bytes = await self._do(work)
+        self._num_bytes = await self._transaction(work)
 
     async def note(self, key: str, value: Any) -> None:
-        """Remember something under this name; None: forget it."""
-        await self._do(lambda db: _note(db, key, value))
+        """Store `value` under `key`; None deletes the value."""
+        await self._transaction(lambda db: _note(db, key, value))
 
     async def noted(self, key: str) -> Any:
-        """What was remembered under this name, such as `cursor`; None: nothing was."""
-        return await self._do(lambda db: _noted(db, key))
+        """Return the value stored under `key`, such as `cursor`, or None."""
+        return await self._transaction(lambda db: _noted(db, key))
 
     async def counts(self) -> dict[str, int]:
-        """Groups by their state."""
+        """Return the number of groups in each state."""
         query = "SELECT state, count(*) FROM groups GROUP BY state"
-        return await self._do(lambda db: dict(db.execute(query).fetchall()))
+        return await self._transaction(lambda db: dict(db.execute(query).fetchall()))
 
-    async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """`work` in a transaction. Raises SettingsError: the disk is full, the file is damaged, or
-        the like."""
+    async def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` in a transaction.
+
+        Raises:
+            SettingsError: The disk is full, the file is damaged, or SQLite failed otherwise.
+        """
 
         def transact() -> T:
             with self._connection:
@@ -321,26 +354,27 @@ class GroupQueue:
                 return work(self._connection)
 
         async with self._lock:  # no deadline: each transaction has one, _BUSY_S
-            try:  # milliseconds, and _BUSY_S at most; cancellation waits for it
+            try:  # takes milliseconds, at most _BUSY_S; cancellation waits for it
                 return await anyio.to_thread.run_sync(transact)
             except (sqlite3.Error, json.JSONDecodeError) as error:
                 raise SettingsError(f"run.folder: {self._path}: {error}") from error
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def _connect(path: Path) -> sqlite3.Connection:
     try:
         connection = sqlite3.connect(
             path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")  # nor does a power cut take it back
-            (form,) = connection.execute("PRAGMA user_version").fetchone()
-            if not form:
+            connection.execute("PRAGMA synchronous = FULL")  # survive a power cut
+            (format_,) = connection.execute("PRAGMA user_version").fetchone()
+            if not format_:
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-            elif form != _FORM:
+            elif format_ != _FORMAT:
                 raise SettingsError(
-                    f"{path}: of another version of agentloop ({form}, not {_FORM})"
+                    f"{path}: written by an incompatible version of agentloop (format {format_}, "
+                    f"not {_FORMAT})"
                 )
         except BaseException:
             connection.close()
@@ -350,8 +384,12 @@ def _connected(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _change(update: str, row: Sequence[Any], db: sqlite3.Connection) -> None:
-    """Of one group, whose number is last in `row`. Raises ValueError: it is in another state."""
+def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> None:
+    """Update one group, whose number is last in `row`.
+
+    Raises:
+        ValueError: The group is in another state.
+    """
     if db.execute(f"UPDATE groups SET {update}", row).rowcount != 1:
         found = db.execute("SELECT state FROM groups WHERE number = ?", row[-1:]).fetchone()
         raise ValueError(f"group {row[-1]} is {found[0] if found else 'not there'}")
@@ -366,13 +404,13 @@ def _noted(db: sqlite3.Connection, key: str) -> Any:
     return None if row is None else loads(row[0])
 
 
-def _number(stage: str) -> int:
-    """Return the number of a stage from the name of its note: 10 of `stage 10`."""
+def _stage_number(stage: str) -> int:
+    """Return the stage number in the name of its note, such as 10 for `stage 10`."""
     return int(stage.split()[1])
 
 
 def _json(value: Any) -> str:
-    """A data set's columns may hold dates and the like, which nobody computes with."""
+    """Serialize to JSON; dates and other values of data sets become strings."""
     return dumps(value).decode()
 
 
@@ -393,6 +431,6 @@ def _lease(
     return Lease(step, batch, notes, result, replaced)
 
 
-def _bytes_waiting(db: sqlite3.Connection) -> int:
+def _finished_bytes(db: sqlite3.Connection) -> int:
     query = "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state = 'finished'"
     return int(db.execute(query).fetchone()[0])

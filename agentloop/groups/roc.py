@@ -1,7 +1,7 @@
-"""Resample-on-Correct: of the rollouts of one task, the ones to learn from. Pure.
+"""Resample-on-Correct: choose which rollouts of a group to train on. Pure.
 
-The source is rStar2-Agent, arXiv 2508.20722, section on GRPO-RoC, Eq. 4-5. Sample more rollouts
-than are wanted (there: 32 for n = 16), then keep n of them:
+From rStar2-Agent, arXiv 2508.20722, section on GRPO-RoC, Eq. 4-5. Sample more rollouts than needed
+(in the paper 32 for n = 16), then keep n of them:
 
     negatives   floor(n/m * num_negatives) of them, uniformly at random
     positives   the rest, without replacement, with weights 1 / p_total
@@ -12,26 +12,27 @@ where m is the number of rollouts with a reward (with m = 2n: half of the negati
     p_err    = 0.5 if the trace calls no tool, else num_failed_calls / num_calls
     p_format = 1 if it gives no answer, else min(1, (num_answers - 1) / num_turns)
 
-So wrong rollouts keep their variety, and right ones are learned from the more, the cleaner they
-are. What happens to a group, in this order:
+So the negatives keep their variety, and cleaner positives are more likely to be kept. The rules
+for a group, in order:
 
     no reward (infrastructure)  ->  left out, as if it had never been sampled
     fewer than n left           ->  rejected
-    all rewards equal           ->  rejected, where `reject_equal_reward` is set
+    all rewards equal           ->  rejected, if `reject_equal_reward` is set
     exactly n left              ->  all are kept
     more                        ->  resampled
 
-The form `released` is what the paper's published code does instead, and draws nothing. Both shares
-are rounded; a side at or below its floor gets its floor and the other side the rest; the positives
-with the smallest penalties and the first negatives are kept. p_format is 1 also where the <answer>
-and </answer> of the whole response do not alternate. It differs from that code in four ways:
+The form `released` follows the paper's published code, which is deterministic. Both shares are
+rounded; a side at or below its floor gets its floor and the other side the rest; the positives with
+the smallest penalties and the first negatives are kept. p_format is also 1 if the <answer> and
+</answer> tags of the whole response do not alternate. It differs from that code in four ways:
 
-    failed calls  are told by their `CallStatus`; there by the word "error" in the output
-    turns         all count; there the first does not, nor a last one that was cut off (penalties
-                  as there come of traces with as many turns less)
-    answer tags   count where the model wrote them; there also in tool responses
-    quotas        always sum to n; there an assertion fails where both roundings of an odd n go the
-                  same way and neither side is at its floor (here the positives get the rest)
+    failed calls  are recognised by their `CallStatus`, not by the word "error" in the output
+    turns         all count; the published code leaves out the first, and a last one that was cut
+                  off (to reproduce its penalties, pass traces with fewer turns)
+    answer tags   count in the model's turns only, not in tool responses
+    quotas        always sum to n; the published code fails an assertion if both roundings of an odd
+                  n go the same way and neither side is at its floor (here the positives get the
+                  rest)
 """
 
 from __future__ import annotations
@@ -64,64 +65,66 @@ __all__ = [
 _TAG = re.compile("</?answer>")
 
 MIN_PENALTY = 0.01
-"""What a penalty of 0 counts as when weights are drawn: Eq. 5 does not say what 1/0 is.
+"""Lower bound of the penalty in the weight 1 / p_total, which Eq. 5 leaves undefined for 0.
 
-Penalties above it keep their exact proportions. The smallest of them that a rollout of 30 turns
-with a call each can have is 1/30, so a flawless trace weighs at least three times as much as any
-other, and a hundred times as much as one whose every call failed: likelier by far, not certain.
+Penalties above it keep their exact proportions. The smallest nonzero penalty of a rollout of 30
+turns with one call each is 1/30, so a flawless trace weighs at least three times as much as any
+other and a hundred times as much as one whose calls all failed: it is far more likely to be drawn,
+but not certain.
 """
 
 
 class RocSettings(pydantic.BaseModel):
-    """Which rollouts of a group are learned from. The names are those of the paper's code."""
+    """Settings of Resample-on-Correct, named as in the paper's published code."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     form: Literal["paper", "released"] = pydantic.Field(
-        "paper", description='"paper" draws by its equations; "released" picks as its code does.'
+        "paper",
+        description='"paper" samples as in its equations; "released" selects as its code does.',
     )
     down_sample_to_n: int = pydantic.Field(
-        16, description="Rollouts kept of each group; 0 or less: all of them."
+        16, description="Rollouts to keep of each group; 0 or less keeps all."
     )
     reject_equal_reward: bool = pydantic.Field(
-        True, description="Reject groups whose rewards are all equal: nothing can be learned there."
+        True, description="Reject groups whose rewards are all equal, since their advantages are 0."
     )
     roc_error_ratio: bool = pydantic.Field(
-        True, description="Penalise right rollouts for tool calls that failed, or for none."
+        True, description="Penalise correct rollouts for failed tool calls, or for making none."
     )
     roc_answer_format: bool = pydantic.Field(
-        True, description="Penalise right rollouts for no answer tag, or for several."
+        True, description="Penalise correct rollouts without an answer tag or with several."
     )
     min_zero_reward_trace_num: int = pydantic.Field(
         -1,
-        description="Keep at least as many wrong rollouts, as far as there are any. The paper has "
-        "no such floor, and keeps none where a single rollout of a group is wrong; its code has 2.",
+        description="Minimum number of wrong rollouts to keep, if there are that many. The paper "
+        "has no minimum, and keeps none if only one rollout of a group is wrong; its code uses 2.",
     )
     min_non_zero_reward_trace_num: int = pydantic.Field(
-        -1, description="Keep at least as many right rollouts, as far as there are any."
+        -1, description="Minimum number of correct rollouts to keep, if there are that many."
     )
 
     @pydantic.model_validator(mode="after")
-    def _floors_fit(self) -> Self:
+    def _check_minimums(self) -> Self:
         floors = [self.min_zero_reward_trace_num, self.min_non_zero_reward_trace_num]
         if 0 < self.down_sample_to_n < sum(max(0, floor) for floor in floors):
             raise ValueError(
                 f"min_zero_reward_trace_num ({floors[0]}) and min_non_zero_reward_trace_num "
-                f"({floors[1]}) are more than down_sample_to_n ({self.down_sample_to_n})"
+                f"({floors[1]}) add up to more than down_sample_to_n ({self.down_sample_to_n})"
             )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What Resample-on-Correct needs to know of a rollout.
+    """The properties of a rollout that Resample-on-Correct uses.
 
     Attributes:
-        reward: more than 0 is right, else wrong; None: infrastructure broke it.
-        num_calls: those that say something about the model, whether they failed or not.
-        num_answers: <answer> tags of all turns that are closed within their turn.
-        num_pairs: answers as the released code counts them: those of all turns as one text, or 0
-            where a tag lacks its partner. None: as `num_answers`.
+        reward: Positive if the rollout is correct; None if the infrastructure failed.
+        num_calls: Tool calls that count, failed or not.
+        num_answers: Number of <answer> tags that are closed within the same turn, over all turns.
+        num_pairs: Number of answers as the published code counts them: in the text of all turns
+            joined, or 0 if the tags do not alternate. None: use `num_answers`.
     """
 
     reward: float | None
@@ -133,7 +136,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"reward: a finite number or None, not {self.reward}")
+            raise ValueError(f"reward: expected a finite number or None, got {self.reward}")
         if not 0 <= self.num_failed_calls <= self.num_calls:
             raise ValueError(f"{self.num_failed_calls} of {self.num_calls} calls failed")
         if self.num_answers < 0 or self.num_turns < 0 or (self.num_pairs or 0) < 0:
@@ -141,9 +144,9 @@ class Trace:
 
     @classmethod
     def of(cls, trajectory: Trajectory, reward: float | None) -> Self:
-        """A call that was cut short, or that broke by our fault, was never made."""
-        ours = (CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE)
-        statuses = [result.status for result in trajectory.results if result.status not in ours]
+        """Build a trace; calls that were cancelled or lost to the infrastructure do not count."""
+        excluded = (CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE)
+        statuses = [result.status for result in trajectory.results if result.status not in excluded]
         return cls(
             reward=None if trajectory.stop_reason.infrastructure else reward,
             num_calls=len(statuses),
@@ -155,28 +158,28 @@ class Trace:
 
 
 class Rejected(StrEnum):
-    """Why nothing of a group is learned from."""
+    """Reason why a whole group was rejected."""
 
     EQUAL_REWARDS = "equal_rewards"
     TOO_FEW = "too_few"
 
 
 class Dropped(StrEnum):
-    """Why a rollout is not learned from."""
+    """Reason why a rollout was not kept."""
 
-    INFRASTRUCTURE = "infrastructure"  # it has no reward
+    INFRASTRUCTURE = "infrastructure"  # no reward
     GROUP_REJECTED = "group_rejected"
-    NEGATIVE = "negative"  # wrong, and over the quota
-    POSITIVE = "positive"  # right, and over the quota
+    NEGATIVE = "negative"  # over the quota of wrong rollouts
+    POSITIVE = "positive"  # over the quota of correct rollouts
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is kept of a group. Indexes are those of the traces; each is kept or dropped.
+    """The rollouts kept of a group. Each index into the traces is either kept or dropped.
 
     Attributes:
-        kept: ascending.
-        penalties: p_total of every trace, right or wrong.
+        kept: Indexes in ascending order.
+        penalties: p_total of every trace, correct or wrong.
     """
 
     kept: list[int]
@@ -186,15 +189,15 @@ class Choice:
 
 
 def resample(traces: Sequence[Trace], settings: RocSettings, rng: Random) -> Choice:
-    """Choose whom to learn from. The same traces, settings and state of `rng` choose the same."""
+    """Choose the rollouts to train on; deterministic for the same state of `rng`."""
     penalties = [penalty(trace, settings) for trace in traces]
     scored = [index for index, trace in enumerate(traces) if trace.reward is not None]
     rejected = _rejected([traces[index].reward for index in scored], settings)
     if rejected:
         kept = []
     elif 0 < settings.down_sample_to_n < len(scored):
-        positives = [index for index in scored if _is_right(traces[index])]
-        negatives = [index for index in scored if not _is_right(traces[index])]
+        positives = [index for index in scored if _is_correct(traces[index])]
+        negatives = [index for index in scored if not _is_correct(traces[index])]
         num_positives, num_negatives = quotas(len(positives), len(negatives), settings)
         if settings.form == "paper":
             kept = rng.sample(negatives, num_negatives)
@@ -213,7 +216,7 @@ def resample(traces: Sequence[Trace], settings: RocSettings, rng: Random) -> Cho
 
 
 def penalty(trace: Trace, settings: RocSettings) -> float:
-    """p_total, of the parts that are switched on: from 0 (flawless) to 2."""
+    """Return p_total of the enabled parts, from 0 (flawless) to 2."""
     total = 0.0
     if settings.roc_error_ratio:
         total += trace.num_failed_calls / trace.num_calls if trace.num_calls else 0.5
@@ -227,13 +230,16 @@ def penalty(trace: Trace, settings: RocSettings) -> float:
 
 
 def quotas(num_positives: int, num_negatives: int, settings: RocSettings) -> tuple[int, int]:
-    """How many positives and negatives to keep, of at least n in all. They always sum to n.
+    """Return how many positives and negatives to keep; the two always sum to n.
 
-    A floor lifts its side's share, as far as there are traces.
+    A minimum raises the share of its side, up to the number of its traces.
+
+    Raises:
+        ValueError: There are fewer than n traces.
     """
     n, total = settings.down_sample_to_n, num_positives + num_negatives
     if not 0 < n <= total:
-        raise ValueError(f"{n} of {total} traces cannot be kept")
+        raise ValueError(f"cannot keep {n} of {total} traces")
     least_positives = min(settings.min_non_zero_reward_trace_num, num_positives)
     least_negatives = min(settings.min_zero_reward_trace_num, num_negatives)
     if settings.form == "paper":
@@ -241,7 +247,7 @@ def quotas(num_positives: int, num_negatives: int, settings: RocSettings) -> tup
         negatives = min(negatives, n - least_positives)
         return n - negatives, negatives
     positives, negatives = (round(n * side / total) for side in (num_positives, num_negatives))
-    # Also a side that is exactly at its floor: the two roundings of an odd n need not sum to n.
+    # Use <=, not <: the two roundings of an odd n need not sum to n.
     if negatives <= least_negatives:
         negatives = least_negatives
         positives = n - negatives
@@ -251,13 +257,13 @@ def quotas(num_positives: int, num_negatives: int, settings: RocSettings) -> tup
 
 
 def _num_pairs(text: str) -> int:
-    """Return the number of <answer>...</answer>, or 0 where their tags do not alternate."""
+    """Return the number of <answer>...</answer> pairs, or 0 if the tags do not alternate."""
     tags = _TAG.findall(text)
     num_pairs = len(tags) // 2
     return num_pairs if tags == ["<answer>", "</answer>"] * num_pairs else 0
 
 
-def _is_right(trace: Trace) -> bool:
+def _is_correct(trace: Trace) -> bool:
     return trace.reward is not None and trace.reward > 0
 
 
@@ -272,13 +278,13 @@ def _rejected(rewards: Sequence[float | None], settings: RocSettings) -> Rejecte
 def _weighted_sample(
     indexes: Sequence[int], penalties: Sequence[float], count: int, rng: Random
 ) -> list[int]:
-    """`count` of `indexes`, one after another, each with a chance in proportion to its weight.
+    """Draw `count` of `indexes` without replacement, with probability proportional to weight.
 
-    Each has a clock that rings at the rate of its weight; the first to ring are taken (Efraimidis
-    and Spirakis, 2006: the same as to draw, put aside and draw again).
+    Equivalent to taking the first arrivals of independent exponential clocks whose rates are the
+    weights (Efraimidis and Spirakis, 2006).
     """
-    rings = {index: rng.expovariate(1 / max(penalties[index], MIN_PENALTY)) for index in indexes}
-    return sorted(indexes, key=rings.__getitem__)[:count]
+    arrivals = {index: rng.expovariate(1 / max(penalties[index], MIN_PENALTY)) for index in indexes}
+    return sorted(indexes, key=arrivals.__getitem__)[:count]
 
 
 def _why_dropped(trace: Trace, rejected: Rejected | None) -> Dropped:
@@ -286,4 +292,4 @@ def _why_dropped(trace: Trace, rejected: Rejected | None) -> Dropped:
         return Dropped.INFRASTRUCTURE
     if rejected:
         return Dropped.GROUP_REJECTED
-    return Dropped.POSITIVE if _is_right(trace) else Dropped.NEGATIVE
+    return Dropped.POSITIVE if _is_correct(trace) else Dropped.NEGATIVE

@@ -1,18 +1,18 @@
-"""Pure: how many groups may be admitted, and which the learner takes, so that none is too stale.
+"""Bound the staleness of groups: how many are admitted, and which the learner takes. Pure.
 
     admit ──> open ──finish──> finished ──take──> trained on ──weights live──> its slot is free
       ▲         └──give_back──> (filtered out, and replaced)                        │
-      └───────────────────────────────── room ──────────────────────────────────────┘
+      └───────────────────────────────── slots ──────────────────────────────────────┘
 
-A slot is charged at admission and freed when the weights that were made with it are live. With
-`batch_size` slots for each of `max_staleness + 1` versions, capacity is the bound on the average; a
-group that takes long would still be overtaken by others, version after version. So a batch is
-taken only if every other group can still be in time: the oldest come first, and a batch that would
-leave one behind waits for it.
+A slot is taken at admission and freed when the weights trained on the group are live. There are
+`batch_size` slots for each of `max_staleness + 1` versions. That bounds the average staleness, but
+a slow group could still be overtaken by others, version after version. So batches are taken oldest
+first, and a batch is taken only if every remaining group can still be trained on in time; otherwise
+the learner waits.
 
-The staleness of a group is the version that it is trained on less the one that it was admitted
-under (its oldest tokens'), so 0 is on-policy, and then everything goes in step. The counting is
-that of AReaL (arXiv 2505.24298, eq. 3), made a bound for each sample.
+The staleness of a group is the version it is trained on minus the version at its admission (that
+of its oldest tokens). 0 is on-policy: rollouts and training alternate. The capacity is that of
+AReaL (arXiv 2505.24298, eq. 3), here with a bound for each sample.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ __all__ = ["Slots"]
 
 
 class Slots:
-    """Groups by their number, which is the order of their admission.
+    """The slots of groups, which are identified by number, in the order of admission.
 
-    Batch `k` is trained on weights of version `k`, and makes version `k + 1`.
+    Batch `k` is trained on weights of version `k` and produces version `k + 1`.
     """
 
     def __init__(self, max_staleness: int, batch_size: int, *, version: int = 0) -> None:
-        """`version` is the one that is live."""
+        """
+        Args:
+            version: The version of the weights that are live.
+        """
         if max_staleness < 0 or batch_size < 1:
-            raise ValueError("max_staleness is 0 at least, batch_size 1")
+            raise ValueError("max_staleness must be at least 0 and batch_size at least 1")
         self._max_staleness = max_staleness
         self._batch_size = batch_size
         self.live = version
         self.next_batch = version
-        self._admitted: dict[int, int] = {}  # the version, of each that no batch has taken
+        self._admitted: dict[int, int] = {}  # version at admission, of groups not yet taken
         self._finished: set[int] = set()
 
     def __len__(self) -> int:
-        """Groups that no batch has taken yet."""
+        """Return the number of groups that no batch has taken."""
         return len(self._admitted)
 
     @property
     def room(self) -> int:
-        """How many more groups may be admitted now."""
-        ahead = self.next_batch - self.live  # batches that hold their slots still
+        """Number of groups that may be admitted now."""
+        ahead = self.next_batch - self.live  # batches that still hold their slots
         return (self._max_staleness + 1 - ahead) * self._batch_size - len(self._admitted)
 
     @property
@@ -55,43 +58,45 @@ class Slots:
         return self._admitted.keys() - self._finished
 
     def staleness(self, number: int) -> int:
-        """Of a group that is not taken, if the next batch took it."""
+        """Return the staleness that a group would have in the next batch."""
         return self.next_batch - self._admitted[number]
 
     def has_room_for(self, version: int) -> bool:
-        """Whether a group of that version may be there again, and none would be too stale: with
-        other settings than before, or fewer slots, more may have been kept than can be in time."""
+        """Return whether a group of `version` can be admitted again and trained on in time.
+
+        After a restart with other settings or fewer slots, not all saved groups may fit.
+        """
         there = [*self._admitted.values(), version]
         return version <= self.live and self.room > 0 and self._in_time(there, self.next_batch)
 
     def admit(self, number: int, *, version: int | None = None, finished: bool = False) -> None:
-        """A group starts, or is there again after a restart: with its `version` of then.
+        """Admit a group, or admit it again after a restart, with its original `version`.
 
         Raises:
-            ValueError: there is no room, or it is there already.
+            ValueError: There is no free slot, or the group is already admitted.
         """
         if number in self._admitted:
-            raise ValueError(f"group {number} is admitted already")
+            raise ValueError(f"group {number} is already admitted")
         if self.room < 1:
-            raise ValueError(f"no room for group {number}")
+            raise ValueError(f"no free slot for group {number}")
         self._admitted[number] = self.live if version is None else version
         if finished:
             self._finished.add(number)
 
     def finish(self, number: int) -> None:
-        """All of it is there, whether or not there is anything to learn from it."""
+        """Mark a group as finished, whether or not it can be trained on."""
         if number not in self._admitted or number in self._finished:
             raise ValueError(f"group {number} is not open")
         self._finished.add(number)
 
     def give_back(self, number: int) -> None:
-        """It will not be trained on: its slot is another's."""
+        """Free the slot of a group that will not be trained on."""
         del self._admitted[number]
         self._finished.discard(number)
 
     def take(self) -> list[int] | None:
-        """The next batch, oldest first; None where it has to wait for more, or for an old one."""
-        ready = sorted(self._finished, key=self._age)
+        """Return the next batch, oldest first, or None if other groups must finish first."""
+        ready = sorted(self._finished, key=self._age_order)
         batch = ready[: self._batch_size]
         rest = [self._admitted[number] for number in self._admitted.keys() - batch]
         if len(batch) < self._batch_size or not self._in_time(rest, self.next_batch + 1):
@@ -102,30 +107,33 @@ class Slots:
         return batch
 
     def learned_nothing(self) -> None:
-        """The batch that was taken last had nothing to learn from: there will be no version of it.
+        """Discard the last batch: it had no training signal, so no new version will follow.
 
         Raises:
-            ValueError: no batch was taken since the last version that is live.
+            ValueError: No batch was taken since the version that is live.
         """
         if self.next_batch == self.live:
-            raise ValueError("no batch is under way")
+            raise ValueError("no batch is being trained on")
         self.next_batch -= 1
 
     def now_live(self, version: int) -> None:
-        """Every server has the weights of that version: the slots of the batches before are free.
+        """Record that all servers have the weights of `version`; free the slots of earlier batches.
 
         Raises:
-            ValueError: it is of a batch that was not taken, or older than what is live.
+            ValueError: The version is older than the live one, or its batch was not taken.
         """
         if not self.live <= version <= self.next_batch:
-            raise ValueError(f"version {version} is not from {self.live} to {self.next_batch}")
+            raise ValueError(f"version {version} is not between {self.live} and {self.next_batch}")
         self.live = version
 
-    def _age(self, number: int) -> tuple[int, int]:
+    def _age_order(self, number: int) -> tuple[int, int]:
         return self._admitted[number], number
 
     def _in_time(self, versions: Iterable[int], first: int) -> bool:
-        """Whether batches of full size, from the `first` on, could take each before it is too
-        stale: of those that are due in the next n batches there are no more than n batches hold."""
+        """Return whether batches from `first` on can take each group before it is too stale.
+
+        This holds if, for each n, at most n batches' worth of groups are due within the next n
+        batches.
+        """
         due = sorted(version + self._max_staleness for version in versions)
         return all(place // self._batch_size <= last - first for place, last in enumerate(due))

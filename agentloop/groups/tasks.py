@@ -1,7 +1,7 @@
-"""Where tasks come from: files, data sets, generators. An endless source that can be resumed.
+"""Read tasks from files, data sets and generators, as an endless source that can be resumed.
 
-Problems that are held out are told by a hash of their text: never by their place in a file. So
-they stay out of training when the file is sorted anew, is added to, or holds them twice.
+Held-out problems are chosen by a hash of their text, not by their position in a file, so they stay
+out of training if the file is reordered, extended or contains duplicates.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _PROMPTS = ("messages", "prompt", "problem", "question")
 _ANSWERS = ("answer", "ground_truth")
 _NESTED = "reward_model.ground_truth"
 _OTHERS = ("reward_model", "data_source", "source", "level", "extra_info")
-_MAX_HELD_OUT = 256  # of a generator, whose problems have no end
+_MAX_HELD_OUT = 256  # of a generator, whose problems are endless
 _GENERATED_SHARE = 1 / 8
-_PATIENCE = 1000
+_MAX_MISSES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Task:
     """A prompt and its answer.
 
     Attributes:
-        id: the same for the same problem, run after run, whatever the system message is.
-        prompt: a question, or a conversation in OpenAI's terms.
-        source: the data set that it is from.
-        level: how hard, where the source says so; else 0.
-        extra: what else the source says.
+        id: Identifies the problem across runs, independent of the system message.
+        prompt: A question, or a conversation in OpenAI's format.
+        source: Name of the data set.
+        level: Difficulty, or 0 if the source does not give one.
+        extra: Additional fields of the source.
     """
 
     id: str
@@ -59,7 +59,7 @@ class Task:
 
 
 class TasksSettings(pydantic.BaseModel):
-    """Where tasks come from."""
+    """The source of tasks."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -71,37 +71,42 @@ class TasksSettings(pydantic.BaseModel):
         )
     )
     paths: list[Path] = pydantic.Field(
-        default_factory=list, description="Files of the kinds jsonl and parquet."
+        default_factory=list, description="Files to read, for the kinds jsonl and parquet."
     )
-    name: str = pydantic.Field("", description="A Hugging Face data set: a hub name or a folder.")
-    config: str = pydantic.Field("", description="Which of a data set's configurations.")
-    split: str = pydantic.Field("train", description="Which of a data set's splits.")
+    name: str = pydantic.Field("", description="Hugging Face data set: a hub name or a folder.")
+    config: str = pydantic.Field("", description="Configuration of the data set.")
+    split: str = pydantic.Field("train", description="Split of the data set.")
     families: list[str] = pydantic.Field(
-        default_factory=list, description="Families of reasoning-gym, such as chain_sum."
+        default_factory=list, description="Families of reasoning-gym puzzles, such as chain_sum."
     )
-    size: int = pydantic.Field(500, ge=1, description="Tasks of each family of reasoning-gym.")
+    size: int = pydantic.Field(
+        500, ge=1, description="Number of tasks of each reasoning-gym family."
+    )
     levels: list[int] = pydantic.Field(
-        default_factory=lambda: [1], min_length=1, description="Levels of a generator, in turns."
+        default_factory=lambda: [1],
+        min_length=1,
+        description="Levels of a generator, used in rotation.",
     )
-    seed: int = pydantic.Field(0, description="Of the shuffling, and of what is generated.")
+    seed: int = pydantic.Field(0, description="Random seed of shuffling and of generators.")
     shuffle: bool = pydantic.Field(
-        True, description="Anew in each epoch; else in the file's order."
+        True, description="Shuffle in each epoch; otherwise keep the order of the file."
     )
     held_out: float = pydantic.Field(
         0.0,
         ge=0,
-        description="Kept for evaluation: a share (below 1) or a number of problems. A generator "
-        "holds out a share, or an eighth, and gives up to that number, or up to 256.",
+        description="Problems kept for evaluation: a share (below 1) or a number. A generator "
+        "holds out that share, or an eighth, of its problems and evaluates on at most that number, "
+        "or 256.",
     )
     template: str = pydantic.Field(
-        "{problem}", description="The prompt around a problem that is plain text."
+        "{problem}", description="Prompt template for a problem that is plain text."
     )
     system: str = pydantic.Field(
-        "", description="A system message before a problem that is plain text."
+        "", description="System message before a problem that is plain text."
     )
 
     @pydantic.model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _check_consistent(self) -> Self:
         needed = {
             "jsonl": "paths",
             "parquet": "paths",
@@ -109,33 +114,34 @@ class TasksSettings(pydantic.BaseModel):
             "reasoning_gym": "families",
         }.get(self.kind)
         if needed and not getattr(self, needed):
-            raise ValueError(f"{needed}: the kind {self.kind!r} needs it")
+            raise ValueError(f"{needed}: required by the kind {self.kind!r}")
         if min(self.levels) < 1:
-            raise ValueError(f"levels: from 1 on, not {min(self.levels)}")
+            raise ValueError(f"levels: must be at least 1, got {min(self.levels)}")
         if self.held_out >= 1 and not self.held_out.is_integer():
-            raise ValueError(f"held_out: a share below 1 or a whole number, not {self.held_out}")
+            raise ValueError(
+                f"held_out: expected a share below 1 or a whole number, got {self.held_out}"
+            )
         if "{problem}" not in self.template:
-            raise ValueError("template: {problem} must stand in it")
+            raise ValueError("template: must contain {problem}")
         return self
 
 
 class TaskSource(ABC):
-    """An endless iterator over the tasks to train on, and the list of those held out.
+    """An endless iterator over the training tasks, with a list of held-out tasks.
 
-    `cursor()` says how far it is; `open` with it goes on there, with the same tasks in the same
-    order.
+    Pass the result of `cursor()` to `open` to resume with the same tasks in the same order.
     """
 
     @staticmethod
     def open(
         settings: TasksSettings | None = None, cursor: Mapping[str, Any] | None = None
     ) -> TaskSource:
-        """Read or prepare the tasks.
+        """Read or prepare the tasks, and continue from `cursor` if given.
 
         Raises:
-            DataError: names the file, the line or row, and the field; or the tasks are not those
-                that the cursor was taken of.
-            SettingsError: a package is missing.
+            DataError: A row is invalid (the message names the file, line or row, and field), or the
+                tasks differ from those of the cursor.
+            SettingsError: A required package is missing.
         """
         settings = settings or TasksSettings()
         source: TaskSource = (
@@ -158,39 +164,48 @@ class TaskSource(ABC):
 
     @abstractmethod
     def held_out(self) -> list[Task]:
-        """The tasks that are never trained on, in an order of their own."""
+        """Return the tasks that are never trained on, in an order of their own."""
 
     @abstractmethod
     def find(self, id: str) -> Task:
-        """The task of that id, held out or not. Raises KeyError."""
+        """Return the task with this id, held out or not.
+
+        Raises:
+            KeyError: There is no such task.
+        """
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """The same for the same tasks in the same order."""
+        """A digest that is equal for the same tasks in the same order."""
 
     def cursor(self) -> dict[str, Any]:
-        """Where it stands, for JSON: how much of which epoch was given out."""
+        """Return the position in the current epoch, as JSON-compatible data."""
         return {
             "epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint
         }  # fmt: skip
 
     def go_to(self, cursor: Mapping[str, Any]) -> None:
-        """Go on from where a cursor was taken. Raises DataError: it was taken of other tasks."""
+        """Continue from a cursor.
+
+        Raises:
+            DataError: The cursor belongs to other tasks.
+        """
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
-                "tasks: not those of the cursor: other files, another seed or another split"
+                "tasks: they differ from the tasks of the saved cursor: use the same files, seed "
+                "and split"
             )
         self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
 
 
 class _Generated(TaskSource):
-    """Problem after problem; the position is the number of the next, epochs there are none."""
+    """Generated problems; the position is the number of the next one, and there are no epochs."""
 
     @property
     def fingerprint(self) -> str:
-        said = self._settings
-        return _digest(f"{said.kind} {said.levels} {said.seed} {self._share}")
+        settings = self._settings
+        return _digest(f"{settings.kind} {settings.levels} {settings.seed} {self._share}")
 
     @property
     def _share(self) -> float:
@@ -203,15 +218,15 @@ class _Generated(TaskSource):
             if not _is_below(digest, self._share):
                 self._position = index + 1
                 return task
-        raise DataError(f"held_out: {self._share} leaves nothing to train on")
+        raise DataError(f"held_out: {self._share} leaves no tasks to train on")
 
     def held_out(self) -> list[Task]:
         wanted = self._settings.held_out
         most = int(wanted) if wanted >= 1 else _MAX_HELD_OUT
         tasks: dict[str, Task] = {}
         index = last_new = 0
-        # Small levels have few problems: the search ends where all that comes is known.
-        while len(tasks) < most and wanted and index - last_new < _PATIENCE / self._share:
+        # Low levels have few problems: stop once new ones no longer turn up.
+        while len(tasks) < most and wanted and index - last_new < _MAX_MISSES / self._share:
             task, digest = self._make(index)
             if _is_below(digest, self._share) and digest not in tasks:
                 tasks[digest] = task
@@ -226,17 +241,17 @@ class _Generated(TaskSource):
         return self._make(int(index))[0]
 
     def _make(self, index: int) -> tuple[Task, str]:
-        said = self._settings
-        level = said.levels[index % len(said.levels)]
-        problem = GENERATORS[said.kind](level, Random(f"{said.seed} {level} {index}"))
-        prompt = _prompt(problem.text, said)
+        settings = self._settings
+        level = settings.levels[index % len(settings.levels)]
+        problem = GENERATORS[settings.kind](level, Random(f"{settings.seed} {level} {index}"))
+        prompt = _prompt(problem.text, settings)
         answer = str(problem.answer)
-        task = Task(f"{said.kind}-{index}", prompt, answer, source=said.kind, level=level)
+        task = Task(f"{settings.kind}-{index}", prompt, answer, source=settings.kind, level=level)
         return task, _digest(problem.text)
 
 
 class _Listed(TaskSource):
-    """Epoch after epoch through what was read; of equal problems the first one counts."""
+    """Tasks read from a list, epoch by epoch; of duplicate problems the first is kept."""
 
     def __init__(self, settings: TasksSettings) -> None:
         super().__init__(settings)
@@ -253,13 +268,13 @@ class _Listed(TaskSource):
         held = set(self._held_out)
         self._training = [id for id in (ids if settings.shuffle else tasks) if id not in held]
         if not tasks:
-            raise DataError("there are no tasks: none were read")
+            raise DataError("no tasks were read")
         self._order: tuple[int, list[str]] = (-1, [])
 
     @cached_property
     def fingerprint(self) -> str:
-        said = self._settings
-        return _digest(f"{said.seed} {said.shuffle} {' '.join(self._training)}")
+        settings = self._settings
+        return _digest(f"{settings.seed} {settings.shuffle} {' '.join(self._training)}")
 
     def __next__(self) -> Task:
         if not self._training:
@@ -281,10 +296,11 @@ class _Listed(TaskSource):
 
 
 def read_tasks(settings: TasksSettings) -> Iterator[Task]:
-    """Every task of a file, a data set or reasoning-gym, copies included.
+    """Yield every task of a file, a data set or reasoning-gym, including duplicates.
 
     Raises:
-        DataError, SettingsError: as `TaskSource.open`.
+        DataError: As `TaskSource.open`.
+        SettingsError: As `TaskSource.open`.
     """
     if settings.kind == "reasoning_gym":
         yield from _read_reasoning_gym(settings)
@@ -299,18 +315,22 @@ def read_tasks(settings: TasksSettings) -> Iterator[Task]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    """The number of each line that is not empty, and what stands in it. Raises DataError."""
+    """Yield the number and the value of each nonempty line.
+
+    Raises:
+        DataError: The file cannot be read, or a line is not JSON.
+    """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
-                        # Not orjson, to which a long integer is a float: answers may be long.
+                        # Not orjson, which reads long integers as floats: answers may be long.
                         yield number, json.loads(line.removeprefix(b"\xef\xbb\xbf"))
                     except ValueError as error:
                         raise DataError(f"{path}: line {number}: not JSON: {error}") from error
     except FileNotFoundError as error:
-        hint = "`agentloop data prepare --help` says how to make such a file"
+        hint = "`agentloop data prepare --help` explains how to create one"
         raise DataError(f"{path}: {error.strerror}; {hint}") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
@@ -321,13 +341,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     parquet = import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            there = set(file.schema_arrow.names)
-            columns = [name for name in (*_PROMPTS, *_ANSWERS, *_OTHERS) if name in there]
+            present = set(file.schema_arrow.names)
+            columns = [name for name in (*_PROMPTS, *_ANSWERS, *_OTHERS) if name in present]
             for needed in (_PROMPTS, (*_ANSWERS, "reward_model")):
-                if not there.intersection(needed):
+                if not present.intersection(needed):
                     raise DataError(
-                        f"{path}: one of the columns {_listed(needed)} is needed; there are "
-                        f"{_listed(sorted(there)) or 'none'}"
+                        f"{path}: one of the columns {_listed(needed)} is required; the file has "
+                        f"{_listed(sorted(present)) or 'none'}"
                     )
             batches = file.iter_batches(batch_size=1024, columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -347,7 +367,7 @@ def _read_huggingface(settings: TasksSettings) -> Iterable[Any]:
             rows: Iterable[Any] = found[settings.split] if isinstance(found, dict) else found
         else:
             rows = datasets.load_dataset(name, settings.config or None, split=settings.split)
-    except Exception as error:  # of any kind: the hub, the files, the format, the split
+    except Exception as error:  # the hub, files, format or split may raise anything
         raise DataError(f"{name}: {type(error).__name__}: {error}") from error
     return rows
 
@@ -355,7 +375,7 @@ def _read_huggingface(settings: TasksSettings) -> Iterable[Any]:
 def _read_reasoning_gym(settings: TasksSettings) -> Iterator[Task]:
     gym = _package("reasoning_gym", extra="reasoning-gym")
     for family in settings.families:
-        made = {"family": family, "size": settings.size, "seed": settings.seed}
+        puzzle = {"family": family, "size": settings.size, "seed": settings.seed}
         try:
             dataset = gym.create_dataset(family, size=settings.size, seed=settings.seed)
         except ValueError as error:
@@ -368,7 +388,7 @@ def _read_reasoning_gym(settings: TasksSettings) -> Iterator[Task]:
                 prompt=_prompt(text, settings),
                 answer="" if entry["answer"] is None else str(entry["answer"]),
                 source=f"reasoning_gym/{family}",
-                extra={"reasoning_gym": {**made, "index": index}},
+                extra={"reasoning_gym": {**puzzle, "index": index}},
             )
 
 
@@ -383,7 +403,7 @@ def _package(name: str, *, extra: str) -> Any:
 
 def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: an object is expected, not {_shown(row)}")
+        raise DataError(f"{where}: expected an object, got {_shown(row)}")
     named, prompt = _first(row, _PROMPTS, where)
     if isinstance(prompt, str):
         text = question = prompt
@@ -391,15 +411,15 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
     else:
         text, question = _conversation(prompt, f"{where}: field {named!r}")
     if not question.strip():
-        raise DataError(f"{where}: field {named!r}: it is empty")
+        raise DataError(f"{where}: field {named!r} is empty")
     extra = row.get("extra_info")
     if not isinstance(extra, Mapping | None):
-        raise DataError(f"{where}: field 'extra_info': an object is expected, not {_shown(extra)}")
+        raise DataError(f"{where}: field 'extra_info': expected an object, got {_shown(extra)}")
     for name in (named, *_ANSWERS, *_OTHERS):
-        if not _is_text(row.get(name)):
+        if not _is_encodable(row.get(name)):
             raise DataError(
-                f"{where}: field {name!r}: it has half of a surrogate pair (\\ud800 or the like), "
-                "which has no UTF-8: replace it"
+                f"{where}: field {name!r} contains a lone surrogate (such as \\ud800), "
+                "which cannot be encoded as UTF-8: replace it"
             )
     return Task(
         id=_digest(text),
@@ -415,7 +435,7 @@ def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[st
     for name in names:
         if row.get(name) is not None:
             return name, row[name]
-    raise DataError(f"{where}: one of the fields {_listed(names)} is needed")
+    raise DataError(f"{where}: one of the fields {_listed(names)} is required")
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -423,10 +443,13 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _conversation(messages: Any, where: str) -> tuple[str, str]:
-    """What tells it from others, and its last question. Of a question alone they are the same, so
-    that a problem is known again where it stands as plain text."""
+    """Return the text that identifies a conversation, and its last question.
+
+    For a single question both are the question, so that the same problem as plain text has the same
+    id.
+    """
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: text or messages are expected, not {_shown(messages)}")
+        raise DataError(f"{where}: expected text or messages, got {_shown(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
@@ -434,11 +457,13 @@ def _conversation(messages: Any, where: str) -> tuple[str, str]:
             raise DataError(f"{where}: message {number}: 'role' and 'content' must be text")
     last: Mapping[str, str] = messages[-1]
     if last["role"] != "user":
-        raise DataError(f"{where}: the last message is of the {last['role']}, not of the user")
-    said = [message for message in messages if message["role"] != "system"]
-    if len(said) == 1:
+        raise DataError(
+            f"{where}: the last message must have the role 'user', not {last['role']!r}"
+        )
+    settings = [message for message in messages if message["role"] != "system"]
+    if len(settings) == 1:
         return last["content"], last["content"]
-    text = "\n".join(f"{message['role']}: {message['content']}" for message in said)
+    text = "\n".join(f"{message['role']}: {message['content']}" for message in settings)
     return text, last["content"]
 
 
@@ -447,31 +472,27 @@ def _answer(row: Mapping[str, Any], where: str) -> str:
     if isinstance(nested, Mapping):
         row = {_NESTED: nested.get("ground_truth"), **row}
     name, answer = _first(row, (_NESTED, *_ANSWERS), where)
-    if isinstance(answer, float) and not math.isfinite(answer):  # so pandas writes a gap
-        raise DataError(f"{where}: field {name!r}: a finite number is expected, not {answer}")
+    if isinstance(answer, float) and not math.isfinite(answer):  # how pandas writes missing values
+        raise DataError(f"{where}: field {name!r}: expected a finite number, got {answer}")
     if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)  # a column of integers with gaps
+        answer = int(answer)  # from a column of integers with missing values
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise DataError(
-            f"{where}: field {name!r}: text or a number is expected, not {_shown(answer)}"
-        )
+        raise DataError(f"{where}: field {name!r}: expected text or a number, got {_shown(answer)}")
     if not str(answer).strip():
-        raise DataError(f"{where}: field {name!r}: it is empty")
+        raise DataError(f"{where}: field {name!r} is empty")
     return str(answer).strip()
 
 
 def _level(level: Any, where: str) -> int:
-    """A number, or text such as "Level 5"; 0 where there is none."""
+    """Parse a number or text such as "Level 5"; return 0 if there is none."""
     if level is None or level == "":
         return 0
     try:
         return int(str(level).lower().removeprefix("level"))
     except ValueError:
-        if level == "Level ?":  # so in MATH
+        if level == "Level ?":  # occurs in MATH
             return 0
-        raise DataError(
-            f"{where}: field 'level': a number is expected, not {_shown(level)}"
-        ) from None
+        raise DataError(f"{where}: field 'level': expected a number, got {_shown(level)}") from None
 
 
 def _prompt(text: str, settings: TasksSettings) -> str | Sequence[Message]:
@@ -482,27 +503,27 @@ def _prompt(text: str, settings: TasksSettings) -> str | Sequence[Message]:
 
 
 def _digest(text: str) -> str:
-    """32 hexadecimal digits, the same however the text is spaced."""
+    """Return 32 hexadecimal digits that do not depend on the whitespace of the text."""
     plain = " ".join(unicodedata.normalize("NFC", text).split())
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _is_text(value: Any) -> bool:
-    """Return whether all text in a value can be written as UTF-8."""
+def _is_encodable(value: Any) -> bool:
+    """Return whether all strings in a value can be encoded as UTF-8."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
             return False
     elif isinstance(value, Mapping):
-        return all(_is_text(key) and _is_text(one) for key, one in value.items())
+        return all(_is_encodable(key) and _is_encodable(one) for key, one in value.items())
     elif isinstance(value, list):
-        return all(map(_is_text, value))
+        return all(map(_is_encodable, value))
     return True
 
 
 def _is_below(digest: str, share: float) -> bool:
-    """Whether it is among the first `share` of all digests there may be."""
+    """Return whether a digest is in the lowest `share` of all possible digests."""
     return int(digest[:12], 16) < share * 16**12
 
 

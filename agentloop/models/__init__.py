@@ -1,4 +1,4 @@
-"""The models that ship with the package. Only paths: loading them is the server's affair."""
+"""Paths of the models that ship with the package."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ SMALL: Path = Path(__file__).parent / "small"
 
 
 def not_a_model(folder: Path) -> str:
-    """Return what to tell somebody who named `folder` as a model, where it has no config.json."""
+    """Return the error message for a `folder` without a config.json."""
     return (
-        f"{folder} is no model folder: it has no config.json. A model of the Hugging Face hub is "
-        f"fetched by: hf download OWNER/NAME --local-dir {folder}"
+        f"{folder} is not a model folder: it has no config.json. To download a model of the "
+        f"Hugging Face hub, run: hf download OWNER/NAME --local-dir {folder}"
     )

@@ -1,1 +1,1 @@
-"""What people see: metrics now, the page later. Reads events; imported by composers alone."""
+"""Metrics, traces, journals and the web page, all fed by events. Imported by composers only."""

@@ -1,9 +1,9 @@
-"""A run from its folder, as the page shows it: after it has ended, or from another process.
+"""Show a run from its folder: after it has ended, or from another process.
 
-    trajectories/group-*.jsonl, metrics.jsonl, entropy/ ──read when asked──> rows, rollouts, curves
+    trajectories/group-*.jsonl, metrics.jsonl, entropy/ ──read on request──> rows, rollouts, curves
 
-Of a run that goes on, what is there is looked for again every few seconds. Not covered: what only
-the running process knows, such as servers and who waits.
+The folder is read again every few seconds, in case the run is still going. Data that only the
+running process has, such as servers and waits, is not shown.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from agentloop.trajectory import CallStatus
 
 __all__ = ["Archive", "read_group", "read_rollout"]
 
-_MAX_GROUPS = 500  # the newest
+_MAX_GROUPS = 500  # newest ones only
 _MAX_ROLLOUTS = 2_000
-_MAX_ROWS = 500  # in a frame
+_MAX_ROWS = 500  # per frame
 _LOOK_EVERY_S = 3.0
 _MAX_DIGITS = 18  # of a group's number
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 _VERDICT = ("reward", "answer", "reason", "advantage", "dropped")
 
 _Summary = tuple[dict[str, Any], list[dict[str, Any]]]
-"""The row of a group, and those of its rollouts; times are milliseconds of the Unix clock."""
+"""Row of a group and rows of its rollouts; times are Unix times in milliseconds."""
 
 
 @dataclass
 class Archive:
-    """See the module; a `Shown`. `chat` decodes token by token; None: text is shown by turns."""
+    """A run's folder as the page shows it; implements `Shown`.
+
+    Attributes:
+        chat: Decodes token by token; if None, text is shown by turn.
+    """
 
     folder: Path
     about: Mapping[str, Any]
@@ -47,7 +51,6 @@ class Archive:
     _read: dict[tuple[Path, int], _Summary] = field(default_factory=dict)
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        """See `Shown`."""
         seen: Any = None
         while True:
             now = await anyio.to_thread.run_sync(_extent, self.folder)
@@ -60,33 +63,27 @@ class Archive:
             yield "", b""
 
     async def frame(self) -> dict[str, Any]:
-        """See `Shown`."""
         return await anyio.to_thread.run_sync(self._frame)
 
     async def rollout(self, key: str) -> dict[str, Any]:
-        """See `Shown`."""
         found = await anyio.to_thread.run_sync(read_rollout, self.folder, key, self.chat)
         if found is None:
-            raise NotThere(f"rollout {key!r}: it is not in {self.folder / 'trajectories'}")
+            raise NotThere(f"rollout {key!r}: not found in {self.folder / 'trajectories'}")
         return found
 
     async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """See `Shown`."""
         yield "end", await self.rollout(key)
 
     async def group(self, name: str) -> dict[str, Any]:
-        """See `Shown`."""
         found = await anyio.to_thread.run_sync(read_group, self.folder, name, self.chat)
         if found is None:
-            raise NotThere(f"group {name!r}: it is not in {self.folder / 'trajectories'}")
+            raise NotThere(f"group {name!r}: not found in {self.folder / 'trajectories'}")
         return found
 
     async def runs(self) -> list[dict[str, Any]]:
-        """See `Shown`."""
         return await anyio.to_thread.run_sync(runs_beside, self.folder)
 
     async def curves(self, run: str) -> list[dict[str, Any]]:
-        """See `Shown`."""
         return await anyio.to_thread.run_sync(curves, self.folder, run)
 
     def _frame(self) -> dict[str, Any]:
@@ -94,7 +91,7 @@ class Archive:
         read: dict[tuple[Path, int], _Summary] = {}
         num_rollouts = 0
         for path in reversed(paths):
-            try:  # whole when it appears; an evaluation that is gone on with writes it anew
+            try:  # files appear complete; a resumed evaluation rewrites them
                 key = path, path.stat().st_mtime_ns
             except OSError:
                 continue
@@ -107,8 +104,8 @@ class Archive:
         there = [summary for summary in reversed(read.values()) if summary[1]]
         t0_ms = min((row["start"] for _, rows in there for row in rows), default=0)
         t0 = t0_ms / 1000
-        groups = [_since(t0_ms, group) for group, _ in there]
-        rollouts = [_since(t0_ms, row) for _, rows in there for row in rows]
+        groups = [_relative_to(t0_ms, group) for group, _ in there]
+        rollouts = [_relative_to(t0_ms, row) for _, rows in there for row in rows]
         steps = read_metrics(self.folder)
         return {
             "rev": 0,
@@ -123,8 +120,10 @@ class Archive:
 
 
 def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, Any] | None:
-    """A rollout as `Telling.whole` tells it, from the run's folder; None: it is not there, or
-    damaged."""
+    """Return a rollout from the run's folder, as `Telling.whole` does, or None.
+
+    None means that it is missing or damaged.
+    """
     rows = _rows_of(folder, key.rpartition(".")[0])
     row = next((one for one in rows if one["trajectory"]["id"] == key), None)
     if row is None:
@@ -145,7 +144,7 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
 
 
 def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, Any] | None:
-    """A group from the run's folder, as `Shown.group` tells it; None: it is not there."""
+    """Return a group from the run's folder, as `Shown.group` does, or None if it is missing."""
     rows = _rows_of(folder, name)
     if not rows:
         return None
@@ -158,9 +157,9 @@ def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, An
 
 
 def _rows_of(folder: Path, group: str) -> list[dict[str, Any]]:
-    """Of a group by its name, which begins with its number."""
+    """Return the rollouts of a group; its name begins with its number."""
     number = group.partition("-")[0]
-    if not number.isdecimal() or len(number) > _MAX_DIGITS:  # no path of a stranger's
+    if not number.isdecimal() or len(number) > _MAX_DIGITS:  # untrusted input must not form a path
         return []
     rows = _read(_path(folder, int(number)))
     return [row for row in rows if _group_of(row) == group]
@@ -171,7 +170,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The rollouts of a group; those that are damaged are left out."""
+    """Return the rollouts of a group, without damaged ones."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -194,7 +193,7 @@ def _summary(path: Path) -> _Summary:
     return _group_row(rows, 0.0), [_rollout_row(row, 0.0) for row in rows]
 
 
-def _since(t0_ms: int, row: dict[str, Any]) -> dict[str, Any]:
+def _relative_to(t0_ms: int, row: dict[str, Any]) -> dict[str, Any]:
     moved = {**row, "start": row["start"] - t0_ms, "end": row["end"] - t0_ms}
     if "lanes" in row:
         moved["lanes"] = [(lane, at - t0_ms) for lane, at in row["lanes"]]
@@ -202,7 +201,7 @@ def _since(t0_ms: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]] | None:
-    """What `agentloop analyze entropy` wrote of it."""
+    """Return the entropies that `agentloop analyze entropy` wrote for a rollout."""
     path = folder / "entropy" / _path(folder, number).name
     try:
         lines = path.read_bytes().splitlines()
@@ -225,7 +224,10 @@ def _group_of(row: Mapping[str, Any]) -> str:
 
 
 def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
-    """As `Row.told`. When a server was found is not known: until its first token a turn waits."""
+    """Return a row like `Row.told`.
+
+    Placement times are unknown, so a turn counts as waiting until its first token.
+    """
     one = row["trajectory"]
     start: int = round(1000 * (one["created_unix_s"] - t0))
 
@@ -237,8 +239,8 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         lanes.append(("wait", at(turn["started_s"])))
         if turn["first_token_s"] is not None:
             lanes.append(("decode", at(turn["first_token_s"])))
-        never = {one["call_id"] for one in turn["results"] if not CallStatus(one["status"]).ran}
-        if any(call["id"] not in never for call in turn["calls"]):
+        not_run = {one["call_id"] for one in turn["results"] if not CallStatus(one["status"]).ran}
+        if any(call["id"] not in not_run for call in turn["calls"]):
             lanes.append(("tool", at(turn["generated_s"])))
     results = [result for turn in one["turns"] for result in turn["results"]]
     return {
@@ -248,7 +250,7 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         "stop": one["stop_reason"],
         "turn": len(one["turns"]),
         "tokens": sum(len(turn["output_ids"]) for turn in one["turns"])
-        or row.get("figures", {}).get("num_tokens", 0),  # as an endpoint counts them
+        or row.get("figures", {}).get("num_tokens", 0),  # as counted by an external endpoint
         "calls": sum(len(turn["calls"]) for turn in one["turns"]),
         "failed_calls": sum(CallStatus(result["status"]).failed for result in results),
         "server": next(
@@ -282,27 +284,27 @@ def _group_row(rows: Sequence[Mapping[str, Any]], t0: float) -> dict[str, Any]:
 
 
 def _is_chosen(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether somebody chose from the group: in an evaluation nobody does."""
+    """Return whether rollouts were selected from the group, which evaluations never do."""
     scored = [row for row in rows if row["reward"] is not None]
     return any(row["advantage"] is not None or row["dropped"] for row in scored or rows)
 
 
 def _member(row: Mapping[str, Any], *, is_chosen: bool) -> dict[str, Any]:
-    told = _rollout_row(row, 0.0)
+    summary = _rollout_row(row, 0.0)
     names = ("id", "state", "stop", "tokens", "calls", "failed_calls")
     return {
-        **{name: told[name] for name in names},
+        **{name: summary[name] for name in names},
         **{name: row[name] for name in _VERDICT},
-        "turns": told["turn"],
+        "turns": summary["turn"],
         "kept": row["advantage"] is not None if is_chosen else None,
     }
 
 
 def _results(folder: Path) -> dict[str, Any]:
-    """Return the headline figures of an evaluation; nothing for other runs."""
+    """Return the headline metrics of an evaluation, or nothing for other runs."""
     try:
-        told = loads((folder / "results.json").read_bytes())
-        k, whole = told["num_samples"], told["all"]
+        results = loads((folder / "results.json").read_bytes())
+        k, whole = results["num_samples"], results["all"]
         values = {"tasks": str(whole["num_tasks"]), "samples missing": str(whole["num_missing"])}
         if (found := whole["avg_at_k"]) is not None:
             text = f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
@@ -315,10 +317,10 @@ def _results(folder: Path) -> dict[str, Any]:
 def _moment(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not steps:
         return {}
-    # The last row may be of an evaluation, which tells of no version.
+    # The last row may be from an evaluation, which has no version.
     last = next((row for row in reversed(steps) if row.get("version") is not None), steps[-1])
     version = last.get("version")
-    # A step's version is the one that it was sampled with; the run has published one more since.
+    # A step's version is the one it was sampled with; the run has since published the next one.
     published = [int(path.name) for path in (folder / "weights").glob("*") if path.name.isdigit()]
     version = max(published, default=version)
     return {
@@ -329,7 +331,7 @@ def _moment(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sliced(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """In frames of a bounded number of rows, the first of which replaces all."""
+    """Split the state into frames with a bounded number of rows; the first replaces everything."""
     rows = whole.pop("rollouts")
     first = {**whole, "rollouts": rows[:_MAX_ROWS]}
     head = {"rev": 0, "t": whole["t"], "full": False}
@@ -338,7 +340,7 @@ def _sliced(whole: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _extent(folder: Path) -> tuple[int, int]:
-    """What grows while a run goes on."""
+    """Return the sizes that change while a run is going."""
     try:
         size = (folder / "metrics.jsonl").stat().st_size
     except OSError:

@@ -1,4 +1,4 @@
-"""Questions of visitors: each is a rollout, which goes on when they have left."""
+"""Answer visitors' questions with rollouts that continue after the visitor leaves."""
 
 from __future__ import annotations
 
@@ -18,49 +18,56 @@ _MAX_OPEN = 64
 _START_S = 30.0
 
 Ask = Callable[[str], Awaitable[str]]
-"""Starts a rollout of a question and returns its id. Raises AgentLoopError: it does not begin."""
+"""Starts a rollout of a question and returns its id; raises AgentLoopError if it cannot start."""
 
 
 @asynccontextmanager
 async def asking(rollout: Callable[[str, Emit], Awaitable[Any]], emit: Emit) -> AsyncIterator[Ask]:
-    """`rollout` runs one, and tells of it by the emitter that it is given; leaving cancels all."""
+    """Yield a function that starts a rollout of a question.
+
+    Leaving the context cancels all rollouts.
+
+    Args:
+        rollout: Runs a rollout of a question and passes its events to the given emitter.
+        emit: Receives the events of all rollouts.
+    """
     is_open: set[object] = set()
 
     async def run(
         question: str,
-        one: object,
+        question_key: object,
         *,
         task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
     ) -> None:
-        has_begun = False
+        has_started = False
 
-        def tell(event: Event) -> None:
-            nonlocal has_begun
+        def forward(event: Event) -> None:
+            nonlocal has_started
             emit(event)
-            if isinstance(event, RolloutStarted) and not has_begun:
-                has_begun = True
+            if isinstance(event, RolloutStarted) and not has_started:
+                has_started = True
                 task_status.started(event.rollout_id)
 
         try:
-            await rollout(question, tell)
+            await rollout(question, forward)
         except AgentLoopError:
-            if not has_begun:
-                raise  # whoever asked is told; later it stands in the trajectory
+            if not has_started:
+                raise  # report it to the visitor; later errors are in the trajectory
         finally:
-            is_open.discard(one)
+            is_open.discard(question_key)
 
     async def ask(question: str) -> str:
         if len(is_open) >= _MAX_OPEN:
-            raise RequestError(f"{_MAX_OPEN} questions are being answered: wait for one of them")
-        one = object()
-        is_open.add(one)
+            raise RequestError(f"{_MAX_OPEN} questions are being answered: try again later")
+        question_key = object()
+        is_open.add(question_key)
         try:
             with anyio.fail_after(_START_S):
-                key: str = await tasks.start(run, question, one)
+                key: str = await tasks.start(run, question, question_key)
         except BaseException as error:
-            is_open.discard(one)  # it may have been cancelled before its first step
+            is_open.discard(question_key)  # the task may have been cancelled before it ran
             if isinstance(error, TimeoutError):
-                raise RequestError(f"it did not begin within {_START_S:g} s") from None
+                raise RequestError(f"the rollout did not start within {_START_S:g} s") from None
             raise
         return key
 

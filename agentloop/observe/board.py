@@ -1,10 +1,10 @@
-"""What the page shows, folded from events. Pure: no tasks, no clients, its clock is given.
+"""The state that the page shows, built from events. Pure: no tasks, no clients, an injected clock.
 
-    events ──seen──> rows, groups, counters ──take──> what has changed since it was asked last
+    events ──seen──> rows, groups, counters ──take──> changes since the last call
 
-Nothing is kept of a single event, so that a reader who is late is given less, and newer, and what
-grows is bounded by what is in flight. A row is told whole; which lane a rollout is in comes before
-how many tokens it has.
+Single events are not kept, so a late reader gets fewer but newer updates, and pending changes are
+bounded by the number of rollouts. Rows are sent whole; changes of lane are sent before new token
+counts.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from agentloop.trajectory import Trajectory, Turn
 __all__ = ["Board", "GroupRow", "Lane", "Row"]
 
 Lane = Literal["wait", "prefill", "decode", "tool", "siblings", "reward"]
-"""What a rollout is at: it waits for room on a server, a server reads its prompt, samples, tools
-run, the others of its group are waited for, its answer is checked."""
+"""State of a rollout: waiting for capacity, prefill, decoding, running tools, waiting for the rest
+of its group, or being scored."""
 
-_MAX_LANES = 64  # of a row; the oldest are left out
+_MAX_LANES = 64  # per row, the newest
 _MAX_STEPS = 5_000  # rows of metrics
-_RATE_S = 5.0  # what a rate is taken over
-_NUM_LATENCIES = 1_000  # the last calls, of which the percentiles are
-_NUM_PROMPTS = 200  # the last turns of a server, of which the share of cached tokens is
+_RATE_S = 5.0  # window for rates
+_NUM_LATENCIES = 1_000  # most recent calls, for percentiles
+_NUM_PROMPTS = 200  # most recent turns per server, for the share of cached tokens
 
 
 @dataclass(slots=True)
 class Row:
-    """A rollout. Times are milliseconds since the board began."""
+    """A rollout. Times are milliseconds since the board was created."""
 
-    record: Trajectory | None  # None: forgotten, to save memory
+    record: Trajectory | None  # None: dropped to save memory
     id: str
     group: str
     start: int
@@ -98,7 +98,7 @@ class Row:
 
 @dataclass(slots=True)
 class GroupRow:
-    """The rollouts of a task. Times as in `Row`."""
+    """The rollouts of a task. Times are as in `Row`."""
 
     id: str
     task: str
@@ -130,7 +130,7 @@ class GroupRow:
 
 
 class Board:
-    """Tell it of every event (`seen`); `take` what has changed."""
+    """Collects events with `seen` and returns what has changed with `take`."""
 
     def __init__(
         self,
@@ -140,9 +140,14 @@ class Board:
         max_groups: int = 500,
         max_kept_tokens: int = 1_000_000,
     ) -> None:
-        """Rollouts that have ended are kept up to `max_ended`, their texts up to `max_kept_tokens`
-        in all (some 70 bytes each); groups up to `max_groups`, and as many of which nobody learns:
-        those of held-out tasks come by the hundred, and would leave no room for others."""
+        """
+        Args:
+            max_ended: Number of finished rollouts to keep.
+            max_groups: Number of training groups to keep, and of other groups. The limits are
+                separate because held-out tasks come by the hundred and would displace the training
+                groups.
+            max_kept_tokens: Total tokens to keep of finished rollouts, at some 70 bytes each.
+        """
         self._clock = clock
         self.t0 = clock()
         self.rows: dict[str, Row] = {}
@@ -160,12 +165,12 @@ class Board:
         self._rates: deque[tuple[float, int, int]] = deque([(self.t0, 0, 0)])
         self._latencies: deque[tuple[float, float]] = deque(maxlen=_NUM_LATENCIES)
         self._cached: dict[str, deque[tuple[int, int]]] = {}
-        # What nobody has taken yet, in the order of the changes.
-        self._moved: dict[str, None] = {}
-        self._grown: dict[str, None] = {}
+        # Changes since the last `take`, in order.
+        self._lane_changes: dict[str, None] = {}
+        self._token_changes: dict[str, None] = {}
         self._changed_groups: dict[str, None] = {}
-        self._gone: dict[str, None] = {}
-        self._gone_groups: dict[str, None] = {}
+        self._removed: dict[str, None] = {}
+        self._removed_groups: dict[str, None] = {}
         self._num_new_steps = 0
 
     def ms(self) -> int:
@@ -183,11 +188,11 @@ class Board:
                     if event.ids and row.lanes[-1][0] != "decode":
                         self._enter(row, "decode")
                     else:
-                        self._grown[row.id] = None
+                        self._token_changes[row.id] = None
             case RolloutStarted(record=record, group=group):
                 self._start(record, group)
             case GroupStarted() | GroupFinished():
-                self._see_group(event)
+                self._update_group(event)
             case Measured(row=metrics):
                 self.steps.append(metrics)
                 self._num_new_steps = min(self._num_new_steps + 1, _MAX_STEPS)
@@ -196,7 +201,7 @@ class Board:
             case _:
                 row = self.rows.get(event.rollout_id)
                 if row is not None and (row.state == "live" or isinstance(event, RolloutScored)):
-                    self._see(row, event)
+                    self._update_row(row, event)
 
     def _start(self, record: Trajectory, group: str) -> None:
         now = self.ms()
@@ -205,12 +210,12 @@ class Board:
         self.num_in_flight += before is None or before.state != "live"
         self.rows[record.id] = row
         self._ended.pop(record.id, None)
-        self._gone.pop(record.id, None)  # it is there again: a reader would forget it
-        self._moved[record.id] = None
+        self._removed.pop(record.id, None)  # it was started again, so readers must keep it
+        self._lane_changes[record.id] = None
         if (found := self.groups.get(group)) is not None:
             found.members[record.id] = None
 
-    def _see(self, row: Row, event: Event) -> None:
+    def _update_row(self, row: Row, event: Event) -> None:
         match event:
             case TurnStarted(turn=turn):
                 row.turn = turn + 1
@@ -223,13 +228,13 @@ class Board:
                 self._enter(row, "wait")
             case CallStarted(call=call):
                 row.calls += 1
-                if call.error is None:  # else it is answered without a tool
+                if call.error is None:  # otherwise no tool runs
                     row.open_calls.add(call.id)
-                self._grown[row.id] = None
+                self._token_changes[row.id] = None
             case CallFinished(result=result):
                 row.open_calls.discard(result.call_id)
                 row.failed_calls += result.status.failed
-                self._grown[row.id] = None
+                self._token_changes[row.id] = None
                 self._num_calls += 1
                 self.calls[str(result.status)] += 1
                 queued_s = result.started_s - result.dispatched_s
@@ -237,7 +242,7 @@ class Board:
             case TurnSampled() if row.open_calls:
                 self._enter(row, "tool")
             case TurnFinished(record=turn):
-                self._see_cache(row, turn)
+                self._record_cache_hits(row, turn)
             case RolloutFinished(trajectory=trajectory):
                 row.stop = str(trajectory.stop_reason)
                 row.turn = max(row.turn, len(trajectory.turns))
@@ -248,7 +253,7 @@ class Board:
                 self._end(row, "abandoned")
             case RolloutScored():
                 row.reward, row.answer, row.reason = event.reward, event.answer, event.reason
-                self._moved[row.id] = None
+                self._lane_changes[row.id] = None
                 if row.end is None:
                     return
                 now = self.ms()
@@ -258,19 +263,19 @@ class Board:
                 row.end = now
                 self._trim(row)
 
-    def _see_cache(self, row: Row, turn: Turn) -> None:
+    def _record_cache_hits(self, row: Row, turn: Turn) -> None:
         if row.record is None or not turn.output_ids:
             return
         others = (len(one.output_ids) + len(one.observation_ids) for one in row.record.turns[:-1])
         last = self._cached.setdefault(row.server, deque(maxlen=_NUM_PROMPTS))
         last.append((turn.cached_tokens, len(row.record.prompt_ids) + sum(others)))
 
-    def _see_group(self, event: GroupStarted | GroupFinished) -> None:
+    def _update_group(self, event: GroupStarted | GroupFinished) -> None:
         name = event.group
         match event:
             case GroupStarted():
                 self.groups.pop(name, None)
-                self._gone_groups.pop(name, None)
+                self._removed_groups.pop(name, None)
                 self.groups[name] = GroupRow(
                     name,
                     event.task_id,
@@ -285,7 +290,7 @@ class Board:
                 for oldest in alike[: max(0, len(alike) - self._max_groups)]:
                     del self.groups[oldest]
                     self._changed_groups.pop(oldest, None)
-                    self._gone_groups[oldest] = None
+                    self._removed_groups[oldest] = None
             case GroupFinished() if name in self.groups:
                 group = self.groups[name]
                 group.mean_reward, group.end = event.mean_reward, self.ms()
@@ -295,7 +300,7 @@ class Board:
                     if (row := self.rows.get(key)) is not None:
                         row.advantage = event.kept.get(key)
                         row.dropped = event.dropped.get(key)
-                        self._moved[key] = None
+                        self._lane_changes[key] = None
         if name in self.groups:
             self._changed_groups[name] = None
 
@@ -303,18 +308,18 @@ class Board:
         if row.lanes[-1][0] != lane:
             row.lanes.append((lane, self.ms()))
             self._trim(row)
-        self._moved[row.id] = None
+        self._lane_changes[row.id] = None
 
     def _trim(self, row: Row) -> None:
         if len(row.lanes) > _MAX_LANES:
             del row.lanes[:-_MAX_LANES]
             row.more = True
-        self._moved[row.id] = None
+        self._lane_changes[row.id] = None
 
     def _end(self, row: Row, state: Literal["done", "abandoned"]) -> None:
         row.state, row.end = state, self.ms()
         row.open_calls.clear()
-        self._moved[row.id] = None
+        self._lane_changes[row.id] = None
         self.num_in_flight -= 1
         self.num_done += 1
         if (group := self.groups.get(row.group)) is not None:
@@ -325,15 +330,15 @@ class Board:
             num_tokens = len(row.record.prompt_ids) + row.record.num_response_tokens
             self._with_record.append((row.id, num_tokens))
             self._num_kept_tokens += num_tokens
-        self._forget()
+        self._evict()
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         while len(self._ended) > self._max_ended:
             oldest, _ = self._ended.popitem(last=False)
             del self.rows[oldest]
-            self._moved.pop(oldest, None)
-            self._grown.pop(oldest, None)
-            self._gone[oldest] = None
+            self._lane_changes.pop(oldest, None)
+            self._token_changes.pop(oldest, None)
+            self._removed[oldest] = None
         while self._with_record and (
             self._num_kept_tokens > self._max_kept_tokens
             or len(self._with_record) > self._max_ended
@@ -346,16 +351,16 @@ class Board:
     # --- readers ----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """A moment that rates are taken from: call it a few times a second."""
+        """Record a sample for the rates; call it a few times a second."""
         now = self._clock()
         self._rates.append((now, self._num_tokens, self._num_calls))
         while len(self._rates) > 2 and now - self._rates[0][0] > _RATE_S:
             self._rates.popleft()
 
     def now(self) -> dict[str, Any]:
-        """The numbers of this moment that events tell of."""
+        """Return the current rates and counters."""
         (before_s, tokens, calls), (now_s, tokens_now, calls_now) = self._rates[0], self._rates[-1]
-        per_s = 1 / (now_s - before_s) if now_s > before_s else 0.0  # clocks are set back
+        per_s = 1 / (now_s - before_s) if now_s > before_s else 0.0  # the clock may go backwards
         return {
             "tokens_per_s": round((tokens_now - tokens) * per_s, 1),
             "calls_per_s": round((calls_now - calls) * per_s, 2),
@@ -367,7 +372,7 @@ class Board:
         }
 
     def tools(self) -> dict[str, Any]:
-        """Calls by how they ended, and how long the last ones took."""
+        """Return the number of calls by status, and percentiles of recent latencies."""
         found: dict[str, Any] = {"calls": dict(self.calls)}
         if self._latencies:
             found["latency_ms"] = _percentiles([latency for latency, _ in self._latencies])
@@ -375,43 +380,45 @@ class Board:
         return found
 
     def cached_fraction(self, server: str) -> float | None:
-        """Of the tokens of prompts, those that the server had in its cache."""
+        """Return the share of recent prompt tokens that were in a server's cache."""
         last = self._cached.get(server)
         total = sum(of for _, of in last or ())
         return sum(cached for cached, _ in last or ()) / total if total else None
 
     @property
     def has_changed_rows(self) -> bool:
-        return bool(self._moved or self._grown)
+        return bool(self._lane_changes or self._token_changes)
 
     def take(self, max_rows: int) -> dict[str, Any]:
-        """What has changed since it was taken last; of rows so many at most, the rest later."""
-        keys = _first(self._moved, max_rows)
+        """Return the changes since the last call; rows beyond `max_rows` follow later."""
+        keys = _pop_first(self._lane_changes, max_rows)
         for key in keys:
-            self._grown.pop(key, None)
-        keys += _first(self._grown, max_rows - len(keys))
+            self._token_changes.pop(key, None)
+        keys += _pop_first(self._token_changes, max_rows - len(keys))
         taken: dict[str, Any] = {"rollouts": [self.rows[key].told() for key in keys]}
         groups = [*self._changed_groups]
         taken["groups"] = [self.groups[name].told() for name in groups if name in self.groups]
-        if self._gone or self._gone_groups:
-            taken["gone"] = {"rollouts": [*self._gone], "groups": [*self._gone_groups]}
+        if self._removed or self._removed_groups:
+            taken["gone"] = {"rollouts": [*self._removed], "groups": [*self._removed_groups]}
         if self._num_new_steps:
             taken["steps"] = [*self.steps][-self._num_new_steps :]
-        self._gone, self._gone_groups, self._num_new_steps = {}, {}, 0
+        self._removed, self._removed_groups, self._num_new_steps = {}, {}, 0
         self._changed_groups.clear()
         return {name: value for name, value in taken.items() if value}
 
     def skip(self) -> None:
-        """Nobody reads: what has changed so far need not be told."""
-        self._moved.clear()
-        self._grown.clear()
+        """Discard the pending changes, because nobody is reading."""
+        self._lane_changes.clear()
+        self._token_changes.clear()
         self._changed_groups.clear()
-        self._gone, self._gone_groups, self._num_new_steps = {}, {}, 0
+        self._removed, self._removed_groups, self._num_new_steps = {}, {}, 0
 
     def all(self, max_rows: int, *, taken: bool = False) -> Iterator[dict[str, Any]]:
-        """All that is there, in slices of so many rows; between two of them it may change. Rows
-        and groups may be told again by the next `take`; steps may not: with `taken` those are left
-        out that it is going to tell."""
+        """Yield the whole state, in slices of at most `max_rows` rows.
+
+        The state may change between slices. Rows and groups may be repeated by the next `take`;
+        steps may not, so with `taken` the steps that it will return are left out.
+        """
         steps = [*self.steps][: len(self.steps) - self._num_new_steps * taken]
         yield {
             "groups": [group.told() for group in self.groups.values()],
@@ -422,12 +429,12 @@ class Board:
             yield {"steps": steps[start : start + max_rows]}
         keys = [*self.rows]
         for start in range(0, len(keys), max_rows):
-            there = (self.rows.get(key) for key in keys[start : start + max_rows])
-            yield {"rollouts": [row.told() for row in there if row is not None]}
+            rows = (self.rows.get(key) for key in keys[start : start + max_rows])
+            yield {"rollouts": [row.told() for row in rows if row is not None]}
 
 
-def _first(keys: dict[str, None], number: int) -> list[str]:
-    """Takes them out."""
+def _pop_first(keys: dict[str, None], number: int) -> list[str]:
+    """Remove and return the first `number` keys."""
     found = [key for key, _ in zip(keys, range(number), strict=False)]
     for key in found:
         del keys[key]
@@ -435,7 +442,7 @@ def _first(keys: dict[str, None], number: int) -> list[str]:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Nearest rank, in milliseconds."""
+    """Return nearest-rank percentiles in milliseconds."""
     ordered = sorted(seconds)
     ranks = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     return {

@@ -1,4 +1,4 @@
-"""What a reader of events had to leave out: counted, and told of now and then."""
+"""Count what a reader of events had to drop, and log it at intervals."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ _EVERY_S = 60.0
 
 
 class Dropped:
-    """Call `add` from any thread. The log has the first of it at once, the rest once a minute at
-    most, and `tell` says what was not told.
+    """Counts dropped items and logs them at once, then at most once a minute. Thread-safe.
+
+    Call `tell` at the end to log the remainder.
 
     Attributes:
-        num: in all.
+        num: Total number of dropped items.
     """
 
     def __init__(self, what: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`what` is left out, in plain words, such as "events of runs/x/events.jsonl"."""
+        """
+        Args:
+            what: Describes the items in the log, such as "events of runs/x/events.jsonl".
+        """
         self._what = what
         self._clock = clock
         self._lock = threading.Lock()
-        self._said_s: float | None = None
-        self._num_said = 0
+        self._logged_s: float | None = None
+        self._num_logged = 0
         self._why = ""
         self.num = 0
 
@@ -37,14 +41,14 @@ class Dropped:
             self.num += num
             self._why = why
             now = self._clock()
-            if self._said_s is not None and now - self._said_s < _EVERY_S:
+            if self._logged_s is not None and now - self._logged_s < _EVERY_S:
                 return
-            self._said_s = now
+            self._logged_s = now
         self.tell()
 
     def tell(self) -> None:
-        """What was left out, if any of it was not told yet."""
+        """Log the items that were dropped since the last log message, if any."""
         with self._lock:
-            num, self._num_said = self.num - self._num_said, self.num
+            num, self._num_logged = self.num - self._num_logged, self.num
         if num:
-            log.warning("%s: left out %d (%d in all): %s", self._what, num, self.num, self._why)
+            log.warning("%s: dropped %d (%d in total): %s", self._what, num, self.num, self._why)

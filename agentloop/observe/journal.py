@@ -1,16 +1,16 @@
-"""What happened, written down: `events.jsonl` in a run's folder.
+"""Write events to `events.jsonl` in a run's folder.
 
-    events ──seen──> lines that wait, bounded ──every half second, in a thread──> events.jsonl
-                                                        full: it becomes events.old.jsonl ─┘
+    events ──seen──> queued lines, bounded ──every half second, in a thread──> events.jsonl
+                                                  when full: renamed to events.old.jsonl ─┘
 
-A line for each event of note: rollouts, turns, calls, groups, rewards, rows of metrics, weights; no
-tokens, and nothing of what anybody wrote but the answer. Its keys: `t` (seconds since 1970),
-`event`, and those of the event; `rollout` is a rollout's id, times are seconds on its own clock.
+There is a line for each event of a rollout, turn, call, group, reward, metrics row or weight sync,
+but no tokens, and no text except the answer. The keys are `t` (Unix time in seconds), `event`, and
+those of the event; `rollout` is a rollout's id, and its times are seconds since its start.
 
-What the disk is too slow for, or has no room for, is left out: the log says so, and the file how
-many lines, in a line `dropped`, once there is room. The run goes on.
+Lines that the disk is too slow or too full for are dropped and logged; once there is space again, a
+line `dropped` records their number. The run continues.
 
-Not covered: the last half second before a kill, and files on a disk that hangs.
+A kill may lose the last half second. A disk that hangs is not handled.
 """
 
 from __future__ import annotations
@@ -49,37 +49,38 @@ __all__ = ["Journal", "JournalSettings", "read_events"]
 
 _NEW, _OLD = "events.jsonl", "events.old.jsonl"
 _CLOSE_S = 5.0
-_MAX_TEXT = 500  # characters of an answer, a reason, a name that a model made up
+_MAX_TEXT = 500  # characters of an answer, a reason or a tool name
 
 Line = dict[str, Any]
 
 
 class JournalSettings(pydantic.BaseModel):
-    """What is written down of what happens."""
+    """The event log of a run."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    enabled: bool = pydantic.Field(True, description="Write events.jsonl into the run's folder.")
+    enabled: bool = pydantic.Field(True, description="Write events.jsonl to the run's folder.")
     max_mib: int = pydantic.Field(
-        512, ge=1, description="On disk; the oldest half of it is left out when it is full."
+        512,
+        ge=1,
+        description="Maximum size on disk; when it is reached, the oldest half is deleted.",
     )
     every_s: float = pydantic.Field(
-        0.5, gt=0, description="Between two writes: what a kill may take with it."
+        0.5, gt=0, description="Interval between writes; a kill may lose this much."
     )
     max_waiting: int = pydantic.Field(
-        65_536, ge=1, description="Lines that wait to be written; more are left out, and counted."
+        65_536, ge=1, description="Maximum number of queued lines; more are dropped and counted."
     )
 
 
 class Journal:
-    """Tell it of every event by `seen`."""
+    """The event log of a run; pass every event to `seen`. Create it with `Journal.open`."""
 
     def __init__(self, folder: Path, settings: JournalSettings | None = None) -> None:
-        """Use `Journal.open(...)`."""
         self._settings = settings or JournalSettings()
         self._file = _File(folder, self._settings.max_mib * 2**20 // 2)
         self._waiting: list[Line] = []
-        self._num_untold = 0  # of those that were dropped, in the file
+        self._num_unrecorded = 0  # dropped lines that the file does not mention yet
         self._dropped = Dropped(f"events of {self._file.path}")
 
     @classmethod
@@ -87,8 +88,10 @@ class Journal:
     async def open(
         cls, folder: Path, settings: JournalSettings | None = None
     ) -> AsyncIterator[Journal]:
-        """Goes on with the file that is there. When it is left, all that waits is written, if that
-        takes no longer than 5 seconds. What cannot be written is no error, but is logged."""
+        """Open the log, appending to an existing file; on leaving, write the rest within 5 seconds.
+
+        Lines that cannot be written are dropped and logged; no error is raised.
+        """
         journal = cls(folder, settings)
         journal._add("opened", {})
         try:
@@ -104,30 +107,30 @@ class Journal:
             with anyio.move_on_after(_CLOSE_S, shield=True) as late:
                 await journal._write(abandon=True)
             if late.cancelled_caught:
-                journal._drop(num_left, f"not written within {_CLOSE_S:g} s, at the end")
+                journal._drop(num_left, f"not written within {_CLOSE_S:g} s at the end")
             journal._dropped.tell()
 
     @property
     def num_dropped(self) -> int:
-        """Lines that were left out since it was opened."""
+        """Number of lines dropped since the log was opened."""
         return self._dropped.num
 
     def seen(self, event: Event) -> None:
-        told = _TOLD.get(type(event))
-        if told is not None:
-            name, line = told
+        entry = _LINES.get(type(event))
+        if entry is not None:
+            name, line = entry
             self._add(name, line(event))
 
     def _add(self, name: str, line: Line) -> None:
         if not self._settings.enabled:
             return
         if len(self._waiting) >= self._settings.max_waiting:
-            self._drop(1, f"{self._settings.max_waiting} lines wait already")
+            self._drop(1, f"{self._settings.max_waiting} lines are already queued")
             return
         self._waiting.append({"t": time.time(), "event": name, **line})
 
     def _drop(self, num: int, why: str) -> None:
-        self._num_untold += num
+        self._num_unrecorded += num
         self._dropped.add(num, why)
 
     async def _keep_writing(self) -> None:
@@ -137,32 +140,37 @@ class Journal:
 
     async def _write(self, *, abandon: bool = False) -> None:
         lines, self._waiting = self._waiting, []
-        num_untold, self._num_untold = self._num_untold, 0
-        if num_untold:
-            lines.append({"t": time.time(), "event": "dropped", "num": num_untold})
+        num_unrecorded, self._num_unrecorded = self._num_unrecorded, 0
+        if num_unrecorded:
+            lines.append({"t": time.time(), "event": "dropped", "num": num_unrecorded})
         if not lines:
             return
         try:
             await anyio.to_thread.run_sync(self._file.write, lines, abandon_on_cancel=abandon)
         except OSError as error:
-            self._num_untold += num_untold  # that line is not there, either
-            self._drop(len(lines) - bool(num_untold), error.strerror or str(error))
+            self._num_unrecorded += num_unrecorded  # the `dropped` line was not written either
+            self._drop(len(lines) - bool(num_unrecorded), error.strerror or str(error))
 
 
 class _File:
-    """One thread at a time writes to it; another process may read."""
+    """The file of the log, written by one thread at a time; other processes may read it."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.path = folder / _NEW
         self._max_bytes = max_bytes
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Raises OSError: part of it may be there, the last line cut short."""
+        """Append lines and rotate the file if it is full.
+
+        Raises:
+            OSError: The lines could not all be written; the last one may be cut short.
+        """
         data = b"".join(dumps(line) + b"\n" for line in lines)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             size = os.fstat(file).st_size
-            if size and os.pread(file, 1, size - 1) != b"\n":  # a kill cut it short
+            # The last line was cut short by a kill.
+            if size and os.pread(file, 1, size - 1) != b"\n":
                 data = b"\n" + data
             size += len(data)
             while data:
@@ -174,11 +182,14 @@ class _File:
 
 
 def read_events(folder: Path) -> Iterator[Line]:
-    """The events of the run in `folder`, as they were written, the oldest first; lines that were
-    cut short are left out. None where there is no file. Raises OSError: it cannot be read."""
+    """Yield the events of the run in `folder`, oldest first, skipping lines that were cut short.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     with ExitStack() as stack:
         files = []
-        for name in (_NEW, _OLD):  # in this order, or a change of names in between loses lines
+        for name in (_NEW, _OLD):  # in this order, so that a concurrent rename loses no lines
             with suppress(FileNotFoundError):
                 files.append(stack.enter_context((folder / name).open("rb")))
         if len({os.fstat(file.fileno()).st_ino for file in files}) < len(files):
@@ -191,7 +202,7 @@ def read_events(folder: Path) -> Iterator[Line]:
                         yield line
 
 
-# --- what is told of each event -------------------------------------------------------------------
+# --- lines by type of event -----------------------------------------------------------------------
 
 
 def _rollout_started(event: RolloutStarted) -> Line:
@@ -303,8 +314,8 @@ def _weights_loaded(event: WeightsLoaded) -> Line:
     }
 
 
-# Left out: tokens, and what stands in what is told of the ends of turns and calls.
-_TOLD = cast(
+# Tokens are omitted, and so are events whose data is repeated when a turn or call finishes.
+_LINES = cast(
     dict[type, tuple[str, Callable[[Event], Line]]],
     {
         RolloutStarted: ("rollout_started", _rollout_started),

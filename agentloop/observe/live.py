@@ -1,10 +1,11 @@
-"""What goes on, for those who look at it: the board twice a second, and rollouts as they grow.
+"""Live updates for the page: the board twice a second, and single rollouts as they grow.
 
     events ──> Board ──tick──> a frame, encoded once ──ring──> every reader, at its own pace
-    rollout ──> its record ──a reader's own position──> what that reader has not seen of it
+    rollout ──> its record ──a reader's own position──> the part that the reader has not seen
 
-A reader who is too slow for the ring is given everything anew and told how many frames it missed;
-nothing waits for it, and nothing is kept for it. Without readers no frame is made.
+A reader that is too slow for the ring gets the whole state again and the number of frames that it
+missed; readers never block anything, and nothing is buffered per reader. No frames are made without
+readers.
 """
 
 from __future__ import annotations
@@ -37,25 +38,26 @@ _EVERY_S = 0.5
 _GROWS_EVERY_S = 0.1
 _KEEP_ALIVE_S = 15.0
 _MAX_FRAMES = 64
-_MAX_ROWS = 500  # in one frame: some milliseconds of the loop's time
+_MAX_ROWS = 500  # in one frame, which takes some milliseconds of the event loop
 _MAX_WAITS = 50
 _GOODBYE_S = 5.0
-_MAX_DIGITS = 18  # of an id that may be one of ours
+_MAX_DIGITS = 18  # of a valid frame id
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What is asked, not told by events: plain functions, which only look."""
+    """Functions and data to query for each frame, in addition to events; they must not block."""
 
     about: Mapping[str, Any]
     chat: Callable[[], ChatFormat | None] = lambda: None
     servers: Callable[[], Sequence[ServerView]] = tuple
     num_waiting: Callable[[], int] = lambda: 0
     sandbox: Callable[[], Mapping[str, Any]] = dict
-    more: Callable[[], Mapping[str, Any]] = dict  # of this moment: where a training run stands
-    folder: Path | None = None  # the run's
+    # Further values, such as a training run's progress.
+    more: Callable[[], Mapping[str, Any]] = dict
+    folder: Path | None = None  # of the run
     read_rollout: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
-    """Of a rollout that is forgotten, or of another machine, from where it was written down."""
+    """Reads a rollout from disk, if it was dropped from memory or ran on another machine."""
     read_group: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
 
 
@@ -67,7 +69,7 @@ class _Frame:
 
 @dataclass
 class Live:
-    """See the module. `run` it beside what it looks at, and tell the board of events."""
+    """Live data for the page; implements `Shown`. Run `run`, and pass events to the board."""
 
     board: Board
     stalls: Stalls
@@ -76,24 +78,25 @@ class Live:
     life: str = field(default_factory=lambda: secrets.token_hex(4))
     num_readers: int = 0
     _rev: int = 0
-    _lag_s: float = 0.0  # how late the last tick was
+    _lag_s: float = 0.0  # delay of the last tick
     _frames: deque[_Frame] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
     _ticked: anyio.Event = field(default_factory=anyio.Event)
     _ended: dict[str, str] | None = None
     _ended_rev: int = 0
-    _left: anyio.Event = field(default_factory=anyio.Event)  # the last reader, after the end
+    # Set when the last reader leaves after the end.
+    _left: anyio.Event = field(default_factory=anyio.Event)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Tick until cancelled."""
         while True:
             begun_s = time.monotonic()
             await anyio.sleep(self.every_s)
-            # A loop may wake early, by its clock's resolution.
+            # The event loop may wake up early, by its clock's resolution.
             self._lag_s = max(0.0, time.monotonic() - begun_s - self.every_s)
             try:
                 self.tick()
-            except Exception:  # nobody's run ends because of a picture of it
-                log.exception("the page could not be told of this moment")
+            except Exception:  # an error of the page must not end the run
+                log.exception("the page could not be updated")
 
     def tick(self) -> None:
         self.board.tick()
@@ -108,9 +111,9 @@ class Live:
         self._ticked = anyio.Event()
 
     async def end(self, state: Literal["finished", "stopped", "failed"], text: str) -> None:
-        """Tell every reader that nothing more will come, and why: their streams end with that.
+        """Tell every reader that the run has ended, and why; this ends their streams.
 
-        Waits for those who are still reading, five seconds at most, also where it is cancelled.
+        Waits up to five seconds for readers to finish, even if cancelled.
         """
         self._ended = {"state": state, "text": text}
         self.tick()
@@ -120,27 +123,27 @@ class Live:
                 await self._left.wait()
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        """Pairs of an id and a frame, until the end is told; an empty one is a sign of life.
+        """Yield pairs of id and frame until the end; an empty frame is a keep-alive.
 
         Args:
-            last_id: of the last frame that the reader has, of an earlier connection.
+            last_id: Id of the last frame that the reader received on an earlier connection.
         """
         self.num_readers += 1
         try:
-            rev = self._resumed(last_id)
+            rev = self._resume_rev(last_id)
             missed = 0
             while True:
                 if rev is None:
                     rev = self._rev
                     last = b""
-                    async for frame in self._all(missed, taken=True):  # no deadline: it is there
-                        if last:  # without an id: who goes on from here has not got all
+                    async for frame in self._all(missed, taken=True):  # no deadline: reads memory
+                        if last:  # without an id, since a reader cannot resume from here
                             yield "", last
                         last = frame
                     yield self._id(rev), last
-                # A copy: while a reader takes one, others may come.
+                # Iterate over a copy: frames may be added while a reader takes one.
                 for one in [frame for frame in self._frames if frame.rev > rev]:
-                    if one.rev > rev + 1:  # the ring went on without us
+                    if one.rev > rev + 1:  # the ring has dropped the next frame
                         break
                     rev = one.rev
                     yield self._id(rev), one.data
@@ -160,9 +163,9 @@ class Live:
                 self._left.set()
 
     async def frame(self) -> dict[str, Any]:
-        """Everything, at once."""
+        """Return the whole state in one frame."""
         whole: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
-        async for data in self._all(0, taken=False):  # no deadline: it is there
+        async for data in self._all(0, taken=False):  # no deadline: reads memory only
             for name, value in loads(data).items():
                 if isinstance(value, list) and name in whole:
                     whole[name] += value
@@ -171,7 +174,6 @@ class Live:
         return whole
 
     async def rollout(self, key: str) -> dict[str, Any]:
-        """See `Shown`."""
         row = self.board.rows.get(key)
         if row is not None and row.record is not None:
             telling = Telling(row.record, self.sources.chat(), lambda: _verdict(row))
@@ -184,7 +186,6 @@ class Live:
         return found
 
     async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """See `Shown`."""
         row = self.board.rows.get(key)
         if row is None or row.record is None:
             yield "end", await self.rollout(key)
@@ -192,7 +193,7 @@ class Live:
         telling = Telling(row.record, self.sources.chat(), lambda: _verdict(row))
         yield "trajectory", await anyio.to_thread.run_sync(telling.whole)
         since_s = time.monotonic()
-        # Where it begins anew under its name, this one is over.
+        # Stop if a new rollout with the same id replaces this one.
         while row.state == "live" and self.board.rows.get(key) is row:
             await anyio.sleep(_GROWS_EVERY_S)
             delta = await anyio.to_thread.run_sync(telling.delta)
@@ -205,7 +206,6 @@ class Live:
         yield "end", await anyio.to_thread.run_sync(telling.whole)
 
     async def group(self, name: str) -> dict[str, Any]:
-        """See `Shown`."""
         group, rows = self.board.groups.get(name), self.board.rows
         if self.sources.read_group is not None and (
             group is None or (group.end is not None and not group.members.keys() <= rows.keys())
@@ -224,21 +224,19 @@ class Live:
         }
 
     async def runs(self) -> list[dict[str, Any]]:
-        """See `Shown`."""
         if self.sources.folder is None:
             return []
         return await anyio.to_thread.run_sync(runs_beside, self.sources.folder)
 
     async def curves(self, run: str) -> list[dict[str, Any]]:
-        """See `Shown`."""
         if self.sources.folder is None:
-            raise NotThere(f"run {run!r}: there is none")
+            raise NotThere(f"run {run!r}: not found")
         return await anyio.to_thread.run_sync(curves, self.sources.folder, run)
 
     # --- frames -----------------------------------------------------------------------------------
 
     async def _all(self, missed: int, *, taken: bool) -> AsyncIterator[bytes]:
-        """In slices, so that the loop has time for others in between."""
+        """Yield the whole state in slices, to let other tasks run in between."""
         head = {**self._head(full=True), "missed": missed, "about": self._about()}
         for slice_ in self.board.all(_MAX_ROWS, taken=taken):
             yield dumps({**head, **self._moment(), **slice_} if head["full"] else head | slice_)
@@ -293,8 +291,8 @@ class Live:
     def _id(self, rev: int) -> str:
         return f"{self.life}-{rev}"
 
-    def _resumed(self, last_id: str | None) -> int | None:
-        """None where everything has to be told."""
+    def _resume_rev(self, last_id: str | None) -> int | None:
+        """Return the revision to resume from, or None if the whole state must be sent."""
         life, _, rev = (last_id or "").partition("-")
         if life != self.life or not rev.isdecimal() or len(rev) > _MAX_DIGITS:
             return None
@@ -303,7 +301,7 @@ class Live:
 
 
 def _question(prompt: Any) -> str:
-    """Of a conversation, its last message."""
+    """Return a prompt's last message."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 

@@ -1,10 +1,9 @@
-"""The page with all that it shows in one HTML file, to be kept or sent: it needs no server.
+"""Write the page and its data as one HTML file that needs no server.
 
-    index.html, its sheets and scripts, the answers that it would be given ──> one file
+    index.html, style sheets, scripts, responses of the API ──> one file
 
-Everything stands in the file, and its policy lets nothing else in: scripts and sheets are named by
-their hashes, and there is nobody to connect to. What models wrote is data, which cannot end the
-element that it stands in.
+The file's content security policy allows only its own scripts and style sheets, by hash, and no
+connections. Text written by models is embedded as JSON that cannot close its element.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _CHARSET = '<meta charset="utf-8">\n'
 
 
 def one_file(bodies: Mapping[str, Any]) -> str:
-    """`bodies` are the answers that the page would be given, by their paths (see page.py)."""
+    """Return the HTML; `bodies` are the API's responses by path (see page.py)."""
     html = _read("index.html")
     sheets = [_read(name) for name in _STYLE.findall(html)]
     scripts = [(_read(name), bool(defer)) for defer, name in _SCRIPT.findall(html)]
@@ -50,7 +49,7 @@ def one_file(bodies: Mapping[str, Any]) -> str:
     return "".join(
         [
             *(before, charset),
-            # First of all: it holds for what comes after it.
+            # First, because the policy applies to everything after it.
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
             head,
             *(f"<style>{sheet}</style>\n" for sheet in sheets),
@@ -64,13 +63,13 @@ def one_file(bodies: Mapping[str, Any]) -> str:
 
 
 def _data(bodies: Mapping[str, Any]) -> str:
-    """Return JSON in which no "</script>" or "<!--" is spelled out."""
+    """Return JSON that contains no "</script>" or "<!--"."""
     return dumps(bodies).decode().replace("<", "\\u003c")
 
 
 def _read(name: str) -> str:
     text = (_WEB / name).read_text("utf-8")
-    # Ours, and never so; but the file would be another one then.
+    # Our own files never contain these, which would end the element.
     assert name == "index.html" or not re.search(r"</(script|style)|<!--", text, re.IGNORECASE)
     return text
 

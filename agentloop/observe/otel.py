@@ -2,21 +2,20 @@
 
     events ──a rollout has ended──> its spans, as plain data ──queue, bounded──> a thread ──OTLP──>
 
-The spans are made from the trajectory's own times once it has ended, so nothing is kept of tokens,
-and a rollout costs the loop some microseconds a span. The thread encodes and sends; while the
-collector is away, is slow or refuses, whole traces are dropped, counted, and told of in the log.
+Spans are created from the trajectory's times after it has ended, so no events are buffered and a
+span costs the event loop some microseconds. The thread encodes and sends. While the collector is
+unavailable, slow or refuses, whole traces are dropped, counted and logged.
 
-Names are those of the GenAI semantic conventions of version 1.41.1, the last one that they were a
-part of the general ones; they are still in development, so whatever of them may change stands in
-`Attribute`, and nowhere else.
+Names follow the GenAI semantic conventions as of version 1.41.1, the last to include them. They are
+still in development, so all names that may change are in `Attribute`.
 
     invoke_agent agentloop      the rollout
-    ├─ chat MODEL               a turn: from its start to its last token, the wait for room included
+    ├─ chat MODEL               a turn: from its start to its last token, including queueing
     └─ execute_tool NAME        a call: from its dispatch, which may be before the turn's last token
 
-What was asked, written and answered is only in them with `otel.content`. Not covered: metrics, for
-which there is Prometheus, and the `tracestate` of callers. A rollout that was asked for with a
-`traceparent` (W3C Trace Context) continues the caller's trace.
+Prompts, model output and tool responses are included only with `otel.content`. A rollout requested
+with a `traceparent` (W3C Trace Context) continues the caller's trace. Metrics, for which there is
+Prometheus, and the callers' `tracestate` are not supported.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Trajectory, T
 __all__ = ["Attribute", "CallerSpan", "OtelSettings", "Traces", "caller_span"]
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
-_BATCH_SPANS = 512  # in one request, or somewhat more: a trace is not divided
+_BATCH_SPANS = 512  # per request, or slightly more, because traces are not split
 _PATH = "/v1/traces"
 _TRACEPARENT_RE = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_MADE_UP = (CallStatus.UNKNOWN_TOOL, CallStatus.MALFORMED)  # names that the model made up
+_MADE_UP = (CallStatus.UNKNOWN_TOOL, CallStatus.MALFORMED)  # the model made up the name
 
 
 class Attribute(StrEnum):
-    """Names of attributes, those of the conventions first."""
+    """Names of span attributes: those of the conventions, then our own."""
 
     OPERATION = "gen_ai.operation.name"
     PROVIDER = "gen_ai.provider.name"
@@ -92,61 +91,65 @@ class Attribute(StrEnum):
     REWARD = "agentloop.reward"
     REWARD_REASON = "agentloop.reward.reason"
     TURN = "agentloop.turn"
-    SERVERS = "agentloop.servers"  # of a turn: more than one where it was moved
-    VERSIONS = "agentloop.policy_versions"  # that sampled a turn's tokens
+    SERVERS = "agentloop.servers"  # several if a turn was moved
+    VERSIONS = "agentloop.policy_versions"  # that sampled the tokens of a turn
     STATUS = "agentloop.tool.status"
     QUEUED_S = "agentloop.tool.queued_s"
 
 
 class OtelSettings(pydantic.BaseModel):
-    """Where traces go."""
+    """Export of traces to an OpenTelemetry collector."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     endpoint: str = pydantic.Field(
         "",
-        description="A collector that speaks OTLP over HTTP, such as http://127.0.0.1:4318; none: "
-        "there are no traces. Its headers, such as a token, come from the environment: "
+        description="URL of a collector for OTLP over HTTP, such as http://127.0.0.1:4318; empty: "
+        "no traces. Set headers, such as a token, in the environment variable "
         "OTEL_EXPORTER_OTLP_HEADERS.",
     )
     content: bool = pydantic.Field(
-        False, description="Also send what was asked, written by the model, and answered by tools."
+        False, description="Include prompts, model output and tool responses in traces."
     )
     max_content_chars: int = pydantic.Field(
-        16_384, ge=16, description="Of one text; of a longer one the beginning is sent."
+        16_384, ge=16, description="Maximum characters of one text; longer ones are cut off."
     )
     share: float = pydantic.Field(
         1.0,
         gt=0,
         le=1,
-        description="Of rollouts that have a trace; which of them, their ids say. Where a caller "
-        "sends a `traceparent`, that decides.",
+        description="Share of rollouts to trace, selected by a hash of their id. A `traceparent` "
+        "sent by the caller takes precedence.",
     )
-    every_s: float = pydantic.Field(2.0, gt=0, description="Between two requests, at most.")
+    every_s: float = pydantic.Field(
+        2.0, gt=0, description="Maximum interval between two export requests."
+    )
     timeout_s: float = pydantic.Field(
-        10.0, gt=0, description="For a request with all its retries; then its traces are dropped."
+        10.0,
+        gt=0,
+        description="Timeout of an export request, including retries; then its traces are dropped.",
     )
     close_s: float = pydantic.Field(
-        5.0, ge=0, description="At the end, for what was not sent yet; the rest is dropped."
+        5.0, ge=0, description="Time at the end to send queued traces; the rest is dropped."
     )
     max_waiting: int = pydantic.Field(
-        4096, ge=1, description="Traces that were not sent yet; more are dropped, and counted."
+        4096, ge=1, description="Maximum number of queued traces; more are dropped and counted."
     )
 
     @pydantic.field_validator("endpoint")
     @classmethod
-    def _is_a_url(cls, endpoint: str) -> str:
+    def _check_url(cls, endpoint: str) -> str:
         url = urlsplit(endpoint)
         if endpoint and (url.scheme not in ("http", "https") or not url.hostname):
-            raise ValueError(f"{endpoint!r} is not of the form http://HOST:PORT")
+            raise ValueError(f"{endpoint!r} does not have the form http://HOST:PORT")
         if url.password is not None:  # settings are written into a run's folder
-            raise ValueError("a password belongs into OTEL_EXPORTER_OTLP_HEADERS")
+            raise ValueError("remove the password from the URL; use OTEL_EXPORTER_OTLP_HEADERS")
         return endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class CallerSpan:
-    """The span of a caller of ours, from its `traceparent`: https://www.w3.org/TR/trace-context."""
+    """The caller's span, from its `traceparent` header: https://www.w3.org/TR/trace-context."""
 
     trace_id: int
     span_id: int
@@ -154,7 +157,7 @@ class CallerSpan:
 
     @classmethod
     def parse(cls, traceparent: str) -> CallerSpan | None:
-        """Return None for a header that is to be ignored."""
+        """Parse a `traceparent` header; return None for one that must be ignored."""
         match = _TRACEPARENT_RE.fullmatch(traceparent.strip())
         if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
             return None
@@ -163,18 +166,18 @@ class CallerSpan:
 
 
 caller_span: ContextVar[CallerSpan | None] = ContextVar("caller_span", default=None)
-"""Of whoever asked for the rollouts that are started in this context."""
+"""Span of the caller that requested the rollouts started in this context."""
 
 
 @dataclass(slots=True)
 class _Span:
-    """One of a trace. Times are seconds on the rollout's clock."""
+    """A span of a trace. Times are seconds since the start of the rollout."""
 
     name: str
     start_s: float
     end_s: float
     attributes: dict[str, Any]
-    error: str = ""  # in words
+    error: str = ""  # message
     is_client: bool = False
 
 
@@ -182,15 +185,15 @@ class _Span:
 class _Trace:
     begun_unix_s: float
     spans: list[_Span]  # the root first
-    prompt_ids: Sequence[int] = ()  # with content: decoded in the thread
+    prompt_ids: Sequence[int] = ()  # set with otel.content; decoded in the thread
     caller: CallerSpan | None = None
 
 
 class Traces:
-    """Tell it of every event by `seen`.
+    """Exports traces; pass every event to `seen`. Create it with `Traces.open`.
 
     Attributes:
-        num_sent: traces that the collector has taken.
+        num_sent: Number of traces accepted by the collector.
     """
 
     def __init__(
@@ -201,7 +204,6 @@ class Traces:
         is_scored: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Use `Traces.open(...)`."""
         self._settings = settings
         self._model = model
         self._is_scored = is_scored
@@ -226,25 +228,26 @@ class Traces:
         is_scored: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> AsyncIterator[Traces]:
-        """Without an endpoint it does nothing. When it is left, what waits is sent, if that takes
-        no longer than `otel.close_s`.
+        """Start exporting; on leaving, wait up to `otel.close_s` for queued traces to be sent.
+
+        Without an endpoint nothing is exported.
 
         Args:
-            model: its name, as it stands in spans.
-            run: the run's name, an attribute of all that is sent.
-            is_scored: rollouts will be: their traces wait for `RolloutScored`, to tell the reward.
-            decode: ids to text; with `otel.content` it tells the prompt. Called in a thread.
+            model: Name of the model in spans.
+            run: Name of the run, an attribute of everything that is sent.
+            is_scored: Whether rollouts will be scored; their traces then wait for `RolloutScored`.
+            decode: Decodes ids to the text of the prompt, for `otel.content`. Called in a thread.
 
         Raises:
-            SettingsError: the extra `otel` is not installed.
+            SettingsError: The extra `otel` is not installed.
         """
         traces = cls(settings, model=model, is_scored=is_scored, decode=decode)
         if not settings.endpoint:
             yield traces
             return
-        # In a thread: to import it takes long.
+        # In a thread, because the import is slow.
         traces._sender = await anyio.to_thread.run_sync(_Sender, settings, run)
-        # A daemon, for a collector that takes its time must not hold up the end of the process.
+        # A daemon thread, so that a slow collector cannot keep the process from exiting.
         thread = threading.Thread(target=traces._work, name="send traces", daemon=True)
         thread.start()
         try:
@@ -254,7 +257,7 @@ class Traces:
 
     @property
     def num_dropped(self) -> int:
-        """Traces that it has not taken, and never will."""
+        """Number of traces that were dropped."""
         return self._dropped.num
 
     def seen(self, event: Event) -> None:
@@ -296,13 +299,13 @@ class Traces:
         caller: CallerSpan | None = None,
     ) -> None:
         if len(self._waiting) >= self._settings.max_waiting:
-            self._dropped.add(1, f"{self._settings.max_waiting} wait to be sent already")
+            self._dropped.add(1, f"{self._settings.max_waiting} traces are already queued")
             return
         root = self._root(trajectory, group, is_abandoned)
         if scored is not None:
             if scored.reward is not None:
                 root.attributes[Attribute.REWARD] = float(scored.reward)
-            if self._settings.content:  # it may quote the answer
+            if self._settings.content:  # the reason may quote the answer
                 root.attributes[Attribute.REWARD_REASON] = self._cut(scored.reason)
         spans = chain([root], self._turns_of(trajectory))
         trace = _Trace(trajectory.created_unix_s, list(spans), caller=caller)
@@ -387,7 +390,7 @@ class Traces:
         return _Span(name, turn.started_s, end_s, attributes, is_client=True)
 
     def _call(self, key: str, index: int, result: ToolResult, call: ToolCall | None) -> _Span:
-        # A name that the model or a caller made up must not become one of spans.
+        # Names made up by the model or a caller must not become span names.
         is_ours = result.status not in (*_MADE_UP, CallStatus.CALLER)
         name = result.name
         if result.status in _MADE_UP and not self._settings.content:
@@ -437,19 +440,19 @@ class Traces:
         assert self._sender is not None
         try:
             for trace in traces:
-                self._tell_prompt(trace)
+                self._add_prompt(trace)
             why = self._sender.send(traces)
-        except Exception as error:  # what an exporter may raise is not said anywhere
+        except Exception as error:  # the exporter does not document what it raises
             why = f"{type(error).__name__}: {error}"
         if why is not None:
             self._dropped.add(len(traces), why)
         else:
             self.num_sent += len(traces)
 
-    def _tell_prompt(self, trace: _Trace) -> None:
+    def _add_prompt(self, trace: _Trace) -> None:
         if trace.prompt_ids and self._decode is not None:
             content = self._cut(self._decode(trace.prompt_ids))
-            # As the chat template has rendered it: nobody can say who wrote what of it.
+            # One message, as rendered by the chat template: roles cannot be recovered.
             parts = [{"type": "text", "content": content}]
             messages = _json([{"role": "user", "parts": parts}])
             trace.spans[0].attributes[Attribute.INPUT_MESSAGES] = messages
@@ -465,7 +468,7 @@ class Traces:
         num_left = len(self._waiting)
         self._waiting.clear()
         assert self._sender is not None
-        self._sender.close()  # what is being sent is not tried again
+        self._sender.close()  # stops retries of the current request
         if num_left:
             self._dropped.add(
                 num_left, f"not sent within otel.close_s ({self._settings.close_s:g})"
@@ -474,7 +477,7 @@ class Traces:
 
 
 class _Sender:
-    """OpenTelemetry's own exporter, and what it wants spans to be."""
+    """Sends traces with OpenTelemetry's own exporter."""
 
     def __init__(self, settings: OtelSettings, run: str) -> None:
         try:
@@ -486,11 +489,11 @@ class _Sender:
             raise SettingsError(
                 f"otel.endpoint: OpenTelemetry is not installed: {install_hint('otel')}"
             ) from error
-        ours = {"service.name": "agentloop", "service.version": version()}
+        attributes = {"service.name": "agentloop", "service.version": version()}
         if run:
-            ours["agentloop.run"] = run
-        # What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) comes first.
-        self._resource = Resource(ours, _SCHEMA_URL).merge(OTELResourceDetector().detect())
+            attributes["agentloop.run"] = run
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
+        self._resource = Resource(attributes, _SCHEMA_URL).merge(OTELResourceDetector().detect())
         self._scope = InstrumentationScope("agentloop", version(), _SCHEMA_URL)
         url = settings.endpoint.rstrip("/")
         self._exporter = OTLPSpanExporter(
@@ -498,25 +501,25 @@ class _Sender:
             timeout=settings.timeout_s,
             compression=Compression.Gzip,
         )
-        self._heard = _Heard()
+        self._last_log = _LogCapture()
         self._log = logging.getLogger(OTLPSpanExporter.__module__)
-        self._log.addFilter(self._heard)
+        self._log.addFilter(self._last_log)
 
     def send(self, traces: Sequence[_Trace]) -> str | None:
-        """Why it failed, or None."""
+        """Send the traces; return the reason of a failure, or None."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        self._heard.said = ""
-        spans = [span for trace in traces for span in self._made(trace)]
+        self._last_log.message = ""
+        spans = [span for trace in traces for span in self._readable_spans(trace)]
         if self._exporter.export(spans) is SpanExportResult.SUCCESS:
             return None
-        return self._heard.said or "the exporter does not say why"
+        return self._last_log.message or "the exporter gave no reason"
 
     def close(self) -> None:
         self._exporter.shutdown()
-        self._log.removeFilter(self._heard)
+        self._log.removeFilter(self._last_log)
 
-    def _made(self, trace: _Trace) -> Iterator[Any]:
+    def _readable_spans(self, trace: _Trace) -> Iterator[Any]:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
@@ -545,13 +548,13 @@ class _Sender:
                 parent = context
 
 
-class _Heard(logging.Filter):
-    """What the exporter would log of each try; it is told once, by `Traces`."""
+class _LogCapture(logging.Filter):
+    """Captures the exporter's log messages of each attempt; `Traces` logs them once."""
 
-    said = ""
+    message = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        self.said = record.getMessage()
+        self.message = record.getMessage()
         return False
 
 

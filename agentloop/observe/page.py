@@ -1,12 +1,12 @@
-"""The page at `/`, and what it reads: static files, server-sent events, JSON.
+"""Routes of the page at `/`: static files, server-sent events and JSON.
 
-    GET  /  /page/NAME                       the page itself: vendored, no build step
-    GET  /api/stream  /api/frame             the board, as it changes; all of it at once
-    GET  /api/rollouts/ID  .../ID/stream     a rollout, whole or as it grows
+    GET  /  /page/NAME                       the page itself: static files, no build step
+    GET  /api/stream  /api/frame             the board: as a stream of changes; whole
+    GET  /api/rollouts/ID  .../ID/stream     a rollout: whole; as it grows
     GET  /api/groups/ID  /api/runs  /api/curves?run=NAME
     POST /api/ask  /api/control
 
-What is shown is a `Shown`: what goes on (live.py) or a run's folder (archive.py).
+The data comes from a `Shown`: a live process (live.py) or a run's folder (archive.py).
 """
 
 from __future__ import annotations
@@ -48,54 +48,62 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Shown(Protocol):
-    """What the page shows. Its answers are plain data; what it does not have is `NotThere`."""
+    """A source of data for the page, as plain data; raises `NotThere` for unknown items."""
 
     def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        """Ids and encoded frames, the first of which replaces all; empty ones are signs of life.
-        A reader that has been here before says what it had last."""
+        """Yield ids and encoded frames, the first of which replaces everything.
+
+        An empty frame is a keep-alive. A reader that reconnects passes the id of its last frame.
+        """
         ...
 
     async def frame(self) -> dict[str, Any]:
-        """Everything at once."""
+        """Return the whole state."""
         ...
 
     async def rollout(self, key: str) -> dict[str, Any]:
-        """A trajectory with its text, token by token, and what was made of it."""
+        """Return a trajectory with its text by token, its reward and its group."""
         ...
 
     def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """Names and data: "trajectory", then "delta" as it grows, then "end"; or a sign of life,
-        which has no name."""
+        """Yield names and data: "trajectory", then "delta" as it grows, then "end".
+
+        A keep-alive has an empty name.
+        """
         ...
 
     async def group(self, name: str) -> dict[str, Any]:
-        """The rollouts of a task: what each is worth, and whether it is learned from."""
+        """Return the rollouts of a task, with their rewards and whether each is trained on."""
         ...
 
     async def runs(self) -> list[dict[str, Any]]:
-        """Runs whose curves can be shown beside."""
+        """Return the runs whose curves can be shown for comparison."""
         ...
 
     async def curves(self, run: str) -> list[dict[str, Any]]:
-        """A run's rows of metrics."""
+        """Return a run's metrics rows."""
         ...
 
 
 class Control(Protocol):
-    """What a visitor who has the token may do."""
+    """Actions for visitors that have the control token."""
 
     @property
     def can(self) -> Sequence[str]:
-        """Of pause, resume, drain, cancel, checkpoint."""
+        """The available actions, out of pause, resume, drain, cancel and checkpoint."""
         ...
 
     async def do(self, what: str, rollout: str | None) -> str:
-        """One of these; says in words what was done. Raises RequestError: it cannot be."""
+        """Perform an action and return a description of it.
+
+        Raises:
+            RequestError: The action is not possible now.
+        """
         ...
 
 
 class Page:
-    """The page's routes."""
+    """The routes of the page."""
 
     def __init__(
         self,
@@ -106,8 +114,12 @@ class Page:
         control_token: str | None = None,
         io_timeout_s: float = 60.0,
     ) -> None:
-        """`ask` starts a rollout of a question and returns its id. Without `control_token` one is
-        made up. A reader that takes nothing for `io_timeout_s` is one that has left."""
+        """
+        Args:
+            ask: Starts a rollout of a question and returns its id.
+            control_token: Default: a random one.
+            io_timeout_s: Disconnect a reader that has not read for this long.
+        """
         self._shown = shown
         self._ask = ask
         self._control = control
@@ -123,15 +135,15 @@ class Page:
             "/api/stream": self._stream,
             "/api/frame": self._frame,
             "/api/rollouts/{id}": self._rollout,
-            "/api/rollouts/{id}/stream": self._grows,
+            "/api/rollouts/{id}/stream": self._rollout_stream,
             "/api/groups/{id}": self._group,
             "/api/runs": self._runs,
             "/api/curves": self._curves,
         }
         for path, handler in gets.items():
-            app.router.add_get(path, _told(handler))
-        app.router.add_post("/api/ask", _told(self._asked))
-        app.router.add_post("/api/control", _told(self._controlled))
+            app.router.add_get(path, _with_json_errors(handler))
+        app.router.add_post("/api/ask", _with_json_errors(self._post_question))
+        app.router.add_post("/api/control", _with_json_errors(self._post_action))
         app.on_shutdown.append(self._end_streams)
 
     # --- the page itself --------------------------------------------------------------------------
@@ -145,7 +157,7 @@ class Page:
     async def _icon(self, request: web.Request) -> web.StreamResponse:
         return await _static("icon.svg")
 
-    # --- what it reads ----------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
 
     async def _frame(self, request: web.Request) -> web.StreamResponse:
         return _json(await self._shown.frame())
@@ -167,10 +179,10 @@ class Page:
         last_id = request.headers.get("Last-Event-ID")
         async with (
             aclosing(self._shown.frames(last_id)) as frames,
-            self._begun(request) as response,
+            self._event_stream(request) as response,
         ):
             with suppress(ConnectionResetError):  # the reader has left
-                async for frame_id, data in frames:  # no deadline: until then
+                async for frame_id, data in frames:  # no deadline: ends when the reader leaves
                     if not data:
                         await self._write(request, response, b":\n\n")
                         continue
@@ -179,46 +191,48 @@ class Page:
                     await self._write(request, response, head + data + b"\n\n")
             return response
 
-    async def _grows(self, request: web.Request) -> web.StreamResponse:
+    async def _rollout_stream(self, request: web.Request) -> web.StreamResponse:
         async with aclosing(self._shown.grows(request.match_info["id"])) as events:
-            first = await anext(events)  # no deadline: it is there, or it is not; raises NotThere
-            async with self._begun(request) as response:
+            first = await anext(
+                events
+            )  # no deadline: the first event is immediate; raises NotThere
+            async with self._event_stream(request) as response:
                 with suppress(ConnectionResetError):  # the reader has left
                     await self._event(request, response, *first)
                     async for name, data in events:  # no deadline: the rollout has one
                         await self._event(request, response, name, data)
             return response
 
-    # --- what it does -----------------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------------
 
-    async def _asked(self, request: web.Request) -> web.StreamResponse:
+    async def _post_question(self, request: web.Request) -> web.StreamResponse:
         question = (await _body(request, self._io_timeout_s)).get("question")
         if self._ask is None:
-            raise RequestError("there is nobody to ask here")
+            raise RequestError("questions are not available here")
         if not isinstance(question, str) or not question.strip():
-            raise RequestError("question: a text is expected")
+            raise RequestError("question: expected text")
         if len(question) > _MAX_QUESTION_CHARS:
-            raise RequestError(f"question: {_MAX_QUESTION_CHARS:,} characters at most")
+            raise RequestError(f"question: longer than {_MAX_QUESTION_CHARS:,} characters")
         return _json({"rollout": await self._ask(question)})
 
-    async def _controlled(self, request: web.Request) -> web.StreamResponse:
+    async def _post_action(self, request: web.Request) -> web.StreamResponse:
         given = request.headers.get("X-Control-Token", "").encode("utf-8", "surrogatepass")
         if not secrets.compare_digest(given, self.control_token.encode()):
-            text = "the control token is needed: it was printed when this was started"
+            text = "the control token is missing or wrong: it was printed at startup"
             return _json({"error": text}, status=403)
         body = await _body(request, self._io_timeout_s)
         what, rollout = body.get("do"), body.get("rollout")
         can = [] if self._control is None else self._control.can
         if self._control is None or not isinstance(what, str) or what not in can:
-            raise RequestError(f"do: one of {', '.join(can) or 'nothing'} is possible here")
+            raise RequestError(f"do: must be one of: {', '.join(can) or 'none is available here'}")
         if rollout is not None and not isinstance(rollout, str):
-            raise RequestError("rollout: its id is expected")
+            raise RequestError("rollout: expected an id")
         return _json({"done": await self._control.do(what, rollout)})
 
     # --- streams ----------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _begun(self, request: web.Request) -> AsyncIterator[web.StreamResponse]:
+    async def _event_stream(self, request: web.Request) -> AsyncIterator[web.StreamResponse]:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
@@ -233,7 +247,7 @@ class Page:
             self._streaming.discard(transport)
 
     async def _end_streams(self, app: web.Application) -> None:
-        """They have no end of their own, and would be waited for."""
+        """Close streams at shutdown; otherwise it would wait for them, since they never end."""
         for transport in self._streaming:
             transport.abort()
 
@@ -252,12 +266,12 @@ class Page:
                 await response.write(data)
         except TimeoutError:
             if request.transport is not None:
-                request.transport.abort()  # to close it would be to wait for it
-            raise ConnectionResetError("the reader reads nothing") from None
+                request.transport.abort()  # close() would wait for the reader
+            raise ConnectionResetError("the reader has stopped reading") from None
 
 
-def _told(handler: Handler) -> Handler:
-    """Errors with a name, as the page reads them."""
+def _with_json_errors(handler: Handler) -> Handler:
+    """Return errors as JSON, as the page expects them."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
@@ -268,7 +282,7 @@ def _told(handler: Handler) -> Handler:
             return _json({"error": str(error)}, status=400)
         except AgentLoopError as error:
             return _json({"error": str(error)}, status=503)
-        except web.HTTPClientError as error:  # a body that is too large, or does not come
+        except web.HTTPClientError as error:  # the body is too large or did not arrive
             return _json({"error": error.text or error.reason}, status=error.status)
 
     return handle
@@ -281,22 +295,22 @@ async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
     except web.RequestPayloadError:
-        raise web.HTTPBadRequest(text="the body is not encoded as it says") from None
+        raise web.HTTPBadRequest(text="the body does not match its Content-Encoding") from None
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise RequestError("the body: an object is expected")
+        raise RequestError("the body must be a JSON object")
     return body
 
 
 async def _static(name: str) -> web.StreamResponse:
     path = _WEB / name
-    # Nothing but what lies there: the name is a stranger's.
+    # The name is untrusted: serve only files of this folder.
     try:
         is_there = path.resolve().is_relative_to(_WEB) and path.is_file()
-    except (OSError, ValueError):  # too long, or with a NUL
+    except (OSError, ValueError):  # the name is too long or contains a NUL
         is_there = False
     if path.suffix not in _TYPES or not is_there:
         raise web.HTTPNotFound(text=f"there is no {name!r}")
@@ -309,6 +323,6 @@ def _json(body: Any, status: int = 200) -> web.Response:
 
 
 async def _json_in_thread(body: Any) -> web.Response:
-    """What may be long."""
+    """Encode a large body in a thread."""
     encoded = await anyio.to_thread.run_sync(dumps, body)
     return web.Response(body=encoded, content_type="application/json")

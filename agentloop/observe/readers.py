@@ -1,4 +1,4 @@
-"""All who read the events of one run or service."""
+"""Distribute events to all readers of a run or service."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class Readers:
-    """Call it with an event to tell each of them. Nobody's rollout ends because a reader has a
-    mistake: who raises is not told again, and the log says so, once."""
+    """Calls each reader with every event.
+
+    A reader that raises is removed and logged once, so that its error does not end a rollout.
+    """
 
     def __init__(self, *readers: Emit) -> None:
         self._readers = list(readers)
@@ -23,13 +25,13 @@ class Readers:
             try:
                 reader(event)
             except Exception:
-                log.exception("a reader of events failed, and is told no more: %r", reader)
+                log.exception("a reader of events failed and was removed: %r", reader)
                 self.remove(reader)
 
     def add(self, reader: Emit) -> None:
         self._readers.append(reader)
 
     def remove(self, reader: Emit) -> None:
-        """Where it is there."""
+        """Remove a reader, if it is present."""
         if reader in self._readers:
             self._readers.remove(reader)

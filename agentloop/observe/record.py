@@ -1,7 +1,7 @@
-"""A trajectory as the page shows it: token by token, while it grows and after.
+"""A trajectory as the page shows it: token by token, during and after the rollout.
 
-Ids are the truth, and text for people is decoded from them here, each token once. Decoding is work
-for a thread: a `Telling` is asked in one, and by one reader.
+Text is decoded from the token ids, each token once. Decoding may take long, so call the methods of
+`Telling` in a thread, one at a time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from agentloop.trajectory import (
 
 __all__ = ["Telling", "trajectory_of"]
 
-_TAGS = re.compile("(</?(?:reason|think|answer)>)")  # a piece belongs to what it begins in
+_TAGS = re.compile("(</?(?:reason|think|answer)>)")  # each tag starts a new piece
 
 Entropies = Sequence[Sequence[float]]
-"""Of each sampled token, turn by turn, in nats."""
+"""Entropy of each sampled token in nats, by turn."""
 
 
 class Telling:
-    """One trajectory for one reader, who has been told of it up to a token."""
+    """Sends one trajectory to one reader, remembering how much has been sent."""
 
     def __init__(
         self,
@@ -41,17 +41,20 @@ class Telling:
         verdict: Callable[[], Mapping[str, Any]] = dict,
         entropies: Entropies | None = None,
     ) -> None:
-        """`verdict` says what was made of it: its reward, its group. Without `chat` text is not
-        told token by token."""
+        """
+        Args:
+            chat: Decodes tokens; if None, text is not sent token by token.
+            verdict: Returns further fields, such as reward and group.
+        """
         self._record = record
         self._chat = chat
         self._verdict = verdict
         self._entropies = entropies
-        self._told: list[_Told] = []  # of each turn
-        self._last: Any = None  # what a delta was made of
+        self._decoded: list[_DecodedTurn] = []
+        self._last: Any = None  # extent of the last delta
 
     def whole(self) -> dict[str, Any]:
-        """All there is. What grows meanwhile comes with the next `delta`."""
+        """Return everything so far; anything added since is in the next `delta`."""
         record = self._record
         return {
             "id": record.id,
@@ -66,24 +69,24 @@ class Telling:
         }
 
     def delta(self) -> dict[str, Any] | None:
-        """What has come since it was asked last; None: nothing."""
+        """Return the changes since the last call, or None if there are none."""
         turns = self._record.turns
         last = (len(turns), *_extent(turns[-1])) if turns else None
         if last == self._last:
             return None
         self._last = last
-        first = max(0, len(self._told) - 1)
+        first = max(0, len(self._decoded) - 1)
         known = 0
-        if self._told and self._chat is not None:
-            # The last one again: what was held back of a character may belong to it by now.
-            known = max(0, len(self._told[first].pieces) - 1)
+        if self._decoded and self._chat is not None:
+            # Repeat the last piece: bytes of a character that were held back may now belong to it.
+            known = max(0, len(self._decoded[first].pieces) - 1)
         told = [self._turn(first, known)]
         told += [self._turn(index, 0) for index in range(first + 1, len(turns))]
         return {"turn": first, "token": known, "turns": told}
 
     def _turn(self, index: int, known: int) -> dict[str, Any]:
         turn = self._record.turns[index]
-        is_over = turn.ended_s > 0  # it may be growing: when this is true, all of it is there
+        is_over = turn.ended_s > 0  # read this first: once it is true, the turn is complete
         num = min(len(turn.output_ids), len(turn.logprobs))
         entropies = None
         if self._entropies is not None and index < len(self._entropies):
@@ -108,12 +111,17 @@ class Telling:
         }
 
     def _pieces(self, index: int, turn: Turn, num: int, *, is_over: bool) -> list[str]:
-        """The text that each token brings. One whose character is not whole yet brings none, and
-        the last one of a turn what is held back."""
-        if index == len(self._told):
-            self._told.append(_Told([], None if self._chat is None else TextStream(self._chat)))
-        told = self._told[index]
-        if not num and is_over:  # of an endpoint of others, which tells no ids
+        """Return the text of each token.
+
+        A token that ends within a character has an empty text; at the end of the turn, the last
+        token gets the text that was held back.
+        """
+        if index == len(self._decoded):
+            self._decoded.append(
+                _DecodedTurn([], None if self._chat is None else TextStream(self._chat))
+            )
+        told = self._decoded[index]
+        if not num and is_over:  # from an external endpoint, which returns no ids
             return [piece for piece in _TAGS.split(turn.text) if piece]
         pieces, new = told.pieces, turn.output_ids[len(told.pieces) : num]
         if told.stream is None:
@@ -126,20 +134,25 @@ class Telling:
 
 
 @dataclass(slots=True)
-class _Told:
+class _DecodedTurn:
     pieces: list[str]
     stream: TextStream | None
 
 
 def _extent(turn: Turn) -> tuple[float, ...]:
-    """Of what grows or comes later."""
+    """Return the sizes of the fields of a turn that may still grow."""
     grow: tuple[list[Any], ...] = (turn.output_ids, turn.calls, turn.results, turn.servers)
     return (turn.ended_s, len(turn.observation_ids), *map(len, grow))
 
 
 def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """What `Trajectory.to_dict` made plain data of. Raises KeyError, TypeError, ValueError: it is
-    none."""
+    """Rebuild a trajectory from the output of `Trajectory.to_dict`.
+
+    Raises:
+        KeyError: A field is missing.
+        TypeError: A field has the wrong type.
+        ValueError: A value is invalid.
+    """
     turns = [
         Turn(
             **{
@@ -163,5 +176,5 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         row["error"],
         row["created_unix_s"],
         row["elapsed_s"],
-        row.get("answer", ""),  # older records have none
+        row.get("answer", ""),  # missing in older records
     )

@@ -1,4 +1,4 @@
-"""Runs on disk, for those who look at them: which there are, and their curves."""
+"""List the runs on disk and read their metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_ROWS = 5_000
 
 
 def runs_beside(folder: Path) -> list[dict[str, Any]]:
-    """The run in `folder` and those beside it, the newest first."""
+    """Return the run in `folder` and its siblings, newest first."""
     found: list[dict[str, Any]] = []
     for path in folder.parent.glob("*/metrics.jsonl"):
         run = path.parent
@@ -24,7 +24,7 @@ def runs_beside(folder: Path) -> list[dict[str, Any]]:
             continue
         try:
             stat, steps = path.stat(), _last_step(path)
-        except OSError:  # it is removed right now, or no file
+        except OSError:  # being removed, or not a file
             continue
         found.append(
             {
@@ -39,12 +39,12 @@ def runs_beside(folder: Path) -> list[dict[str, Any]]:
 
 
 def curves(folder: Path, run: str) -> list[dict[str, Any]]:
-    """The rows of metrics of the run of that name beside `folder`.
+    """Return the metrics rows of a run with this name beside `folder`.
 
     Raises:
-        NotThere: there is no such run.
+        NotThere: There is no such run.
     """
-    if run not in {one["name"] for one in runs_beside(folder)}:  # no path of a stranger's
+    if run not in {one["name"] for one in runs_beside(folder)}:  # untrusted input must not form a path
         raise NotThere(f"run {run!r}: there is none in {folder.parent}")
     path = folder.parent / run
     return [*start_metrics(path), *read_metrics(path)]
@@ -62,8 +62,7 @@ def start_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """What is whole of a run's metrics, which may be written to; the last rows where there are
-    very many."""
+    """Return the last complete rows of a run's metrics, which may still be written to."""
     try:
         lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     except OSError:

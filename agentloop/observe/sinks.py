@@ -1,11 +1,10 @@
-"""Where else a run's metrics go: TensorBoard, trackio, Weights & Biases.
+"""Export a run's metrics to TensorBoard, trackio or Weights & Biases.
 
     Measured ──seen──> numbers ──queue, bounded, one for each sink──> its thread ──> the sink
 
-A sink is only ever called in a thread of its own: one that is slow, that hangs or that fails costs
-rows of its own, which are counted and told of in the log, and nothing of the run's time. Each gets
-a row at a time, under its step; text and lists in a row are left out. It also gets the run's
-settings, with what is secret in them masked.
+Each sink runs in its own thread: one that is slow, hangs or fails loses its own rows, which are
+counted and logged, but never delays the run. A sink gets one row of numbers per step, without text
+and lists, and the run's settings with secrets masked.
 """
 
 from __future__ import annotations
@@ -43,52 +42,54 @@ _MASK = "***"
 
 
 class SinksSettings(pydantic.BaseModel):
-    """Where else a run's metrics go."""
+    """Additional destinations for a run's metrics."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     to: tuple[SinkName, ...] = pydantic.Field(
         (),
-        description="Any of tensorboard, trackio and wandb; accounts and servers of theirs are set "
-        "as they want it, in the environment.",
+        description="Any of tensorboard, trackio and wandb. Their accounts and servers are "
+        "configured through their own environment variables.",
     )
     project: str = pydantic.Field(
-        "agentloop", min_length=1, description="Of trackio and wandb: what runs are shown together."
+        "agentloop", min_length=1, description="Project name for trackio and wandb."
     )
     max_waiting: int = pydantic.Field(
         1000,
         ge=1,
-        description="Rows that a sink has not taken yet; more are left out, and counted.",
+        description="Maximum number of rows queued for a sink; more are dropped and counted.",
     )
     close_s: float = pydantic.Field(
-        30.0, gt=0, description="At the end, for what was not taken yet; the rest is left out."
+        30.0, gt=0, description="Time at the end to write queued rows; the rest is dropped."
     )
 
 
 class Sink(Protocol):
-    """All of it is called in one thread, which may block; whatever it raises is logged."""
+    """A destination for metrics. All methods are called in one thread, may block, and may raise."""
 
     def start(self, run_name: str, config: Mapping[str, Any]) -> None:
-        """Once, before the rest. `config` is nested, plain data without secrets."""
+        """Start the sink, once. `config` is nested plain data without secrets."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A step may come several times, with other values, and may be less than the one before:
-        in a run that went back to a checkpoint."""
+        """Write the values of a step.
+
+        A step may be repeated with other values, and may decrease after a run returns to a
+        checkpoint.
+        """
         ...
 
     def close(self) -> None:
-        """Once, at last; not where `start` has failed."""
+        """Close the sink, once; not called if `start` failed."""
         ...
 
 
 class Sinks:
-    """Tell it of every event by `seen`."""
+    """The sinks of a run; pass every event to `seen`. Create it with `Sinks.open`."""
 
     def __init__(self, sinks: Mapping[str, Sink], *, max_waiting: int, close_s: float) -> None:
-        """Use `Sinks.open(...)`."""
         self._close_s = close_s
-        self._lanes = [_Lane(name, sink, max_waiting) for name, sink in sinks.items()]
+        self._workers = [_SinkWorker(name, sink, max_waiting) for name, sink in sinks.items()]
 
     @classmethod
     @asynccontextmanager
@@ -101,62 +102,64 @@ class Sinks:
         config: Mapping[str, Any],
         make: Callable[[SinkName, SinksSettings, Path], Sink] | None = None,
     ) -> AsyncIterator[Sinks]:
-        """When it is left, what waits is written, if that takes no longer than `sinks.close_s`.
+        """Start the sinks; on leaving, wait up to `sinks.close_s` for queued rows to be written.
 
         Args:
-            folder: the run's; files of sinks go into it.
-            config: the run's settings; what is secret in them is masked here.
-            make: in place of the sinks that there are.
+            folder: The run's folder; sinks store their files there.
+            config: The run's settings; secrets are masked here.
+            make: Creates the sinks; for tests.
 
         Raises:
-            SettingsError: the package of a sink is not installed; it names the extra.
+            SettingsError: The package of a sink is not installed; the message names the extra.
         """
-        make = make or _made
-        there: dict[str, Sink] = {name: make(name, settings, folder) for name in settings.to}
-        sinks = cls(there, max_waiting=settings.max_waiting, close_s=settings.close_s)
+        make = make or _make
+        by_name: dict[str, Sink] = {name: make(name, settings, folder) for name in settings.to}
+        sinks = cls(by_name, max_waiting=settings.max_waiting, close_s=settings.close_s)
         plain = masked(config)
-        for lane in sinks._lanes:
-            lane.begin(run_name, plain)
+        for worker in sinks._workers:
+            worker.begin(run_name, plain)
         try:
             yield sinks
         finally:
             await sinks._close()
 
     def seen(self, event: Event) -> None:
-        if not isinstance(event, Measured) or not self._lanes:
+        if not isinstance(event, Measured) or not self._workers:
             return
         step, values = _numbers(event.row)
         if values:
-            for lane in self._lanes:
-                lane.put(step, values)
+            for worker in self._workers:
+                worker.put(step, values)
 
     @property
     def num_dropped(self) -> dict[str, int]:
-        """Rows that were left out, by the sink."""
-        return {lane.name: lane.dropped.num for lane in self._lanes}
+        """Number of dropped rows, by sink."""
+        return {worker.name: worker.dropped.num for worker in self._workers}
 
     async def _close(self) -> None:
-        for lane in self._lanes:
-            lane.end()
+        for worker in self._workers:
+            worker.end()
         with anyio.move_on_after(self._close_s, shield=True):
-            while any(lane.is_alive for lane in self._lanes):  # noqa: ASYNC110  # threads
+            while any(worker.is_alive for worker in self._workers):  # noqa: ASYNC110  # threads
                 await anyio.sleep(0.01)
-        for lane in self._lanes:
-            lane.give_up(f"not done within {self._close_s:g} s, at the end")
+        for worker in self._workers:
+            worker.give_up(f"not written within {self._close_s:g} s at the end")
 
 
-class _Lane:
-    """A sink with its queue and its thread. The thread is a daemon, for one that hangs must not
-    hold up the end of the process."""
+class _SinkWorker:
+    """A sink with its queue and its thread.
+
+    The thread is a daemon, so that a sink that hangs cannot keep the process from exiting.
+    """
 
     def __init__(self, name: str, sink: Sink, max_waiting: int) -> None:
         self.name = name
         self._sink = sink
         self._max_waiting = max_waiting
         self._rows: deque[tuple[int, Mapping[str, float]]] = deque()
-        self._num_in_hand = 0
+        self._num_being_logged = 0
         self._wake = threading.Event()
-        self._is_over = False
+        self._is_closing = False
         self._failure = ""
         self.dropped = Dropped(f"rows of metrics for {name}")
         self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
@@ -167,13 +170,13 @@ class _Lane:
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
         if self._failure or len(self._rows) >= self._max_waiting:
-            self.dropped.add(1, self._failure or f"{self._max_waiting} rows wait already")
+            self.dropped.add(1, self._failure or f"{self._max_waiting} rows are already queued")
             return
         self._rows.append((step, values))
         self._wake.set()
 
     def end(self) -> None:
-        self._is_over = True
+        self._is_closing = True
         self._wake.set()
 
     @property
@@ -181,8 +184,8 @@ class _Lane:
         return self._thread.is_alive()
 
     def give_up(self, why: str) -> None:
-        """What it has not taken, it never will."""
-        num_left = len(self._rows) + self._num_in_hand
+        """Drop the rows that have not been written."""
+        num_left = len(self._rows) + self._num_being_logged
         self._rows.clear()
         if num_left:
             self.dropped.add(num_left, why)
@@ -192,22 +195,22 @@ class _Lane:
         try:
             self._sink.start(*self._started)
         except BaseException as error:  # a library may even call sys.exit
-            self._fail(f"it could not be started: {_in_words(error)}")
+            self._fail(f"it could not be started: {_describe(error)}")
             return
-        while not self._is_over or self._rows:
+        while not self._is_closing or self._rows:
             self._wake.wait()
             self._wake.clear()
             while self._rows:
-                self._num_in_hand = 1
+                self._num_being_logged = 1
                 try:
                     self._sink.log(*self._rows.popleft())
                 except BaseException as error:
-                    self.dropped.add(1, _in_words(error))
-                self._num_in_hand = 0
+                    self.dropped.add(1, _describe(error))
+                self._num_being_logged = 0
         try:
             self._sink.close()
         except BaseException as error:
-            log.warning("%s could not be closed: %s", self.name, _in_words(error))
+            log.warning("%s could not be closed: %s", self.name, _describe(error))
 
     def _fail(self, why: str) -> None:
         self._failure = why
@@ -218,12 +221,12 @@ class _Lane:
             self.dropped.add(num_left, why)
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _numbers(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """Of a row of metrics: its step, and what can be drawn."""
+    """Return the step and the finite numbers of a metrics row."""
     step = row.get("step")
     values = {
         name: value
@@ -231,14 +234,16 @@ def _numbers(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         if name != "step"
         and isinstance(value, int | float)
         and not isinstance(value, bool)
-        and abs(value) < math.inf  # nor is NaN
+        and abs(value) < math.inf  # also excludes NaN
     }
     return step if isinstance(step, int) else 0, values
 
 
 def masked(config: Any) -> Any:
-    """Plain data with asterisks in place of what stands under a key that names a secret, numbers
-    aside, and of what stands before the @ of a URL."""
+    """Return the settings as plain data with secrets replaced by asterisks.
+
+    Secrets are values, other than numbers, whose key names a secret, and credentials in URLs.
+    """
     if isinstance(config, Mapping):
         return {
             str(key): _MASK if _SECRET.search(str(key)) and _may_be_secret(value) else masked(value)
@@ -252,14 +257,14 @@ def masked(config: Any) -> Any:
 
 
 def _may_be_secret(value: object) -> bool:
-    """`max_tokens` is a number."""
+    """Return whether a value can be a secret; numbers, such as `max_tokens`, cannot."""
     return bool(value) and not isinstance(value, bool | int | float)
 
 
 # --- the sinks ------------------------------------------------------------------------------------
 
 
-def _made(name: SinkName, settings: SinksSettings, folder: Path) -> Sink:
+def _make(name: SinkName, settings: SinksSettings, folder: Path) -> Sink:
     match name:
         case "tensorboard":
             return _TensorBoard(folder / "tensorboard")
@@ -272,7 +277,7 @@ def _made(name: SinkName, settings: SinksSettings, folder: Path) -> Sink:
 
 
 class _TensorBoard:
-    """Event files in the run's folder: `tensorboard --logdir RUNS` shows all runs below it."""
+    """Writes event files to the run's folder; `tensorboard --logdir RUNS` shows all runs in it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -288,7 +293,7 @@ class _TensorBoard:
 
 
 class _Trackio:
-    """Where `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` say, else in files of this machine."""
+    """Logs to `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID`, or else to local files."""
 
     def __init__(self, project: str) -> None:
         self._project = project
@@ -308,9 +313,10 @@ class _Trackio:
 
 
 class _Wandb:
-    """As `wandb login` or `WANDB_API_KEY` have it, or with `WANDB_MODE=offline` in the run's folder
-    alone, for `wandb sync`. By itself it would also send the code, and the command line, which may
-    hold secrets."""
+    """Logs to Weights & Biases, or with `WANDB_MODE=offline` only to the run's folder.
+
+    Uploading the code and the command line, which may contain secrets, is turned off.
+    """
 
     def __init__(self, project: str, folder: Path, finish_s: float) -> None:
         self._project = project
@@ -321,16 +327,16 @@ class _Wandb:
         import wandb
 
         is_online = wandb.setup().settings.mode == "online"
-        # Else it asks for a key, on a terminal that shows something else.
+        # Otherwise wandb would prompt for a key on a terminal that shows other output.
         if is_online and not wandb.login(prompt=False, verify=False):
             raise RuntimeError(
-                "there is no key: `wandb login`, WANDB_API_KEY or WANDB_MODE=offline"
+                "no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
             )
         self._run = wandb.init(
             project=self._project,
             name=run_name,
             id=re.sub(r"[^\w-]", "-", run_name),
-            resume="allow",  # a run that goes on after it was killed
+            resume="allow",  # continue a run that was killed
             config=dict(config),
             dir=str(self._folder),
             settings=wandb.Settings(
@@ -343,7 +349,7 @@ class _Wandb:
                 x_save_requirements=False,
             ),
         )
-        # Its own steps can only grow, and hold one row each.
+        # wandb's own step can only increase and holds one row.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,8 +1,7 @@
-"""Who waits for what, and since when: so that nothing stalls in silence.
+"""Track what each part is waiting for, and since when, so that no stall goes unnoticed.
 
-Reads the events of rollouts; other parts say themselves what they wait for (`waiting`). A stall is
-a time in which nothing at all has moved: no token came, no call and no rollout ended, while
-somebody waits.
+The waits of rollouts are derived from events; other parts report theirs with `waiting`. A stall is
+a period without any progress (no token, no finished call or rollout) while something waits.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ __all__ = ["Stalls", "Wait"]
 
 log = logging.getLogger(__name__)
 
-_MAX_TOLD = 50  # waits in one log record
+_MAX_LOGGED = 50  # waits in one log message
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rollout, or another part by its name, waits for `what`, for `waited_s` seconds."""
+    """A rollout, or another part by name, has been waiting for `what` for `waited_s` seconds."""
 
     rollout_id: str
     what: str
@@ -60,30 +59,35 @@ class _Open:
 
 
 class Stalls:
-    """Tell it of every event (`seen`); ask it who waits (`waits`); or let it `watch`."""
+    """Tracks waits and the time of the last progress.
+
+    Pass every event to `seen`; `waits` lists the waits, and `watch` logs stalls.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: dict[str, _Open] = {}
-        self._others: list[tuple[str, str, float]] = []  # who waits, for what, since when
-        self.moved_s = clock()  # when anything last moved
+        self._others: list[tuple[str, str, float]] = []  # part, what it waits for, since when
+        self.moved_s = clock()  # time of the last progress
 
     def moved(self) -> None:
-        """Something did of which there is no event: a group was scored, a step is done."""
+        """Record progress that has no event, such as a scored group or a finished step."""
         self.moved_s = self._clock()
 
     @contextmanager
     def waiting(self, who: str, what: str) -> Iterator[None]:
-        """What is no rollout waits within: `with stalls.waiting("the learner", "a batch")`. To
-        begin to wait, and to get it, is to move."""
+        """Report a wait of a part other than a rollout, such as the learner's for a batch.
+
+        Beginning and ending a wait both count as progress.
+        """
         self.moved()
-        one = (who, what, self.moved_s)
-        self._others.append(one)
+        wait = (who, what, self.moved_s)
+        self._others.append(wait)
         try:
             yield
             self.moved()
         finally:
-            self._others.remove(one)
+            self._others.remove(wait)
 
     def seen(self, event: Event) -> None:
         now = self.moved_s = self._clock()
@@ -96,71 +100,75 @@ class Stalls:
                 return
             case GroupStarted() | GroupFinished() | Measured() | WeightsLoaded():
                 return
-        one = self._open.get(event.rollout_id)
-        if one is None:
+        wait = self._open.get(event.rollout_id)
+        if wait is None:
             return
         match event:
             case TurnStarted() | TurnMoved():
-                one.what, one.since_s = "room on a server", now
+                wait.what, wait.since_s = "capacity on a server", now
             case TurnPlaced(server=server):
-                one.server = server
-                one.what, one.since_s = f"the first token from {server}", now
+                wait.server = server
+                wait.what, wait.since_s = f"the first token from {server}", now
             case TokensSampled():
-                one.what, one.since_s = f"more tokens from {one.server}", now
+                wait.what, wait.since_s = f"more tokens from {wait.server}", now
             case CallStarted(call=call):
-                one.calls[call.id] = (call.name, now)
+                wait.calls[call.id] = (call.name, now)
             case CallFinished(result=result):
-                one.calls.pop(result.call_id, None)
+                wait.calls.pop(result.call_id, None)
             case TurnFinished():
-                one.calls.clear()
-                one.what, one.since_s = "its next turn", now
+                wait.calls.clear()
+                wait.what, wait.since_s = "its next turn", now
 
     @property
     def still_s(self) -> float:
-        """Seconds in which nothing has moved; 0 where nobody waits for anything."""
+        """Seconds without progress, or 0 if nothing is waiting."""
         return self.unmoved_s if self._open or self._others else 0.0
 
     @property
     def unmoved_s(self) -> float:
-        """Seconds in which nothing has moved, whether or not anybody waits."""
+        """Seconds without progress, whether or not anything is waiting."""
         return self._clock() - self.moved_s
 
     def waits(self, most: int | None = None) -> list[Wait]:
-        """Each open rollout, each of its open calls, and other parts: the longest wait first, and
-        so many at `most`."""
+        """Return the waits of rollouts, their open calls and other parts, longest first.
+
+        Args:
+            most: Maximum number of waits to return.
+        """
         now = self._clock()
         found = [(since_s, who, what) for who, what, since_s in self._others]
-        for rollout_id, one in self._open.items():
-            for name, since_s in one.calls.values():
+        for rollout_id, wait in self._open.items():
+            for name, since_s in wait.calls.values():
                 found.append((since_s, rollout_id, f"the tool {name}"))
-            # While its calls run, a turn may be over; then they are all that it waits for.
-            if not one.calls or one.since_s >= max(since for _, since in one.calls.values()):
-                found.append((one.since_s, rollout_id, one.what))
+            # A turn may be over while its calls run; then it only waits for the calls.
+            if not wait.calls or wait.since_s >= max(since for _, since in wait.calls.values()):
+                found.append((wait.since_s, rollout_id, wait.what))
         since = operator.itemgetter(0)
         longest = heapq.nsmallest(len(found) if most is None else most, found, key=since)
         return [Wait(who, what, now - since_s) for since_s, who, what in longest]
 
     async def watch(self, after_s: float, more: Callable[[], str] = lambda: "") -> None:
-        """Until cancelled: one log record for each stall of `after_s`, and one when it is over.
+        """Log each stall longer than `after_s`, and its end, until cancelled.
 
-        `more` says what else is known, as of the servers.
+        Args:
+            more: Returns additional information for the log, such as the state of the servers.
         """
-        told = False
+        is_logged = False
         while True:
             await anyio.sleep(after_s / 4)
             if self.still_s < after_s:
-                if told:
-                    log.warning("it moves again")
-                told = False
-            elif not told:
-                told = True
+                if is_logged:
+                    log.warning("progress has resumed")
+                is_logged = False
+            elif not is_logged:
+                is_logged = True
                 log.warning("%s", self.report(more()))
 
     def report(self, more: str = "") -> str:
-        """What a stall looks like, for people."""
+        """Return a description of the current stall."""
         waits = self.waits()
-        lines = [f"nothing has moved for {self.still_s:.0f} s; {len(waits)} wait:"]
-        lines += [f"  {w.rollout_id}: {w.what}, {w.waited_s:.0f} s" for w in waits[:_MAX_TOLD]]
-        if len(waits) > _MAX_TOLD:
-            lines.append(f"  and {len(waits) - _MAX_TOLD} more")
+        lines = [f"no progress for {self.still_s:.0f} s; {len(waits)} waiting:"]
+        lines += [f"  {w.rollout_id}: {w.what}, {w.waited_s:.0f} s" for w in waits[:_MAX_LOGGED]]
+        if len(waits) > _MAX_LOGGED:
+            lines.append(f"  and {len(waits) - _MAX_LOGGED} more")
         return "\n".join([*lines, *([more] if more else [])])

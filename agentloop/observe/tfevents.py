@@ -1,9 +1,10 @@
-"""TensorBoard's event files, as far as scalars go.
+"""Write TensorBoard event files with scalars.
 
-A file is a sequence of records (TFRecord: length, checksum of it, data, checksum of that), each an
-`Event` of TensorFlow's event.proto in Protocol Buffers' wire format. Of that we need five fields,
-so it is written here: tensorboardX imports torch where it is installed, which takes seconds and
-hundreds of MiB, and PyTorch's own writer is torch's. tests/integration reads it with TensorBoard.
+A file is a sequence of records (TFRecord: length, checksum of the length, data, checksum of the
+data), each an `Event` of TensorFlow's event.proto in Protocol Buffers' wire format. Only five
+fields are needed, so they are written here: tensorboardX imports torch if it is installed, which
+takes seconds and hundreds of MiB, as does PyTorch's own writer. tests/integration reads the files
+with TensorBoard.
 
     Event    1 wall_time: double   2 step: int64   3 file_version: string   5 summary: Summary
     Summary  1 value: repeated Value
@@ -26,8 +27,13 @@ _FIXED64, _BYTES, _FIXED32 = 1, 2, 5  # wire types; 0 is a varint
 
 
 class EventFile:
-    """Made in `folder`, which is made, too; another process's lie beside it, and belong to the same
-    run. Raises OSError."""
+    """An event file in `folder`, which is created if necessary.
+
+    Files of other processes in the same folder belong to the same run.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +42,7 @@ class EventFile:
         self._write(_field(3, b"brain.Event:2"))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """It is in the file when this returns."""
+        """Write the values of a step to the file."""
         summary = b"".join(
             _field(1, _field(1, tag.encode()) + _key(2, _FIXED32) + _float32(value))
             for tag, value in values.items()
@@ -69,7 +75,7 @@ def _float32(value: float) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; a negative number is its two's complement of 64 bits."""
+    """Encode seven bits per byte, lowest first; negative numbers as 64-bit two's complement."""
     number &= 2**64 - 1
     data = bytearray()
     while number > 0x7F:
@@ -91,7 +97,7 @@ _CRC32C = _crc_table()
 
 
 def _checksum(data: bytes) -> bytes:
-    """CRC-32C (RFC 3720), masked as TFRecord wants it."""
+    """Return the CRC-32C (RFC 3720), masked as in TFRecord."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC32C[(crc ^ byte) & 0xFF] ^ crc >> 8

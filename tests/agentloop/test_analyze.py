@@ -218,7 +218,7 @@ def test_an_evaluation_is_scored_by_its_model(
     ("arguments", "error"),
     [
         (["nowhere"], "nowhere is not a run (no config.toml)"),
-        (["{run}", "--weights", "{run}"], "--weights: {run} is no model folder"),
+        (["{run}", "--weights", "{run}"], "--weights: {run} is not a model folder"),
         (["{run}", "ranks.counts=2"], "unknown setting 'ranks.counts'"),
     ],
 )

@@ -49,7 +49,7 @@ def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("learner.chat_template=x", "learner.chat_template: set chat.template"),
         ("chat.template=gone.jinja", "chat.template: 'gone.jinja' cannot be read: No such file"),
         ("learner.loss.clip_low=0.1", "learner.loss: it is that of the kind sft"),
-        ("model=/gone", "model: /gone is no model folder"),
+        ("model=/gone", "model: /gone is not a model folder"),
         ('data.paths=["gone.jsonl"]', "gone.jsonl: No such file"),
     ],
 )

@@ -135,7 +135,7 @@ def run_at(path: Path, *overrides: str) -> TrainSettings:
 @pytest.mark.parametrize(
     ("override", "from_step", "named"),
     [
-        ("tasks.seed=9", None, "not those of the cursor"),
+        ("tasks.seed=9", None, "they differ from the tasks of the saved cursor"),
         ("loop.seed=9", 7, "--from: no checkpoint"),
     ],
 )
@@ -169,7 +169,7 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
         await queue.undo(1)  # killed here
     del folder  # its lock
-    with pytest.raises(AgentLoopError, match="not those of the cursor"):
+    with pytest.raises(AgentLoopError, match="they differ from the tasks of the saved cursor"):
         await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, Said()), resume=path)
     assert [one.name for one in (path / "checkpoints").iterdir()] == ["step-1"]
 

@@ -224,12 +224,12 @@ def test_a_control_token_before_the_end_of_a_turn_can_be_passed_over() -> None:
     ("messages", "said"),
     [
         ([], "messages: at least one"),
-        (["hello"], r"messages\[0\]: an object is expected"),
-        ([user("x"), None], r"messages\[1\]: an object is expected"),
-        ([{"content": "x"}], r"messages\[0\].role: None is not a role"),
+        (["hello"], r"messages\[0\]: expected an object"),
+        ([user("x"), None], r"messages\[1\]: expected an object"),
+        ([{"content": "x"}], r"messages\[0\].role: None is not a valid role"),
         ([user("x"), {"role": "wizard", "content": "x"}], r"messages\[1\].role: 'wizard'"),
         ([{"role": ["user"], "content": "x"}], r"messages\[0\].role"),
-        ([user(3)], r"messages\[0\].content: a string or parts"),
+        ([user(3)], r"messages\[0\].content: expected a string or text parts"),
         ([user([{"type": "image_url", "image_url": {}}])], r"messages\[0\].content"),
         ([user(["text"])], r"messages\[0\].content"),
         ([{"role": "assistant", "content": "", "tool_calls": [3]}], "chat template says"),
@@ -354,7 +354,7 @@ def test_a_model_folder_is_loaded_and_a_bad_one_refused(tmp_path: Path) -> None:
     for thinks in (True, False):
         settings = ChatSettings(template=asked, arguments={"thinks": thinks})
         assert bool(ChatFormat.load(tmp_path / "good", settings).opened_thought) == thinks
-    with pytest.raises(ValueError, match="tools: set by agentloop"):
+    with pytest.raises(ValueError, match="tools: reserved"):
         ChatSettings(arguments={"tools": []})
 
 
@@ -370,7 +370,7 @@ def test_a_template_is_read_from_its_file_once(tmp_path: Path) -> None:
     ):
         load_settings(ChatSettings, overrides=[f"template={file}"])
     file.write_text("no expression")
-    with pytest.raises(SettingsError, match="no Jinja template"):
+    with pytest.raises(SettingsError, match="not a Jinja template"):
         load_settings(ChatSettings, overrides=[f"template={file}"])
 
 

@@ -181,7 +181,7 @@ async def test_what_will_not_go_better_is_not_asked_again(
 @pytest.mark.anyio
 async def test_messages_that_are_no_text_are_refused() -> None:
     async with FakeEndpoint().serving() as fake:
-        with pytest.raises(RequestError, match="messages: they cannot be sent"):
+        with pytest.raises(RequestError, match="messages: they cannot be encoded"):
             await sampled(fake, task=Task("one", "half a pair: \ud800", "1"))
     assert fake.requests == []
 
@@ -219,7 +219,7 @@ async def test_its_only_model_need_not_be_named() -> None:
         assert fake.requests[0]["model"] == "sole"
         for models, there in ([["a", "b"], "a, b"], [[], "none"]):
             fake.models = list(models)
-            with pytest.raises(SettingsError, match=f"endpoint.model: name one .*: {there}"):
+            with pytest.raises(SettingsError, match=f"endpoint.model: set it .*: {there}"):
                 await sampled(fake, model="")
 
 
@@ -304,9 +304,9 @@ def test_what_retry_after_asks_for(value: str, seconds: float | None) -> None:
 @pytest.mark.parametrize(
     ("told", "named"),
     [
-        ({"url": "localhost:8000"}, "not of the form http://HOST:PORT/v1"),
-        ({"url": "ftp://a/v1"}, "not of the form"),
-        ({"url": "http://a/v1?key=1"}, "not of the form"),
+        ({"url": "localhost:8000"}, "does not have the form http://HOST:PORT/v1"),
+        ({"url": "ftp://a/v1"}, "does not have the form"),
+        ({"url": "http://a/v1?key=1"}, "does not have the form"),
         ({"api_key": "a\nb"}, "printable ASCII"),
     ],
 )

@@ -56,7 +56,7 @@ def test_pass_at_k_is_unbiased(num_samples: int, sixths: int, k: int) -> None:
 
 @pytest.mark.parametrize(("samples", "right", "k"), [(4, 2, 5), (4, 5, 2), (4, -1, 2), (4, 2, 0)])
 def test_what_cannot_be_estimated_is_refused(samples: int, right: int, k: int) -> None:
-    with pytest.raises(ValueError, match=f"k={k}: {right} right of {samples}"):
+    with pytest.raises(ValueError, match=f"k={k}: {right} correct of {samples}"):
         solved_by_any(samples, right, k)
 
 

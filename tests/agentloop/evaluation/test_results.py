@@ -45,7 +45,7 @@ def test_a_task_that_could_not_be_asked_lacks_all_its_samples() -> None:
     refused = Outcome(Task("b", "?", "1", "s"), refused="messages: too long")
     told = results([outcome("a", "s", 1.0, 1.0), refused], SETTINGS, ABOUT)
     assert (told["all"]["num_refused"], told["all"]["num_missing"]) == (1, 2)
-    assert told["missing"] == {"it could not be asked: messages: too long": 2}
+    assert told["missing"] == {"the task could not be sampled: messages: too long": 2}
 
 
 def test_each_set_is_told_by_itself_and_all_together() -> None:
@@ -67,7 +67,7 @@ def test_nothing_at_all_can_be_told() -> None:
     told = results([outcome("a", "s", None, None)], SETTINGS, ABOUT)
     assert told["all"]["avg_at_k"] is None
     assert ["avg@2", "-"] in table(told)
-    assert ["tool errors in right", "-"] in table(told)
+    assert ["tool errors in correct", "-"] in table(told)
 
 
 def test_as_text_it_stands_in_columns() -> None:
@@ -78,7 +78,7 @@ def test_as_text_it_stands_in_columns() -> None:
     places = {line.index(word) for line, word in zip(lines[:2], ("second", "1  "), strict=True)
               if word in line}  # fmt: skip
     assert places
-    assert "Missing, 1: infrastructure: it died" in lines
+    assert "Missing samples, 1: infrastructure: it died" in lines
     assert any(line.startswith("In brackets: the 95% confidence interval") for line in lines)
 
 
@@ -93,4 +93,4 @@ def test_as_markdown_every_row_has_as_many_cells() -> None:
 @pytest.mark.parametrize(("versions", "told"), [(["3"], False), (["3", "4"], True)])
 def test_weights_that_changed_meanwhile_are_told(versions: list[str], told: bool) -> None:
     found = results([outcome("a", "s", 1.0, 1.0, versions=versions)], SETTINGS, ABOUT)
-    assert ("The weights changed meanwhile" in text(found)) is told
+    assert ("The weights changed during the evaluation" in text(found)) is told

@@ -162,7 +162,7 @@ async def test_leaving_early_closes_a_source_in_the_task_that_ran_it() -> None:
 
 
 async def test_at_least_one_may_be_open() -> None:
-    with pytest.raises(RequestError, match="max_open: at least 1, not 0"):
+    with pytest.raises(RequestError, match="max_open: must be at least 1, got 0"):
         async with finished_groups(Source(1), run, room, max_open=0):
             pass
 

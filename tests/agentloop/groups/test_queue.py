@@ -81,7 +81,7 @@ async def test_a_group_is_in_one_batch(tmp_path: Path) -> None:
             await queue.lease(2, [three, two], {})
         # All or nothing.
         assert [group.number for group in await queue.finished_groups()] == [three]
-        with pytest.raises(ValueError, match="step 1 has a batch"):
+        with pytest.raises(ValueError, match="step 1 already has a batch"):
             await queue.lease(1, [three], {})
         with pytest.raises(ValueError, match="not there"):
             await queue.lease(2, [99], {})
@@ -274,7 +274,7 @@ async def test_one_of_another_version_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "queue.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(SettingsError, match="another version"):
+    with pytest.raises(SettingsError, match="incompatible version"):
         async with opened(tmp_path):
             pass
 

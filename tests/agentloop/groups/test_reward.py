@@ -221,7 +221,7 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
     async with Scorer(settings) as scorer:
         found = await scorer.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
         assert (found.value, found.answer) == (0.0, "9^{9^{9^{9}}} + x")
-        assert re.search(r"not done after 6 s|its process ended", found.reason)
+        assert re.search(r"not done after 6 s|the process ended", found.reason)
         assert "(2 tries)" in found.reason
         settings.timeout_s = 60
         assert (await scorer.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 1.0
@@ -309,9 +309,9 @@ async def test_what_a_function_may_say() -> None:
     ("function", "why"),
     [
         ("raises", "KeyError: 'no such judge' (3 tries)"),
-        ("crashes", "its process ended by SIGSEGV"),
-        ("exits", "its process ended with status 3"),
-        ("eats_memory", "its process ended with status 71"),
+        ("crashes", "the process ended by SIGSEGV"),
+        ("exits", "the process ended with status 3"),
+        ("eats_memory", "the process ended with status 71"),
         ("is_not_there", "AttributeError"),
     ],
 )
@@ -327,7 +327,7 @@ async def test_a_function_that_fails_is_an_error_and_never_a_reward(
 async def test_a_function_that_hangs_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     async with scoring("hangs", timeout_s=2, retries=0) as scorer:
-        with pytest.raises(RewardError, match=r"not done after 2 s$"):
+        with pytest.raises(RewardError, match=r"no result after 2 s$"):
             await scorer.score(rollout(), task(pid=str(pid)))
         assert not is_alive(pid)
 
@@ -390,7 +390,7 @@ async def test_a_function_of_this_process_that_fails() -> None:
 
     settings = RewardSettings(timeout_s=0.05, retries=1)
     async with Scorer(settings, hangs) as scorer:
-        with pytest.raises(RewardError, match=r"hangs: task task-1: not done after 0.05 s \(2 "):
+        with pytest.raises(RewardError, match=r"hangs: task task-1: no result after 0.05 s \(2 "):
             await scorer.score(rollout(), task())
         assert calls == 2
     async with Scorer(RewardSettings(retries=0), raises) as scorer:
@@ -436,13 +436,21 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
         ({"score": "1"}, 0.0, "countdown gives it no score"),
         ({"missing": "forged"}, 0.0, "countdown gives it no score"),
         ({}, 0.0, "it ended the process that scored it"),
-        (CallStatus.TIMEOUT, 0.0, "countdown took longer than 10 s on it, twice"),
+        (CallStatus.TIMEOUT, 0.0, "countdown took longer than 10 s to score it, twice"),
         (CallStatus.OOM, 0.0, "it ended the process that scored it (oom)"),
         (CallStatus.KILLED, 0.0, "it ended the process that scored it (killed)"),
         (CallStatus.ERROR, 0.0, "it ended the process that scored it (error)"),
         (CallStatus.OUTPUT_LIMIT, 0.0, "it ended the process that scored it (output_limit)"),
-        (CallStatus.SANDBOX_ERROR, None, "the sandbox says sandbox_error: no luck (2 tries)"),
-        (CallStatus.OVERLOADED, None, "the sandbox says overloaded: no luck (2 tries)"),
+        (
+            CallStatus.SANDBOX_ERROR,
+            None,
+            "the sandbox call ended with status sandbox_error: no luck (2 tries)",
+        ),
+        (
+            CallStatus.OVERLOADED,
+            None,
+            "the sandbox call ended with status overloaded: no luck (2 tries)",
+        ),
         (SandboxUnavailable("gone"), None, "SandboxUnavailable: gone (2 tries)"),
     ],
 )
@@ -462,7 +470,7 @@ async def test_what_ends_before_the_answer_is_scored_is_not_its_doing(how: CallS
     async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
         found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
     assert (found.value, found.answer) == (None, "1+1")
-    assert f"the sandbox says {how}: no luck (2 tries)" in found.reason
+    assert f"the sandbox call ended with status {how}: no luck (2 tries)" in found.reason
 
 
 async def test_a_scorer_that_was_slow_once_has_a_second_try() -> None:

@@ -107,7 +107,7 @@ def test_quotas_sum_to_n_and_are_there_to_take(
 ) -> None:
     n = settings.down_sample_to_n
     if not 0 < n <= num_positives + num_negatives:
-        with pytest.raises(ValueError, match="cannot be kept"):
+        with pytest.raises(ValueError, match="cannot keep"):
             quotas(num_positives, num_negatives, settings)
         return
     positives, negatives = quotas(num_positives, num_negatives, settings)

@@ -144,12 +144,12 @@ def test_mistakes_are_refused() -> None:
         Slots(-1, 1)
     slots = Slots(0, 1)
     slots.admit(0)
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="no free slot"):
         slots.admit(1)
     with pytest.raises(ValueError, match="already"):
         slots.admit(0)
     slots.finish(0)
     with pytest.raises(ValueError, match="not open"):
         slots.finish(0)
-    with pytest.raises(ValueError, match="not from 0 to 0"):
+    with pytest.raises(ValueError, match="not between 0 and 0"):
         slots.now_live(1)

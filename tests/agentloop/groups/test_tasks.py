@@ -113,36 +113,42 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ([1, 2], "an object is expected, not list"),
-        ({"answer": 1}, "one of the fields 'messages', 'prompt', 'problem', 'question' is needed"),
+        ([1, 2], "expected an object, got list"),
+        (
+            {"answer": 1},
+            "one of the fields 'messages', 'prompt', 'problem', 'question' is required",
+        ),
         (
             {"problem": "x?"},
-            "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth' is needed",
+            "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth' is required",
         ),
-        ({"problem": " ", "answer": 1}, "field 'problem': it is empty"),
+        ({"problem": " ", "answer": 1}, "field 'problem' is empty"),
         ({"problem": 5, "answer": 1}, "field 'problem': text or messages are expected, not 5"),
         ({"prompt": [], "answer": 1}, "field 'prompt': text or messages are expected, not list"),
         ({"prompt": ["x"], "answer": 1}, "field 'prompt': message 1: 'role' and 'content'"),
         ({"prompt": [{"role": "user", "content": 1}], "answer": 1}, "message 1: 'role' and"),
         (
             {"messages": [{"role": "assistant", "content": "2"}], "answer": 1},
-            "field 'messages': the last message is of the assistant, not of the user",
+            "field 'messages': the last message must have the role 'user', not 'assistant'",
         ),
-        ({"problem": "x?", "answer": [1]}, "field 'answer': text or a number is expected"),
+        ({"problem": "x?", "answer": [1]}, "field 'answer': expected text or a number"),
         ({"problem": "x?", "reward_model": {"style": "rule"}}, "'reward_model.ground_truth', "),
         ({"problem": "x?", "answer": None}, "one of the fields 'reward_model.ground_truth', 'ans"),
-        ({"problem": "x?", "answer": True}, "field 'answer': text or a number is expected"),
-        ({"problem": "x?", "answer": " "}, "field 'answer': it is empty"),
+        ({"problem": "x?", "answer": True}, "field 'answer': expected text or a number"),
+        ({"problem": "x?", "answer": " "}, "field 'answer' is empty"),
         ({"problem": "x?", "reward_model": {"ground_truth": {}}}, "'reward_model.ground_truth': "),
-        ({"problem": "x?", "answer": 1, "level": "hard"}, "field 'level': a number is expected"),
-        ({"problem": "x?", "answer": 1, "extra_info": 3}, "field 'extra_info': an object is"),
-        ({"problem": "x\ud800?", "answer": 1}, "field 'problem': it has half of a surrogate pair"),
-        ({"problem": "x?", "answer": "\udc00"}, "field 'answer': it has half of a surrogate pair"),
+        ({"problem": "x?", "answer": 1, "level": "hard"}, "field 'level': expected a number"),
+        ({"problem": "x?", "answer": 1, "extra_info": 3}, "field 'extra_info': expected an object"),
+        ({"problem": "x\ud800?", "answer": 1}, "field 'problem' contains a lone surrogate"),
+        ({"problem": "x?", "answer": "\udc00"}, "field 'answer' contains a lone surrogate"),
         (
             {"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1},
-            "field 'prompt': it has",
+            "field 'prompt' contains a lone",
         ),
-        ({"problem": "x?", "answer": 1, "extra_info": {"\ud800": 1}}, "field 'extra_info': it has"),
+        (
+            {"problem": "x?", "answer": 1, "extra_info": {"\ud800": 1}},
+            "field 'extra_info' contains a lone",
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, why: str) -> None:
@@ -163,7 +169,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="No such file"):
             opened(tmp_path / "data", kind)
     (tmp_path / "empty").touch()
-    with pytest.raises(DataError, match="there are no tasks: none were read"):
+    with pytest.raises(DataError, match="no tasks were read"):
         opened(tmp_path / "empty")
     with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / 'empty'))}: "):
         opened(tmp_path / "empty", "parquet")
@@ -190,7 +196,7 @@ def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     for columns, why in [
         ({"text": ["x?"], "answer": ["1"]}, "one of the columns 'messages', 'prompt', "),
-        ({"text": ["x?"], "answer": ["1"]}, "is needed; there are 'answer', 'text'"),
+        ({"text": ["x?"], "answer": ["1"]}, "is required; the file has 'answer', 'text'"),
         ({"problem": ["x?"]}, "one of the columns 'answer', 'ground_truth', 'reward_model' is"),
         ({}, "there are none"),
     ]:
@@ -268,12 +274,12 @@ def test_a_cursor_of_other_tasks_is_refused(tmp_path: Path) -> None:
     jsonl(path, list(reversed(rows(20))))
     opened(path, cursor=cursor)  # the order of the file is of no account
     for changed in ({"seed": 1}, {"held_out": 3}, {"shuffle": False}):
-        with pytest.raises(DataError, match="not those of the cursor"):
+        with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
             opened(path, cursor=cursor, **changed)
-    with pytest.raises(DataError, match="not those of the cursor"):
+    with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
         opened(jsonl(path, rows(21)), cursor=cursor)
     generated = TaskSource.open(TasksSettings(levels=[1, 2])).cursor()
-    with pytest.raises(DataError, match="not those of the cursor"):
+    with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
         TaskSource.open(TasksSettings(levels=[2]), generated)
 
 
@@ -344,12 +350,12 @@ def test_a_task_is_found_by_its_id(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"kind": "jsonl"}, "paths: the kind 'jsonl' needs it"),
-        ({"kind": "huggingface"}, "name: the kind 'huggingface' needs it"),
-        ({"kind": "reasoning_gym"}, "families: the kind 'reasoning_gym' needs it"),
-        ({"levels": [0]}, "levels: from 1 on, not 0"),
+        ({"kind": "jsonl"}, "paths: required by the kind 'jsonl'"),
+        ({"kind": "huggingface"}, "name: required by the kind 'huggingface'"),
+        ({"kind": "reasoning_gym"}, "families: required by the kind 'reasoning_gym'"),
+        ({"levels": [0]}, "levels: must be at least 1, got 0"),
         ({"held_out": 1.5}, "held_out: a share below 1 or a whole number"),
-        ({"template": "What?"}, "{problem} must stand in it"),
+        ({"template": "What?"}, "must contain {problem}"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], why: str) -> None:

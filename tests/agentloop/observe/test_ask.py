@@ -171,6 +171,6 @@ async def test_what_does_not_begin_in_time_is_told(monkeypatch: pytest.MonkeyPat
     rollout = played(begins=False)
     async with asking(rollout, rollout.events.append) as ask:
         for _ in range(2):
-            with pytest.raises(RequestError, match=r"did not begin within 0\.02 s"):
+            with pytest.raises(RequestError, match=r"did not start within 0\.02 s"):
                 await ask("why?")
     assert rollout.num_running == 0

@@ -21,9 +21,9 @@ def test_it_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     dropped.tell()
     dropped.tell()
     assert caplog.messages == [
-        "lines of x: left out 2 (2 in all): why at 0",
-        "lines of x: left out 6 (8 in all): why at 61",
-        "lines of x: left out 2 (10 in all): why at 62",
+        "lines of x: dropped 2 (2 in total): why at 0",
+        "lines of x: dropped 6 (8 in total): why at 61",
+        "lines of x: dropped 2 (10 in total): why at 62",
     ]
 
 

@@ -141,9 +141,9 @@ async def test_too_many_lines_are_left_out_and_counted(
     lines = list(read_events(tmp_path))
     assert names(lines) == ["opened", "rollout_abandoned", "rollout_abandoned", "dropped"]
     assert lines[-1]["num"] == 8
-    assert [message.partition(": left")[2] for message in caplog.messages] == [
-        " out 1 (1 in all): 3 lines wait already",
-        " out 7 (8 in all): 3 lines wait already",
+    assert [message.partition(": dropped")[2] for message in caplog.messages] == [
+        " 1 (1 in total): 3 lines are already queued",
+        " 7 (8 in total): 3 lines are already queued",
     ]
 
 
@@ -168,9 +168,9 @@ async def test_a_full_disk_does_not_end_the_run(
         is_full = False
         journal.seen(RolloutAbandoned("s"))
         await eventually(lambda: len(list(read_events(tmp_path))) == 2)
-    assert [message.partition(": left")[2] for message in caplog.messages] == [
-        " out 1 (1 in all): No space left on device",
-        " out 1 (2 in all): No space left on device",
+    assert [message.partition(": dropped")[2] for message in caplog.messages] == [
+        " 1 (1 in total): No space left on device",
+        " 1 (2 in total): No space left on device",
     ]
     lines = list(read_events(tmp_path))
     assert [(line["event"], line.get("num"), line.get("rollout")) for line in lines] == [
@@ -260,7 +260,7 @@ def test_a_run_without_events_has_none(tmp_path: Path) -> None:
 
 
 def test_every_event_is_told_or_left_out_on_purpose() -> None:
-    told = {kind.__name__ for kind in module._TOLD}
+    told = {kind.__name__ for kind in module._LINES}
     left_out = {"TokensSampled", "TurnStarted", "TurnSampled", "CallStarted"}
     assert told.isdisjoint(left_out)
     assert told | left_out == {kind.__name__ for kind in get_args(Event)}

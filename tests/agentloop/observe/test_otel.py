@@ -358,9 +358,9 @@ async def test_what_the_collector_refuses_is_counted_and_told(
             await eventually(lambda: traces.num_sent == 1)
     assert traces.num_dropped == 3
     first, rest = caplog.messages
-    assert "left out 1 (1 in all)" in first
+    assert "dropped 1 (1 in total)" in first
     assert why in first
-    assert "left out 2 (3 in all)" in rest
+    assert "dropped 2 (3 in total)" in rest
 
 
 @pytest.mark.anyio
@@ -376,7 +376,7 @@ async def test_the_loop_does_not_notice_a_collector_that_is_away(
         assert len(traces._waiting) <= 10
     assert traces.num_sent == 0
     await eventually(lambda: traces.num_dropped == 100)
-    assert "10 wait to be sent already" in caplog.text
+    assert "10 traces are already queued" in caplog.text
 
 
 @pytest.mark.anyio

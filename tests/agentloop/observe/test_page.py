@@ -61,7 +61,7 @@ class Played:
 
     async def rollout(self, key: str) -> dict[str, Any]:
         if key == "gone":
-            raise NotThere(f"rollout {key!r}: it is not kept any more, or never was")
+            raise NotThere(f"rollout {key!r}: unknown, or no longer kept")
         return {"id": key, "arguments": {"n": 2**70}}
 
     async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
@@ -419,7 +419,7 @@ async def test_where_nobody_can_be_asked_it_is_told() -> None:
         assert (await at.post("/api/ask", {"question": "why?"}))[0] == 400
         token = {"X-Control-Token": TOKEN}
         status, body = await at.post("/api/control", {"do": "pause"}, **token)
-        assert (status, body["error"]) == (400, "do: one of nothing is possible here")
+        assert (status, body["error"]) == (400, "do: must be one of: none is available here")
 
 
 async def test_who_has_the_token_may_control() -> None:

@@ -109,7 +109,10 @@ async def test_a_slow_sink_holds_up_nobody(
         assert sinks.num_dropped == {"trackio": 2, "wandb": 0}
         slow.gate.set()
     assert slow.steps == [1, 2, 3, 4]
-    assert "rows of metrics for trackio: left out 1 (1 in all): 3 rows wait already" in caplog.text
+    assert (
+        "rows of metrics for trackio: dropped 1 (1 in total): 3 rows are already queued"
+        in caplog.text
+    )
 
 
 @pytest.mark.anyio
@@ -140,7 +143,7 @@ async def test_one_that_fails_is_tried_again_with_the_next_row(
         sinks.seen(rows(2)[0])
     assert [what for what, _ in broken.told] == ["start", "log", "close"]
     assert caplog.messages == [
-        "rows of metrics for trackio: left out 1 (1 in all): ValueError: on purpose"
+        "rows of metrics for trackio: dropped 1 (1 in total): ValueError: on purpose"
     ]
 
 

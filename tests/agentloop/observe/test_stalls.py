@@ -39,10 +39,10 @@ WHY = Decision(None, "kv", "why", ())
 
 STORY: list[tuple[Event, list[str]]] = [
     (RolloutStarted(Trajectory("r", [])), ["its first turn"]),
-    (TurnStarted("r", 0), ["room on a server"]),
+    (TurnStarted("r", 0), ["capacity on a server"]),
     (TurnPlaced("r", 0, "http://a", WHY), ["the first token from http://a"]),
     (TokensSampled("r", 0, [1], "x"), ["more tokens from http://a"]),
-    (TurnMoved("r", "http://a", "gone"), ["room on a server"]),
+    (TurnMoved("r", "http://a", "gone"), ["capacity on a server"]),
     (TurnPlaced("r", 0, "http://b", WHY), ["the first token from http://b"]),
     (CALL, ["the tool python"]),
     (TokensSampled("r", 0, [2], "y"), ["the tool python", "more tokens from http://b"]),
@@ -122,4 +122,4 @@ async def test_a_stall_is_one_record(caplog: pytest.LogCaptureFixture) -> None:
             await eventually(lambda: len(caplog.messages) == 2)
             tasks.cancel_scope.cancel()
     assert "r: its first turn, 1 s" in caplog.messages[0]
-    assert caplog.messages[1] == "it moves again"
+    assert caplog.messages[1] == "progress has resumed"
