@@ -344,7 +344,7 @@ class Fleet:
                 first_seen = (first_seen or now) if self._runtimes else None
                 is_late = first_seen is not None and now - first_seen > timeout_s
                 have = self._have(announced)
-                checksum = _majority(have, len(self._runtimes), is_late, announced.version)
+                checksum = _most_common(have, len(self._runtimes), is_late, announced.version)
                 if checksum and not announced.checksum:
                     announced = announced.model_copy(update={"checksum": checksum})
                     await self._announce(announced)
@@ -493,11 +493,11 @@ async def _forget_tickets(tickets: str, entries: Sequence[bytes], redis: Redis) 
         await pipe.execute()
 
 
-def _majority(have: Mapping[str, str], num: int, is_late: bool, version: str) -> str:
-    """Return the checksum that a majority of `num` runtimes has, or "" while that may change.
+def _most_common(have: Mapping[str, str], num: int, is_late: bool, version: str) -> str:
+    """Return the checksum that most of `num` runtimes have, or "" while that may still change.
 
     Raises:
-        ServerError: there is no majority.
+        ServerError: there is a tie, so the right weights are unknown.
     """
     (first, num_first), *others = Counter(have.values()).most_common(2) or [("", 0)]
     if 2 * num_first > num:
