@@ -64,7 +64,9 @@ class Transcript:
                 self._line(f"[{color}]\u25c0 {result.status} in {took * 1000:.0f} ms[/{color}]")
                 self._block(result.content, color)
             case TurnMoved(server=server):
-                self._line(f"[yellow]{escape(server)} failed; the turn continues on another server[/yellow]")
+                self._line(
+                    f"[yellow]{escape(server)} failed; continuing on another server[/yellow]"
+                )
             case TurnFinished():
                 for channel, piece in self._channels.flush():
                     self._write(piece, "dim" if channel is Channel.REASONING else "bold")

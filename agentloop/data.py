@@ -296,7 +296,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     teacher.set_defaults(command=_teacher, doing="Writing the dialogues")
     teacher.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
-    teacher.add_argument("--count", type=_from(1), default=10_000, help="dialogues (default: 10000)")
+    teacher.add_argument(
+        "--count", type=_from(1), default=10_000, help="dialogues (default: 10000)"
+    )
     teacher.add_argument("--seed", type=_from(0), default=0, help="random seed (default: 0)")
     teacher.add_argument(
         "--levels",

@@ -98,7 +98,7 @@ class DataError(AgentLoopError):
 
 
 class RewardError(AgentLoopError):
-    """A reward function raised, timed out or returned no number. It never counts as a reward of 0."""
+    """A reward function raised, timed out or returned no number. This is never a reward of 0."""
 
 
 class ServerError(AgentLoopError):

@@ -343,7 +343,9 @@ def main(arguments: list[str]) -> int:
     if options.list_settings:
         print(console.settings_text(EvaluateSettings))
         return 0
-    read = partial(_read_settings, options.settings, options.tasks or [], options.run, options.resume)
+    read = partial(
+        _read_settings, options.settings, options.tasks or [], options.run, options.resume
+    )
     if options.dry_run:
         return console.run(lambda: _plan(read()))
     work = partial(_evaluate, read, options.resume, options.json)

@@ -185,7 +185,9 @@ def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
         for name in order:
             kind, (start, end) = tensors[name]["dtype"], tensors[name]["data_offsets"]
             if kind.startswith("F") and kind not in _NAMES:
-                raise ModelError(f"{source}: {name} has dtype {kind}, which cannot be cast; export without --dtype")
+                raise ModelError(
+                    f"{source}: {name} has dtype {kind}, which cannot be cast; export without --dtype"
+                )
             size = end - start
             if kind in _NAMES:
                 size = size // _WIDTHS[kind] * _WIDTHS[wanted]
@@ -326,7 +328,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], help="dtype of the weights (default: as published)"
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="dtype of the weights (default: as published)",
     )
     parser.add_argument(
         "--step", type=int, metavar="N", help="export the weights of this step (default: newest)"

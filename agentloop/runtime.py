@@ -73,7 +73,7 @@ Progress = Callable[[str], None]
 
 
 class Settings(pydantic.BaseModel):
-    """The settings of a runtime. Each section is defined beside the component that it configures."""
+    """The settings of a runtime. Each section belongs to the component that it configures."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -124,7 +124,9 @@ class Settings(pydantic.BaseModel):
     def _are_built_in(cls, tools: list[str]) -> list[str]:
         for tool in tools:
             if tool not in _BUILT_IN:
-                raise ValueError(f"{tool!r} is not a built-in tool; choose from {', '.join(_BUILT_IN)}")
+                raise ValueError(
+                    f"{tool!r} is not a built-in tool; choose from {', '.join(_BUILT_IN)}"
+                )
         return tools
 
 

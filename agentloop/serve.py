@@ -165,7 +165,7 @@ class App:
         )
 
     def seen(self, event: Event) -> None:
-        """Handle an event. Call it also for rollouts started elsewhere, to include them in metrics."""
+        """Handle an event; also call it for rollouts that others start, to count them."""
         self._readers(event)
 
     @asynccontextmanager

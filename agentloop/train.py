@@ -144,9 +144,7 @@ async def train(
                     f"--resume: {folder.path}: there are rollouts or checkpoints, and no group in "
                     "queue.sqlite, the run's journal: without it nobody knows what was learned from"
                 )
-            await anyio.to_thread.run_sync(
-                folder.metrics
-            )  # report damage before the servers start
+            await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
             cursor = (await queue.noted("cursor") or {}).get("tasks")
             tasks = await anyio.to_thread.run_sync(opened, cursor, abandon_on_cancel=True)

@@ -157,7 +157,9 @@ class Turn:
     results: list[ToolResult] = field(default_factory=list)
     observation_ids: list[int] = field(default_factory=list)
     text: str = ""
-    servers: list[str] = field(default_factory=list)  # several if the turn was moved to another server
+    servers: list[str] = field(
+        default_factory=list
+    )  # several if the turn was moved to another server
     cached_tokens: int = 0
     started_s: float = 0.0
     first_token_s: float | None = None

@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         type=int,
         default=_NUM_EXPORTED,
-        help=f"with --export: include the texts of the newest N rollouts (default: {_NUM_EXPORTED})",
+        help="with --export: include the texts of the newest N rollouts "
+        f"(default: {_NUM_EXPORTED})",
     )
     console.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)

@@ -68,7 +68,9 @@ class CollapseSettings(pydantic.BaseModel):
 
     enabled: bool = pydantic.Field(True, description="Stop a run that has collapsed.")
     window: int = pydantic.Field(9, ge=1, description="Number of steps in each median.")
-    patience: int = pydantic.Field(10, ge=1, description="Bad steps in a row that count as a collapse.")
+    patience: int = pydantic.Field(
+        10, ge=1, description="Bad steps in a row that count as a collapse."
+    )
     reward_fall: float = pydantic.Field(
         0.5, gt=0, description="Collapse: the reward falls by more than this share of its best."
     )

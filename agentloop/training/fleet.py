@@ -217,7 +217,7 @@ class Fleet:
         waiting.added = True
 
     async def _audit(self) -> None:
-        """Compare the tickets in Redis with the pending groups: add lost ones, delete stale ones."""
+        """Compare tickets in Redis with pending groups: add lost ones, delete stale ones."""
         expected = {key for key, waiting in self._waiting.items() if waiting.added}
         tickets, groups = self._link.tickets, self._link.groups
 

@@ -352,7 +352,7 @@ class Link:
                 raise
 
     async def put_pieces(self, rows: str, data: bytes) -> int:
-        """Store a result's rollouts in Redis; return the number of pieces. They expire in an hour."""
+        """Store a result's rollouts for an hour; return the number of pieces."""
         pieces = [data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)]
         for name, piece in zip(self.piece_names(rows, len(pieces)), pieces, strict=True):
             await self.do(partial(_put, name, piece))

@@ -1,7 +1,7 @@
 """A runtime's end of a fleet: it takes tickets while it has capacity, and delivers the results.
 
     the trainer's state ──> load weights into our servers ──> may take tickets
-                                                            │ one, once there is capacity for a group
+                                                            │ one, when there is capacity for it
     a ticket ──lease, renewed──> rolled out, scored, selected ──result──> acknowledged
 
 When the lease of a ticket expires, another runtime takes it. So a runtime may die at any moment;
@@ -204,7 +204,9 @@ class Member:
     async def _load(self, weights: Announced) -> bool:
         life, folder = self._word.life, Path(weights.folder)
         published: Published = InFolder(weights.version, folder, weights.pause)
-        self._verified.discard(weights.version)  # the same version may come again with other weights
+        self._verified.discard(
+            weights.version
+        )  # the same version may come again with other weights
         try:
             if not await anyio.Path(folder).is_dir():
                 raise ServerError(

@@ -134,7 +134,7 @@ class Serving(Protocol):
     """A set of servers that published weights are synced to: local ones or a fleet's."""
 
     async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
-        """Sync these weights to all servers. Raises ServerError if no server gets the right ones."""
+        """Sync these weights to all servers. Raises ServerError if none gets the right ones."""
         ...
 
     async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
@@ -216,7 +216,12 @@ class InFolder:
 
 class _FolderPublisher:
     def __init__(
-        self, learner: Learner, folder: Path, settings: WeightsSettings, *, is_external: bool = False
+        self,
+        learner: Learner,
+        folder: Path,
+        settings: WeightsSettings,
+        *,
+        is_external: bool = False,
     ) -> None:
         self._learner = learner
         self._folder = folder

@@ -79,7 +79,9 @@ class RanksSettings(pydantic.BaseModel):
         if self.nodes > 1 and not self.address:
             raise ValueError("address: with several nodes, set this machine's address")
         if (self.hostfile is not None) != (self.launcher == "deepspeed" and self.nodes > 1):
-            raise ValueError("hostfile: needed with launcher = deepspeed and several nodes, and only then")
+            raise ValueError(
+                "hostfile: needed with launcher = deepspeed and several nodes, and only then"
+            )
         return self
 
 

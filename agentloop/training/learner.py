@@ -48,7 +48,12 @@ __all__ = [
     "started",
 ]
 
-_COMMAND = (sys.executable, "-P", "-m", "learner")  # -P: ignore a learner.py in the working directory
+_COMMAND = (
+    sys.executable,
+    "-P",
+    "-m",
+    "learner",
+)  # -P: ignore a learner.py in the working directory
 _MAX_ANSWER_BYTES = 1 << 24  # large enough for the checksums of all tensors
 _MAX_TAIL_BYTES = 1 << 16
 _NUM_TAIL_LINES = 80  # all ranks of a launcher share one log, with the launcher's own output
@@ -172,7 +177,9 @@ class LearnerProcesses:
         async with anyio.create_task_group() as tasks:
 
             async def wait(process: anyio.abc.Process) -> None:
-                await process.wait()  # no deadline: waits for its end, which sets one for the others
+                await (
+                    process.wait()
+                )  # no deadline: waits for its end, which sets one for the others
                 scope = tasks.cancel_scope
                 scope.deadline = min(scope.deadline, anyio.current_time() + _OTHERS_S)
 

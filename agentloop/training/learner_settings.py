@@ -110,9 +110,7 @@ class LearnerSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: Path = pydantic.Field(
-        Path(), description="Folder of the model to start from."
-    )
+    model: Path = pydantic.Field(Path(), description="Folder of the model to start from.")
     init: Literal["pretrained", "random"] = pydantic.Field(
         "pretrained",
         description="random: initialize the weights at random with `seed`, using only the "
@@ -185,7 +183,9 @@ class LearnerSettings(pydantic.BaseModel):
         3, ge=0, description="Number of checkpoints to keep; 0: all."
     )
     max_skipped_steps: int = pydantic.Field(
-        3, ge=1, description="End training after this many steps in a row with non-finite gradients."
+        3,
+        ge=1,
+        description="End training after this many steps in a row with non-finite gradients.",
     )
     collective_timeout_s: float = pydantic.Field(
         300.0, gt=0, description="Timeout of collectives: a rank that is late by this is lost."

@@ -15,9 +15,9 @@ Each loop waits for:
                 `max_staleness` permits
 
 With `max_staleness` 0 these take turns, and all samples come from the newest policy. The queue's
-journal records admitted, finished and leased groups, so that a killed run can be resumed: `restored`
-is the learner's state at its newest checkpoint, and the batches since then are repeated, the same
-ones in the same order.
+journal records admitted, finished and leased groups, so that a killed run can be resumed:
+`restored` is the learner's state at its newest checkpoint, and the batches since then are repeated,
+the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ class TrainingLoop:
         self._source: Iterator[Task] = tasks
         self._stage_number = 0
         self._num_drawn = 0  # tasks drawn from a stage's own ones
-        self._readmitted: deque[Group] = deque()  # admitted before a restart, to be rolled out again
+        self._readmitted: deque[Group] = (
+            deque()
+        )  # admitted before a restart, to be rolled out again
         self._num_left = 0  # tasks of this stage that are not admitted yet
         self._num_refused = self._num_replaced = 0  # groups in a row
         self._watch = watch or Unwatched()

@@ -17,7 +17,9 @@ class LoopSettings(pydantic.BaseModel):
     steps: int = pydantic.Field(
         510, ge=0, description="Steps of a run without stages; 0: only evaluate."
     )
-    tasks_per_step: int = pydantic.Field(512, ge=1, description="Tasks per step, each with a group of rollouts.")
+    tasks_per_step: int = pydantic.Field(
+        512, ge=1, description="Tasks per step, each with a group of rollouts."
+    )
     group_size: int = pydantic.Field(
         32, ge=1, description="Rollouts per task; roc.down_sample_to_n of them are trained on."
     )
@@ -60,8 +62,8 @@ class LoopSettings(pydantic.BaseModel):
     )
     shuffle_rewards: bool = pydantic.Field(
         False,
-        description="Control experiment in which nothing should be learned: train each rollout with "
-        "the reward of another one of its group. Metrics show the true rewards.",
+        description="Control experiment in which nothing should be learned: train each rollout "
+        "with the reward of another one of its group. Metrics show the true rewards.",
     )
     seed: int = pydantic.Field(0, ge=0, description="Seed of Resample-on-Correct.")
     step_timeout_s: float = pydantic.Field(

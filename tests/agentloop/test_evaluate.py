@@ -210,7 +210,7 @@ def test_a_run_of_that_name_is_not_written_over(
     assert main(arguments) == 0
     gc.collect()
     assert main(arguments) == 2
-    assert "run.name: there is a run at" in capsys.readouterr().err
+    assert "run.name: there already is a run at" in capsys.readouterr().err
 
 
 @pytest.mark.anyio
@@ -253,14 +253,17 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["endpoint.model=m"], "endpoint.model: it is of no use without endpoint.url"),
-        (["endpoint.url=http://a/v1", "servers=['http://a:1']"], "servers: endpoint.url answers"),
+        (["endpoint.model=m"], "endpoint.model: set endpoint.url, too"),
+        (
+            ["endpoint.url=http://a/v1", "servers=['http://a:1']"],
+            "servers: not used with endpoint.url",
+        ),
         (["evaluate.num_samples=2", "evaluate.pass_at=[3]"], "pass_at: 3 needs as many samples"),
         (["endpoint.url=a"], "endpoint.url: 'a' is not of the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
         (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),
         (["--resume", "/no/such/run"], "--resume: /no/such/run: no run is there"),
-        (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: files of one kind"),
+        (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: give files of one kind"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(

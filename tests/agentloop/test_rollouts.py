@@ -48,7 +48,7 @@ def test_each_setting_of_a_runtime_is_the_machines_or_the_recipes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "fleet.redis, fleet.run: which run, and where"),
+        ([], "fleet.redis, fleet.run: set both"),
         (["--redis", "redis://127.0.0.1:1"], "fleet.redis, fleet.run"),
         (["--redis", "127.0.0.1", "--run", "a"], "not of the form redis://HOST:PORT/0"),
         (["sampling.temperature=2"], "sampling"),  # the trainer's

@@ -179,7 +179,7 @@ async def test_before_the_loop_is_there_it_cannot_be_controlled(tmp_path: Path) 
         for what in ("pause", "resume", "drain", "checkpoint"):
             status, body = await at.post("/api/control", {"do": what})
             assert status == 400
-            assert "has not begun" in body["error"]
+            assert "has not started" in body["error"]
         for asked in ({"do": "cancel"}, {"do": "cancel", "rollout": "r"}):
             status, body = await at.post("/api/control", asked)
             assert status == 400
@@ -207,10 +207,10 @@ async def test_what_is_drained_begins_no_groups_again(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         at.begin()
         _, body = await at.post("/api/control", {"do": "resume"})
-        assert body["done"] == "groups are begun again"
+        assert body["done"] == "groups are started again"
         at.loop.is_draining = True
         _, body = await at.post("/api/control", {"do": "resume"})
-        assert "no groups are begun" in body["done"]
+        assert "no groups are started" in body["done"]
 
 
 async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
@@ -274,7 +274,7 @@ async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: P
         ("returns", "finished", "The run has finished."),
         ("raises", "failed", "The run has failed: no disk left."),
         ("is cancelled", "stopped", "The run was stopped; agentloop train --resume"),
-        ("is drained", "stopped", "The run was drained; agentloop train --resume"),
+        ("is drained", "stopped", "The run was drained; to continue: agentloop train --resume"),
     ],
 )
 async def test_the_page_is_told_how_the_run_ended(

@@ -168,8 +168,8 @@ async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
     said = Kills()
     settings = told(SftSettings, [], run)
     again = await sft(settings, said, resume=run)  # type: ignore[arg-type]
-    assert f"Going on after step {step}, of which there is a checkpoint" in said.lines
-    assert sum("lost, and started again" in line for line in said.lines) == 1
+    assert f"Resuming from the checkpoint of step {step}" in said.lines
+    assert sum("was lost; restarting it" in line for line in said.lines) == 1
     assert not [line for line in said.lines if "had the loss" in line]
     for name in ("step", "learner/loss", "learner/grad_norm", "learner/lr"):
         assert [row[name] for row in rows(run)] == [row[name] for row in expected], name

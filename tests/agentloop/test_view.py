@@ -55,7 +55,7 @@ def test_where_no_run_is_it_is_said(
     assert main(["view", str(run)]) == 2
     assert main(["view", str(run), "--export", str(tmp_path / "out.html")]) == 2
     said = capsys.readouterr().err
-    assert f"{run}: no run is there" in said
+    assert f"{run}: not a run's folder" in said
     assert "Traceback" not in said
     assert not (tmp_path / "out.html").exists()
 

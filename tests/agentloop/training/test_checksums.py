@@ -161,7 +161,7 @@ def test_every_rank_of_a_server_must_have_what_is_the_learners() -> None:
     one, other = proof({"a": "1", "x": "5"}), proof({"a": "1", "x": "6"})
     assert not one.wrong
     assert one.rest != other.rest != ""
-    assert proof({"x": "5"}) == Proof("whole", "whole", unproven="it tells of no such tensor"), (
+    assert proof({"x": "5"}) == Proof("whole", "whole", unproven="it reports no known tensor"), (
         "then SGLang's own is all there is"
     )
     assert proof() == proof({"x": "5"})

@@ -700,7 +700,7 @@ async def test_without_a_runtime_it_says_who_is_waited_for_and_ends_in_time(
         async with training(settings, tmp_path, said) as trainer:
             await trainer.hand_over()
     start = f"agentloop rollouts --redis {redis.url} --run test"
-    assert said == [f"The trainer waits for a runtime, and none is there. Start: {start}"]
+    assert said == [f"Waiting for a runtime. Start one with: {start}"]
 
 
 async def test_a_redis_that_stays_away_ends_both(tmp_path: Path) -> None:
@@ -733,7 +733,7 @@ async def test_a_password_is_needed_and_stays_secret(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis", ["--requirepass", "open sesame"]) as redis:
         for url in (redis.url, redis.url.replace("unix://", "unix://:wrong@")):
             settings = settings_for(redis, redis=url)
-            with pytest.raises(SettingsError, match=r"does not let us in.*fleet\.password") as no:
+            with pytest.raises(SettingsError, match=r"rejected the login.*fleet\.password") as no:
                 async with training(settings, tmp_path):
                     pass
             assert "wrong" not in str(no.value).replace("WRONGPASS", "")

@@ -243,11 +243,11 @@ async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"nodes": 2}, "nodes: several need launcher = torchrun or deepspeed"),
+        ({"nodes": 2}, "nodes: more than one needs launcher = torchrun or deepspeed"),
         ({"nodes": 2, "launcher": "torchrun"}, "address: with several nodes"),
-        ({"nodes": 2, "launcher": "deepspeed", "address": "x"}, "hostfile: for launcher = deeps"),
-        ({"hostfile": "x"}, "hostfile: for launcher = deepspeed"),
-        ({"nodes": 2, "launcher": "torchrun", "address": "x", "hostfile": "x"}, "hostfile: for"),
+        ({"nodes": 2, "launcher": "deepspeed", "address": "x"}, "hostfile: needed with launcher"),
+        ({"hostfile": "x"}, "hostfile: needed with launcher = deepspeed"),
+        ({"nodes": 2, "launcher": "torchrun", "address": "x", "hostfile": "x"}, "hostfile: needed"),
     ],
 )
 def test_settings_of_ranks_that_do_not_go_together(values: dict[str, object], message: str) -> None:

@@ -712,7 +712,7 @@ async def test_who_waits_says_for_what_it_really_waits(tmp_path: Path) -> None:
 
     async def people(loop: TrainingLoop) -> None:
         loop.pause()
-        await eventually(lambda: ("the next task", "to go on (paused)") in watch.told)
+        await eventually(lambda: ("the next task", "the run to be resumed (paused)") in watch.told)
         assert not any("slot" in what for _, what in watch.told)
         loop.pause(False)
 
@@ -737,7 +737,7 @@ async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path)
     gc.collect()
     found = summarize(path)  # it has done what there was to do
     assert (found.state, found.step, found.num_steps) == (RunState.ENDED, 1, 10)
-    assert any("every task is solved each time" in line for line in told.lines)
+    assert any("are solved by every rollout" in line for line in told.lines)
     assert told.standings[-1].left_s is None
 
 
@@ -1057,7 +1057,7 @@ async def test_what_was_undone_is_nobodys_model(tmp_path: Path, how: str, num_st
     assert RunFolder.model_in(path).name == "3"
     del run
     tasks = await gone_back(tmp_path, 1)
-    with pytest.raises(SettingsError, match="no run with a model"):
+    with pytest.raises(SettingsError, match="not the folder of a run with a model"):
         RunFolder.model_in(path)
     with pytest.raises(ModelError, match="no published weights"):
         find(path)
@@ -1245,7 +1245,7 @@ async def test_a_learner_that_is_lost_while_rollouts_go_on_does_not_lead_them_as
         with closing(sqlite3.connect(tmp_path / "run" / "queue.sqlite")) as db:
             query = "SELECT count(*) FROM groups WHERE state != 'open'"
             (num_done,) = db.execute(query).fetchone()
-        return num_done >= 9 and told.standings[-1].waits == "the learner learns"
+        return num_done >= 9 and told.standings[-1].waits == "the learner trains"
 
     lost = LostMeanwhile("", 0)
     _, _, run = await played(
@@ -1300,7 +1300,9 @@ async def test_it_is_told_where_all_groups_are_replaced(tmp_path: Path) -> None:
         """Until somebody has said so."""
 
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
-            self._right = 0.5 if any("Nothing to learn" in line for line in told.lines) else 1.0
+            self._right = (
+                0.5 if any("groups in a row were replaced" in line for line in told.lines) else 1.0
+            )
             return await super().__call__(prompt, **options)
 
     with anyio.fail_after(50):
@@ -1309,7 +1311,7 @@ async def test_it_is_told_where_all_groups_are_replaced(tmp_path: Path) -> None:
             dynamic_sampling=True, evaluate_every=0,
         )  # fmt: skip
     assert len(run_group.names) >= 11
-    (line,) = [line for line in told.lines if "Nothing to learn" in line]
+    (line,) = [line for line in told.lines if "groups in a row were replaced" in line]
     assert "10 groups in a row" in line
 
 

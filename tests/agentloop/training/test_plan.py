@@ -246,7 +246,7 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
         (["server.max_total_tokens=8000"], r"max_total_tokens \(8,000\) does not hold one rollout"),
         (["loop.steps=20"], "the warm-up of 20 steps takes the whole run"),
         (["server.device=cuda", "ranks.count=9"], "9 GPUs needed; this machine has 8"),
-        (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most of each"),
+        (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most of their memory"),
         ([f"model='{QWEN3_14B}'", "server.device=cuda"], r"a rank takes [\d.,]+ GiB of its GPU's"),
         (
             [
@@ -287,7 +287,7 @@ def test_a_plan_says_what_a_step_does() -> None:
     made = planned(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
     text = made.text()
     for said in (
-        "14.77 billion parameters (by its configuration)",
+        "14.77 billion parameters (from the configuration)",
         "40 layers of 5120, vocabulary 151,936, context 32,768",
         "roll out 512 tasks, 32 times each: 16,384 rollouts of at most 8,192 tokens and 10 turns",
         "134.2 million tokens in all",

@@ -64,9 +64,9 @@ def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
         "reward",
         "sampled tokens per second",
         "entropy, nats per token",
-        "seconds of a step",
+        "seconds per step",
     }
-    assert {"whole", "empty", "with marks: held-out tasks"} <= set(words(svg))
+    assert {"whole", "empty", "with markers: held-out tasks"} <= set(words(svg))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "empty",
         "plots.png",
@@ -121,7 +121,7 @@ def test_a_name_is_no_markup(tmp_path: Path, name: str) -> None:
 
 
 def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"nothing to draw: .*metrics\.jsonl"):
+    with pytest.raises(SettingsError, match=r"nothing to plot: .*metrics\.jsonl"):
         plot_runs([tmp_path], tmp_path / "plots.png")
 
 
@@ -137,7 +137,7 @@ def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -
         assert f"{folder}: metrics.jsonl: " in told
         assert (tmp_path / "plots.svg").read_bytes() == expected
         (folder / "metrics.jsonl").write_text(damage)
-        with pytest.raises(SettingsError, match=r"nothing to draw: .*metrics\.jsonl: "):
+        with pytest.raises(SettingsError, match=r"nothing to plot: .*metrics\.jsonl: "):
             plot_runs([folder], tmp_path / "plots.svg")
 
 

@@ -110,7 +110,7 @@ def test_one_that_is_killed_as_it_is_started_again_goes_on_as_well(tmp_path: Pat
     (tmp_path / "once").touch()
     status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=[])
     assert status == 7
-    assert said.count("going on with") == 2
+    assert said.count("; resuming ") == 2
     assert lives(tmp_path)[1:] == [f"--resume {tmp_path / 'run'}"] * 2
 
 

@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_run_is_never_written_over(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", "")  # it ended before anything came of it
     RunFolder(tmp_path / "run", "").add_metrics({"step": 0})
-    with pytest.raises(SettingsError, match=r"run\.name: there is a run"):
+    with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
         RunFolder(tmp_path / "run", "")
 
 
@@ -138,7 +138,7 @@ def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
         (path / "config.json").write_text("{}")
         return path
 
-    with pytest.raises(SettingsError, match="no run with a model"):
+    with pytest.raises(SettingsError, match="not the folder of a run with a model"):
         RunFolder.model_in(tmp_path)
     for name in ("a", "b"):
         RunFolder.of(RunSettings(folder=tmp_path, name=name), "")
@@ -153,7 +153,7 @@ def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_nobody_elses(tmp_path: Path) -> None:
     going_on = RunFolder(tmp_path / "run", "mine")
-    with pytest.raises(SettingsError, match=r"run\.name: .* is going on"):
+    with pytest.raises(SettingsError, match=r"run\.name: .* is active"):
         RunFolder(tmp_path / "run", "yours")
     assert (going_on.path / "config.toml").read_text() == "mine"
 
@@ -176,5 +176,5 @@ def test_who_asks_whether_a_run_goes_on_disturbs_nobody(tmp_path: Path) -> None:
 
 def test_a_run_whose_start_came_to_something_is_one(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", "").within("start").add_metrics({"step": 1})
-    with pytest.raises(SettingsError, match=r"run\.name: there is a run"):
+    with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
         RunFolder(tmp_path / "run", "")

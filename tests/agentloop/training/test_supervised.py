@@ -214,10 +214,10 @@ RESULT = {"role": "tool", "content": "ok"}
         (["a"], "line 3: an object is expected"),
         ({}, "line 3: field 'messages': a list"),
         ({"messages": [USER, ANSWER], "tools": ["look"]}, "line 3: field 'tools': a list"),
-        ({"messages": [USER]}, "field 'messages': the last one is not the assistant's"),
-        ({"messages": [USER, ANSWER, USER]}, "the last one is not the assistant's"),
+        ({"messages": [USER]}, "field 'messages': the last one must be the assistant's"),
+        ({"messages": [USER, ANSWER, USER]}, "the last one must be the assistant's"),
         ({"messages": [ANSWER]}, "messages: at least one is needed"),
-        ({"messages": [USER, "x"]}, "messages[1]: an object with a role"),
+        ({"messages": [USER, "x"]}, "messages[1]: expected an object with a role"),
         ({"messages": [USER, {"role": "assistant", "content": 7}]}, "messages[1].content: a str"),
         (
             {"messages": [USER, ANSWER, ANSWER]},
