@@ -186,7 +186,7 @@ def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
             kind, (start, end) = tensors[name]["dtype"], tensors[name]["data_offsets"]
             if kind.startswith("F") and kind not in _NAMES:
                 raise ModelError(
-                    f"{source}: {name} has dtype {kind}, which cannot be cast; export without --dtype"
+                    f"{source}: {name} has dtype {kind}, which cannot be cast: omit --dtype"
                 )
             size = end - start
             if kind in _NAMES:

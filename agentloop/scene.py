@@ -208,13 +208,13 @@ class Scene:
 
     @property
     def can(self) -> Sequence[str]:
-        """See `agentloop.observe.page.Control`."""
+        """Implement `agentloop.observe.page.Control`."""
         if self._kind == "train":
             return ("pause", "resume", "drain", "cancel", "checkpoint")
         return ("cancel",) if self._has_runtime else ()
 
     async def do(self, what: str, rollout: str | None) -> str:
-        """See `agentloop.observe.page.Control`."""
+        """Implement `agentloop.observe.page.Control`."""
         if what == "cancel":
             if rollout is None:
                 raise RequestError("rollout: name the rollout to cancel")

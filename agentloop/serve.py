@@ -189,11 +189,11 @@ class App:
 
     @property
     def can(self) -> Sequence[str]:
-        """See `agentloop.observe.page.Control`."""
+        """Implement `agentloop.observe.page.Control`."""
         return ("pause", "resume", "cancel")
 
     async def do(self, what: str, rollout: str | None) -> str:
-        """See `agentloop.observe.page.Control`."""
+        """Implement `agentloop.observe.page.Control`."""
         if what == "cancel":
             if rollout is None:
                 raise RequestError("rollout: name the rollout to cancel")

@@ -29,7 +29,7 @@ Message = Mapping[str, Any]
 
 
 class StopReason(StrEnum):
-    """How a rollout ended."""
+    """The reason why a rollout ended."""
 
     ANSWERED = "answered"  # by a turn without a tool call
     STOP_SEQUENCE = "stop_sequence"  # the answer reached a stop sequence of the caller
@@ -43,12 +43,12 @@ class StopReason(StrEnum):
 
     @property
     def infrastructure(self) -> bool:
-        """Whether the rollout says nothing about the model and must not be scored."""
+        """True if the rollout says nothing about the model and must not be scored."""
         return self in (StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED)
 
 
 class TurnEnd(StrEnum):
-    """How one generation ended."""
+    """The reason why a generation ended."""
 
     STOP = "stop"  # the model's end-of-turn token, or a stop sequence of the caller
     LENGTH = "length"
@@ -56,7 +56,7 @@ class TurnEnd(StrEnum):
 
 
 class CallStatus(StrEnum):
-    """How a tool call ended: for reasons of the model, then for reasons of the runtime."""
+    """The outcome of a tool call: for reasons of the model, then for reasons of the runtime."""
 
     OK = "ok"
     ERROR = "error"  # the tool or the program raised
@@ -74,7 +74,7 @@ class CallStatus(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether the model is to blame; Resample-on-Correct counts it as a failed call."""
+        """True if the model is to blame; Resample-on-Correct counts it as a failed call."""
         return self not in (
             CallStatus.OK,
             CallStatus.CALLER,
@@ -84,7 +84,7 @@ class CallStatus(StrEnum):
 
     @property
     def ran(self) -> bool:
-        """Whether the call was valid, so that a tool could start to run."""
+        """True if the call was valid, so that a tool could start to run."""
         return self not in (
             CallStatus.MALFORMED,
             CallStatus.UNKNOWN_TOOL,
@@ -139,7 +139,7 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class Turn:
-    """One generation, with its tool calls and their results.
+    """A generation, with its tool calls and their results.
 
     `output_ids` and `logprobs` have the same length, and `versions` covers them without gaps.
     `calls` and `results` are in the order of the calls; `results` is shorter only if the turn was

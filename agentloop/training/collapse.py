@@ -62,7 +62,7 @@ Row = Mapping[str, Any]
 
 
 class CollapseSettings(pydantic.BaseModel):
-    """When to stop a collapsed run. All thresholds apply to medians of the last steps."""
+    """Settings of the collapse detector. All thresholds apply to medians of the last steps."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

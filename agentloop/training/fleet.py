@@ -163,7 +163,7 @@ class Fleet:
     # --- rollouts ---------------------------------------------------------------------------------
 
     async def has_room(self, size: int) -> None:
-        """See `RollsOut`: wait until only few tickets have not been taken by a runtime."""
+        """Implement `RollsOut`: wait until only few tickets have not been taken by a runtime."""
         tickets = self._link.tickets
 
         async def num_left(redis: Redis) -> int:
@@ -187,7 +187,7 @@ class Fleet:
         oldest: int,
         at_gate: Callable[[], None] = lambda: None,
     ) -> RolledOut:
-        """See `RollsOut`.
+        """Implement `RollsOut`.
 
         Raises:
             ServerError: the group was given up: too often its runtime died or its result could not
@@ -318,7 +318,7 @@ class Fleet:
     # --- weights ----------------------------------------------------------------------------------
 
     async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
-        """See `Serving`.
+        """Implement `Serving`.
 
         Return when all runtimes have the weights, or after `timeout_s` with those that do. A late
         runtime takes no tickets until it has them, too. Without any runtime, wait for one.
@@ -363,7 +363,7 @@ class Fleet:
         return Handover(published, loaded, failed, seconds, announced.checksum)
 
     async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
-        """See `Serving`. Runtimes retry by themselves, so there is nothing to do."""
+        """Implement `Serving`. Runtimes retry by themselves, so there is nothing to do."""
         return True
 
     async def _announce(self, weights: Announced) -> None:

@@ -112,7 +112,7 @@ class InLearner:
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
-        """See `Published`.
+        """Implement `Published`.
 
         Raises:
             SettingsError: `weights.address` is needed and not set.
@@ -198,7 +198,7 @@ class InLearner:
         return set(lost)
 
     async def _send(self, group: WeightsGroup, members: Sequence[_Member]) -> _Sums | str:
-        """Have all members join and send all buckets.
+        """Let all members join and send all buckets.
 
         Return the expected checksum of each tensor on each rank, or the reason why they are
         unknown.
@@ -258,7 +258,7 @@ class InLearner:
         proofs: dict[str, Proof],
         failed: dict[str, str],
     ) -> None:
-        """Have the servers use their new weights, and record a proof for each."""
+        """Let the servers use their new weights, and record a proof for each."""
 
         def expected(name: str, rank: int) -> str | None:
             known = None if isinstance(sums, str) else sums.get(name)
@@ -277,7 +277,7 @@ class InLearner:
                 tasks.start_soon(finish, member.server)
 
     async def _leave(self, group: WeightsGroup, servers: Sequence[SGLangServer]) -> dict[str, str]:
-        """Have the learner leave the group, which releases waiting servers, and then the servers.
+        """Make the learner leave the group, which releases waiting servers, and then the servers.
 
         Shielded from cancellation. Return the servers that do not respond, with the reasons.
         """

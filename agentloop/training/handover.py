@@ -185,7 +185,7 @@ class InFolder:
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
-        """See `Published`."""
+        """Implement `Published`."""
         proofs: dict[str, Proof] = {}
         failed: dict[str, str] = {}
         files, reading = PublishedFiles(self.folder), anyio.Lock()
@@ -310,7 +310,7 @@ class Served:
         self._unproven: set[tuple[str, str]] = set()  # (url, reason) already logged
 
     async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
-        """See `Serving`. If all servers are being restarted, wait for them.
+        """Implement `Serving`. If all servers are being restarted, wait for them.
 
         Raises:
             ServerError: no server could load the weights, or the servers disagree and it is
@@ -337,7 +337,7 @@ class Served:
         )
 
     async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
-        """See `Serving`. STALE servers failed at the last sync or were restarted with old weights.
+        """Implement `Serving`. STALE servers failed to sync or were restarted with old weights.
 
         Failures are logged.
         """

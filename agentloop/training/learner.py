@@ -305,7 +305,7 @@ async def started(
         if others := on_other_nodes(ranks_settings, command, port):
             listed = settings_path.with_name("learner-nodes.txt")
             await listed.write_text("".join(f"{other}\n" for other in others), "utf-8")
-            on_progress(f"Start the commands in {listed}, one on each of the other nodes")
+            on_progress(f"On each of the other nodes, start its command from {listed}")
         learner = await ranks.while_alive(
             partial(_ready, listener, ranks, ranks_settings.start_timeout_s, stack)
         )
@@ -335,7 +335,7 @@ class KeptLearner:
         log_dir: Path,
         on_progress: Callable[[str], None],
     ) -> None:
-        """See `started` for the arguments."""
+        """Take the arguments of `started`."""
         self._start = partial(
             started, settings, ranks_settings, log_dir=log_dir, on_progress=on_progress
         )
@@ -354,7 +354,7 @@ class KeptLearner:
         await self._life.aclose()
 
     async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """See `Learner`. Wait for a restart in progress; fail as soon as any rank dies."""
+        """Implement `Learner`. Wait for a restart in progress; fail as soon as any rank dies."""
         begun = anyio.current_time()
         with anyio.move_on_after(timeout_s):
             while not self._up.is_set():

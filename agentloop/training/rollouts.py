@@ -39,7 +39,7 @@ class RolledOut(Protocol):
 
     @property
     def teaches(self) -> bool:
-        """Whether the group has a learning signal: an advantage other than 0."""
+        """True if the group has a learning signal: an advantage other than 0."""
         ...
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -216,7 +216,7 @@ class Rollouts:
         self._emit = emit
 
     async def has_room(self, size: int) -> None:
-        """See `RollsOut`."""
+        """Implement `RollsOut`."""
         await self._has_room(size)
 
     async def group(
@@ -229,7 +229,7 @@ class Rollouts:
         oldest: int,
         at_gate: Callable[[], None] = lambda: None,
     ) -> RolledOut:
-        """See `RollsOut`."""
+        """Implement `RollsOut`."""
         options: dict[str, Any] = {"enough": self._enough} if 0 < self._enough < size else {}
         full_name = f"{name}-{task.id}"
         is_chosen = name.isdecimal()  # other names are for held-out and filtered tasks

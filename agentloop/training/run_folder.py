@@ -103,7 +103,7 @@ class RunFolder:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a group was rolled out or a step trained, now or before a restart."""
+        """True if a group was rolled out or a step trained, now or before a restart."""
         groups = (self.path / "trajectories").glob("group-*.jsonl")
         return self.checkpoint is not None or any(True for _ in groups)
 

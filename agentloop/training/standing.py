@@ -62,14 +62,14 @@ class Unwatched:
     """A `Watch` that does nothing."""
 
     def moved(self) -> None:
-        """See `Watch`."""
+        """Implement `Watch`."""
 
     def waiting(self, who: str, what: str) -> AbstractContextManager[None]:
-        """See `Watch`."""
+        """Implement `Watch`."""
         return nullcontext()
 
     def take_lag_s(self) -> float:
-        """See `Watch`."""
+        """Implement `Watch`."""
         return 0.0
 
 

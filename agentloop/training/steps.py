@@ -50,7 +50,7 @@ class Steps:
         kept: KeptLearner | None = None,
         max_restarts: int = 0,
     ) -> None:
-        """See `ResumableLearner` for the arguments."""
+        """Take the arguments of `ResumableLearner`."""
         self._queue = queue
         self._folder = folder
         self._timeout_s = timeout_s
@@ -71,21 +71,21 @@ class Steps:
         self.step, self.version = self._step, self._version
 
     def state(self) -> dict[str, Any]:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         return {"step": self.step, "version": self.version}
 
     def stand(self, state: Mapping[str, Any]) -> None:
-        """See `Trainer`. The learner may be behind `step` while steps are repeated."""
+        """Implement `Trainer`. The learner may be behind `step` while steps are repeated."""
         self._step, self._version = int(state.get("step", 0)), int(state.get("version", 0))
 
     async def redo(self, before: int) -> None:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         for lease in await self._queue.rewind(self._step):
             if lease.step < before:
                 self._compare(lease, await self._learn(lease))
 
     async def saved(self, step: int) -> None:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         await self._queue.acknowledge(step)
 
     async def watch(self) -> None:

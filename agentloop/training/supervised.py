@@ -415,23 +415,23 @@ class FineTuning:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         return self._state(self.step)
 
     def _state(self, step: int) -> dict[str, Any]:
         return {"step": step, "lineage": self._lineage[step]}
 
     def stand(self, state: Mapping[str, Any]) -> None:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         self._stands = int(state.get("step", 0))
 
     async def redo(self, before: int) -> None:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         for step in range(self._stands + 1, before):
             await self._learn(step)
 
     async def saved(self, step: int) -> None:
-        """See `Trainer`: nothing depends on it."""
+        """Implement `Trainer`: nothing depends on it."""
 
     def _tell(self, report: Report, metrics: Mapping[str, Any], left_s: float) -> None:
         step, num_steps, epoch = metrics["step"], len(self._steps), metrics["epoch"]

@@ -115,7 +115,7 @@ async def test_local_processes_where_no_engine_listens(
         async with Pool(PoolSettings(workers=1, preload=[]), on_progress=told.append) as pool:
             assert pool.stats()["backend"] == "process"
         assert len(told) == 1
-        assert told[0].startswith("Calls run in local processes: no Docker Engine answers at")
+        assert told[0].startswith("Calls run in local processes: no Docker Engine responds at")
         assert not set(told[0]) & set("[]{}")
         for named in ({"backend": "docker"}, {"image": "mine"}):
             with pytest.raises(NoEngine):
@@ -160,6 +160,6 @@ def test_what_is_wrong_is_said_in_words(code: int, kind: type[Exception], says: 
 
 
 async def test_the_name_of_an_engine_is_checked() -> None:
-    with pytest.raises(SandboxUnavailable, match=r"an engine is unix:///path or tcp"):
+    with pytest.raises(SandboxUnavailable, match=r"an engine must be unix:///path or tcp"):
         async with sandbox.engine.connect("ftp://box"):
             pass

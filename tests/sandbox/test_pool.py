@@ -28,7 +28,7 @@ from sandbox import (
 )
 from sandbox.backend import _read_worker
 from sandbox.link import MAX_SILENT_BEATS, Link
-from sandbox.pool import _Room, _Waiter, _Worker
+from sandbox.pool import _SlotQueue, _Waiter, _Worker
 from sandbox.process import ProcessBackend
 from sandbox.protocol import FrameReader, encode
 from sandbox.worker.kernel import remove_below
@@ -177,7 +177,7 @@ async def test_too_large_is_refused(pool: Pool) -> None:
     assert result.status is CallStatus.SANDBOX_ERROR
     assert result.status.infrastructure
     assert result.error is not None
-    assert "the most is" in result.error.message
+    assert "the maximum is" in result.error.message
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
@@ -277,8 +277,8 @@ async def test_a_worker_is_recycled_beside_a_session_that_lives_on() -> None:
             assert (await session.run("x + 1")).result == "42"
             await wait_until(lambda: pool.stats()["workers"] == 1)
             assert (pool.stats()["slots"], pool.stats()["sessions"]) == (4, 1)
-        await wait_until(lambda: [w.link.worker_id for w in pool._room.workers] != [first])
-        await wait_until(lambda: len(pool._room.workers) == 1)
+        await wait_until(lambda: [w.link.worker_id for w in pool._queue.workers] != [first])
+        await wait_until(lambda: len(pool._queue.workers) == 1)
         assert (await pool.run("1")).ok
 
 
@@ -293,7 +293,7 @@ async def test_workers_that_are_kept_for_their_sessions_are_bounded() -> None:
             for _ in range(5):
                 assert (await pool.run("1")).ok
         await wait_until(lambda: pool.stats()["workers"] == settings.workers)
-        assert len(pool._room.workers) == 2 * settings.workers
+        assert len(pool._queue.workers) == 2 * settings.workers
         assert [(await s.run("x")).result for s in sessions] == ["0", "1", "2", "3"]
 
 
@@ -394,15 +394,15 @@ async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_m
 
 
 class Grants:
-    """A `_Room` of workers with four slots, and which of them each waiter was given."""
+    """A `_SlotQueue` of workers with four slots, and which of them each waiter was given."""
 
     def __init__(self, num_workers: int) -> None:
-        self.room = _Room()
+        self.queue = _SlotQueue()
         self.workers = [_Worker(Link(str(n)), BARE) for n in range(num_workers)]
-        self.room.workers += self.workers
+        self.queue.workers += self.workers
 
     def ask(self, *, alone: bool = False, only: _Worker | None = None) -> _Waiter:
-        return self.room.enter(only, alone)
+        return self.queue.enter(only, alone)
 
     def given(self, *waiters: _Waiter) -> list[int | None]:
         """By its number; None: it still waits."""
@@ -418,20 +418,20 @@ def test_a_call_that_runs_alone_waits_until_a_worker_is_empty_and_keeps_it_so() 
     more = [here.ask(), here.ask()]
     cell = here.ask(only=second)
     assert here.given(alone, *more, cell) == [None, 0, None, None]  # the second is to be empty
-    here.room.free(second)
-    here.room.free(second)
+    here.queue.free(second)
+    here.queue.free(second)
     assert here.given(alone, *more, cell) == [1, 0, None, None]
-    assert not second.has_seat
-    here.room.free(second)
+    assert not second.can_open_session
+    here.queue.free(second)
     assert here.given(*more, cell) == [0, 1, 1]
-    assert second.has_seat
+    assert second.can_open_session
 
 
 def test_two_calls_that_run_alone_have_a_worker_each_or_wait_for_one_another() -> None:
     here = Grants(2)
     calls = [here.ask(alone=True) for _ in range(3)]
     assert here.given(*calls) == [0, 1, None]
-    here.room.free(here.workers[0])
+    here.queue.free(here.workers[0])
     assert here.given(*calls) == [0, 1, 0]
 
 
@@ -440,7 +440,7 @@ def test_a_call_that_wants_to_run_alone_and_gives_up_leaves_the_workers_to_other
     here.ask()
     alone, other = here.ask(alone=True), here.ask()
     assert here.given(alone, other) == [None, None]
-    here.room.leave(alone)
+    here.queue.leave(alone)
     assert here.given(other) == [0]
 
 
@@ -473,7 +473,7 @@ async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_bea
     with anyio.fail_after(15):
         await link.watch()
     assert len(asked) == 20 + MAX_SILENT_BEATS
-    assert "it said nothing for" in link.why
+    assert "it was silent for" in link.why
 
 
 def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
@@ -529,7 +529,7 @@ async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: P
     result = await pool.run("#" + "\U0001f600" * 6_000_000 + "\ud800")  # 12 bytes each as JSON
     assert result.status is CallStatus.SANDBOX_ERROR
     assert result.error is not None
-    assert "the most is" in result.error.message
+    assert "the maximum is" in result.error.message
     assert pool.stats()["busy"] == 0
 
 
@@ -610,7 +610,7 @@ async def test_a_session_is_lost_with_its_worker() -> None:
 
 async def test_no_engine_is_said_plainly() -> None:
     settings = PoolSettings(backend="docker", engines=["unix:///nowhere/docker.sock"])
-    with pytest.raises(SandboxUnavailable, match="no Docker Engine answers at unix:///nowhere"):
+    with pytest.raises(SandboxUnavailable, match="no Docker Engine responds at unix:///nowhere"):
         async with Pool(settings):
             pass
 

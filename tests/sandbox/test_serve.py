@@ -562,7 +562,7 @@ async def test_code_judges_own_client_takes_every_answer(client: Client, path: s
         fields = ["sub_id", "success", "run_success", "cost", "reason"]
         assert list(answer) == fields + ["stdout", "stderr"] * (path == "/run")
     _, answer = await client.post("/run", {"type": "cpp", "solution": "1"})
-    assert answer["stderr"] == "the type 'cpp' is not offered here, only 'python'"
+    assert answer["stderr"] == "the type 'cpp' is not supported here, only 'python'"
 
 
 async def test_code_judge_keeps_the_first_characters(pool: Pool) -> None:
@@ -623,7 +623,7 @@ async def test_sandbox_fusion(client: Client, ask: Any, status: str, ran: Any) -
     _, answer = await client.post("/run_code", {"language": "python", **ask})
     assert answer["status"] == status
     if ran is None:
-        assert "not offered" in answer["message"]
+        assert "not supported" in answer["message"]
     else:
         run = answer["run_result"]
         assert (run["status"], run["return_code"], run["stdout"]) == ran

@@ -136,7 +136,7 @@ async def test_a_session_that_was_closed_is_lost_by_its_caller(pool: Pool) -> No
 
 
 async def test_what_is_known_of_sessions_goes_with_them(pool: Pool) -> None:
-    link = pool._room.workers[0].link
+    link = pool._queue.workers[0].link
     for code in ("1", "import os; os._exit(0)"):
         async with pool.session() as session:
             await session.run(code)
@@ -236,7 +236,7 @@ async def test_a_session_that_floods_its_channel_is_not_listened_to(pool: Pool) 
             "for _ in range(3): threading.Thread(target=flood, daemon=True).start()"
         )
         await session.run(flood)
-        front = pool._room.workers[0].link.hello["pid"]
+        front = pool._queue.workers[0].link.hello["pid"]
         before, began = await cpu_ticks(pool, front), time.monotonic()
         for _ in range(20):
             assert (await pool.run("1")).ok
