@@ -1,4 +1,4 @@
-"""`agentloop chat`: whose model answers, and what is wrong with it."""
+"""`agentloop chat`: the choice of the model, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings from every source: who wins, and what is said of those that are wrong."""
+"""Settings from all sources: their order, and error messages."""
 
 from __future__ import annotations
 

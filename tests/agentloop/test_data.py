@@ -1,4 +1,4 @@
-"""`agentloop data`: from files at hand to one JSONL file, or a reason why not."""
+"""`agentloop data`: JSONL files from local files, and errors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_errors_name_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def rolled_out(path: Path, *rewards: tuple[int, Sequence[float | None]]) -> str:
-    """A file of rollouts: (number of the problem, its rewards)."""
+    """Write a file of rollouts from (number of the problem, its rewards) pairs."""
     path.parent.mkdir(exist_ok=True)
     settings = TasksSettings(kind="jsonl", paths=[Path(jsonl(path.parent / "problems", rows(20)))])
     ids = {task.answer: task.id for task in read_tasks(settings)}

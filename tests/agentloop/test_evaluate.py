@@ -1,4 +1,4 @@
-"""An evaluation put together: what is sampled, what is refused, what is left behind."""
+"""`agentloop evaluate` as a whole: sampling, errors, and results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import eventually
 
 
 class Said:
-    """Progress, kept."""
+    """Records progress lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -65,7 +65,7 @@ def portal() -> Iterator[BlockingPortal]:
 
 @pytest.fixture
 def fake(portal: BlockingPortal) -> Iterator[FakeEndpoint]:
-    """In a loop of its own, as others are."""
+    """Run a fake server in a thread with its own event loop."""
     with portal.wrap_async_context_manager(FakeEndpoint().serving()) as fake:
         yield fake
 
@@ -310,7 +310,7 @@ def test_held_out_tasks_are_those_that_training_leaves_out(tmp_path: Path) -> No
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    """What a training run leaves, as far as it matters here."""
+    """Create a run folder as training leaves it, as far as evaluation needs it."""
     run = tmp_path / "trained"
     (run / "weights" / "3").mkdir(parents=True)
     (run / "weights" / "3" / "config.json").write_text("{}")

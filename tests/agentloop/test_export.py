@@ -1,4 +1,4 @@
-"""`agentloop export`: which weights it takes, what it writes, and what it refuses."""
+"""`agentloop export`: the choice of weights, the written files, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentloop.models import SMALL
 
 
 def published(folder: Path, version: str, *, without: tuple[str, ...] = ()) -> Path:
-    """A folder as the learner publishes it, of the small model."""
+    """Create a folder of the small model as the learner publishes it."""
     ignore = shutil.ignore_patterns("README.md", "__pycache__", *without)
     shutil.copytree(SMALL, folder, ignore=ignore)
     sha256 = {
@@ -35,7 +35,7 @@ def published(folder: Path, version: str, *, without: tuple[str, ...] = ()) -> P
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that was stopped while it published step 10."""
+    """Create a run that was stopped while it published step 10."""
     folder = tmp_path / "runs" / "first"
     for step in ("2", "9"):
         published(folder / "weights" / step, step)
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def shards(folder: Path) -> None:
-    """The weights of `folder`, in two float32 files."""
+    """Split the weights of `folder` into two float32 files."""
     tensors: dict[str, Any] = {}
     with safe_open(folder / "model.safetensors", "np") as file:
         for name in file.keys():  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""`agentloop COMMAND` before any command runs."""
+"""`agentloop COMMAND`, before any command runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows of a training run: before its parts are there, while they are, and after."""
+"""The page of a training run: before its parts exist, while they do, and afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKEN = {"X-Control-Token": "sesame"}
 
 
 class Told:
-    """Progress, played."""
+    """Records progress."""
 
     line = "Starting 1 server"
 
@@ -48,7 +48,7 @@ class Told:
 
 
 class PlayedRuntime:
-    """A runtime whose rollouts go on until they are cancelled."""
+    """A runtime whose rollouts run until they are cancelled."""
 
     def __init__(self) -> None:
         self.chat = chat_format()
@@ -83,7 +83,7 @@ class PlayedRuntime:
 
 
 class PlayedLoop:
-    """Notes what it is asked."""
+    """Records the calls that it gets."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

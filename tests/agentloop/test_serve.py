@@ -1,4 +1,4 @@
-"""The service over a played engine: OpenAI's client, bad input, clients that leave."""
+"""The service over a fake engine: OpenAI's client, bad input, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class PlayedRouter(ScriptedEngine):
 
 
 class NoCalls:
-    """A pool that is never asked to run anything."""
+    """A pool that must not be asked to run anything."""
 
     def stats(self) -> dict[str, Any]:
         return {}
 
 
 class PlayedRuntime(Runtime):
-    """A runtime whose parts are there without having been started."""
+    """A runtime whose parts exist without having been started."""
 
     def __init__(self, settings: Settings, router: PlayedRouter) -> None:
         super().__init__(settings)
@@ -325,7 +325,7 @@ async def test_rollouts_know_the_span_of_their_caller(stream: bool) -> None:
 
 
 async def test_no_more_tokens_are_sampled_than_were_asked_for() -> None:
-    """Those of tool responses do not count."""
+    """Tokens of tool responses do not count."""
     call = says(call_text("nope", {}))
     num = len(ids_of(CHAT, call_text("nope", {}) + END))
     async with service(call, says("done"), budget={"max_sampled_tokens": num + 9}) as at:

@@ -1,4 +1,4 @@
-"""`agentloop sft`: its settings; and, with a real learner, a start from random weights."""
+"""`agentloop sft`: its settings, and training from random weights with a real learner."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_runs_own_settings_can_be_used_again(tmp_path: Path) -> None:
 
 
 def test_the_laptops_stages_fit_together() -> None:
-    """What is learned from rollouts is asked with the tools, and about what, it was taught."""
+    """The rollouts use the tools and the kind of problems that the supervised start has taught."""
     settings = load_settings(TrainSettings, [RECIPES / "laptop.toml"])
     assert settings.start is not None
     (row,) = lessons(1, levels=[2])
@@ -80,7 +80,7 @@ def test_the_laptops_stages_fit_together() -> None:
 
 
 class Said:
-    """Progress, kept."""
+    """Records progress."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -99,7 +99,7 @@ OWN = "{#- ours -#}" + (SMALL / "chat_template.jinja").read_text("utf-8")
 
 
 def tiny_settings(folder: Path, name: str) -> list[str]:
-    """Of runs that are quick: two layers of random weights, and two ranks."""
+    """Return the settings of a quick run: two layers of random weights, and two ranks."""
     model = folder / "tiny"
     if not model.exists():
         shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -130,8 +130,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.real
 @pytest.mark.timeout(900)
 async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """A run that nothing happens to, and one whose process is killed, whose next learner loses a
-    rank: the same losses, and the same weights."""
+    """An undisturbed run and one whose process is killed, and that then loses a rank, have
+    equal losses and weights."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
     said = Said()
     settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "unbroken"))
@@ -181,7 +181,7 @@ async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
 
 
 def pid_of_rank_1(logs: Path) -> int:
-    """Of all processes, the one that writes there and is no guardian."""
+    """Return the pid of rank 1: the process that writes to that log and is not a guardian."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (process / "cmdline").read_bytes().split(b"\0")
@@ -195,7 +195,7 @@ def pid_of_rank_1(logs: Path) -> int:
 async def test_who_stops_a_run_is_told_how_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the settings of the run, of which some may change."""
+    """The command resumes with the run's settings, some of which may be changed."""
     said, begun = Said(), anyio.Event()
 
     async def imitate(*_: object) -> Path:

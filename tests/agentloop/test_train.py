@@ -1,4 +1,4 @@
-"""A training run put together: what is refused before it starts, and how it ends."""
+"""A training run as a whole: errors before it starts, and how it ends."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ PLAYED_RANK = RANK.replace(
 
 
 class PlayedServer(FakeSGLang):
-    """Says the same to every prompt; from the `silent_after`-th request on, nothing."""
+    """Gives the same response to every prompt; from request `silent_after` on, none."""
 
     silent_after = 1000
 
@@ -268,7 +268,7 @@ class PlayedServer(FakeSGLang):
 
 
 class Said:
-    """Progress, kept."""
+    """Records progress."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -302,7 +302,7 @@ def played_settings(folder: Path, server: FakeSGLang) -> TrainSettings:
 
 
 def pids_of(script: Path) -> list[int]:
-    """Of the ranks that run it, not of their guardians."""
+    """Return the pids of the ranks, without their guardians."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What hostile or clumsy programs do, and what must come of it: one table for both forms.
+"""Hostile or faulty programs and their expected outcomes: one table for both backends.
 
 Each row is checked against the answer, and then by a harmless call (`AFTER`), which must find
 nothing of it. `wall` names what a row relies on beyond a process of its own: "uid" (one per call),
@@ -455,7 +455,8 @@ print(6 * 7, os.listdir("."), sum(name.isdigit() for name in os.listdir("/proc")
 
 
 async def check_after(pool: Pool, num_processes: int | None) -> None:
-    """`num_processes`: as many as a call saw before; None where it sees the machine's own."""
+    """Check the worker after an attack. `num_processes`: the number before; None if calls see
+    the machine's."""
     for _ in range(150):
         result = await pool.run(AFTER)
         assert result.ok, result
@@ -664,8 +665,8 @@ for name in map(str, range(200)):
 
 
 async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
-    """A session holds a secret in memory and on disk; calls beside it look for both. Files are
-    apart where each call has a uid."""
+    """Check that calls cannot find a session's secret in memory or, if each call has a uid, on
+    disk."""
     found: list[str] = []
 
     async def seek() -> None:
@@ -684,7 +685,7 @@ async def check_neighbours(pool: Pool, files_apart: bool = True) -> None:
 
 
 async def check_that_the_next_finds_nothing(pool: Pool) -> None:
-    """In a pool whose few directories are used in turn."""
+    """Check that a call's files are gone, in a pool that reuses its few directories."""
     left = [
         "import os\nfor n in range(50): open(f'.f{n}', 'w').write('x')",
         "import os\nos.symlink('/', 'r'); os.symlink('/etc/passwd', 'p'); os.symlink('.', 'd')",
@@ -723,7 +724,7 @@ for n in range(100):
 
 
 async def check_that_disks_are_apart(pool: Pool) -> None:
-    """What one session has filled, a call beside it can still write to."""
+    """Check that a call can write when a session beside it has filled its disk."""
     async with pool.session() as session:
         assert (await session.run(FILL_DISK)).stdout == "No space left on device\n"
         for _ in range(pool.settings.slots_per_worker):

@@ -1,4 +1,4 @@
-"""The table of attacks against local workers, with what this form promises."""
+"""The table of attacks against local workers, as far as they protect against them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(90)]
 
 @pytest.fixture(scope="module")
 async def num_processes(pool: Pool) -> AsyncIterator[int | None]:
-    """How many a call sees in a worker that is at rest; None where it sees the machine's."""
+    """Return the number of processes that a call sees in an idle worker; None if it sees the
+    machine's."""
     if pool.stats()["layers"]["processes apart"].startswith("no"):
         yield None
     else:
@@ -33,7 +34,7 @@ async def num_processes(pool: Pool) -> AsyncIterator[int | None]:
 
 
 def lacks(pool: Pool, wall: str) -> bool:
-    """What this form does not promise on this machine."""
+    """Return the protections that local workers lack on this machine."""
     layers = pool.stats()["layers"]
     missing = {
         "": False,

@@ -1,4 +1,4 @@
-"""Which backend a pool chooses: engines that are missing, slow, silent or broken."""
+"""The choice of the backend: engines that are missing, slow, silent or broken."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are st
 
 
 class FakeEngine:
-    """Answers /version once it is told to; everything else is a 500."""
+    """A fake engine that answers /version once it is told to, and everything else with 500."""
 
     def __init__(self, folder: str) -> None:
         self.path = str(Path(folder, "docker.sock"))
@@ -43,7 +43,7 @@ class FakeEngine:
 
 @pytest.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeEngine]:
-    """The local engine, silent so far, of which little patience is had at a time."""
+    """Run a fake local engine, silent at first, with short timeouts."""
     monkeypatch.setattr("sandbox.engine.ANSWER_TIMEOUT_S", 0.05)
     with tempfile.TemporaryDirectory() as folder:  # not pytest's: a socket's path must be short
         async with serving(FakeEngine(folder)) as fake:
@@ -129,7 +129,7 @@ async def test_local_processes_where_no_engine_listens(
 
 
 def wrapped(error: aiohttp.ClientConnectionError) -> aiodocker.DockerError:
-    """As aiodocker raises it."""
+    """Wrap an error as aiodocker does."""
     try:
         try:
             raise error

@@ -41,20 +41,20 @@ FOREVER = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(1)"
 
 
 def endless_before(moment: float) -> str:
-    """A program that never ends in a worker which was there at `moment` (time.time()), and at once
-    in a later one: a call's directory is as old as its worker."""
+    """Return a program that never ends in workers that existed at `moment` (time.time()) and
+    ends at once in later ones, judged by the age of its directory."""
     return f"import os, time\nwhile os.stat('.').st_mtime < {moment!r}: time.sleep(0.01)"
 
 
 def started_since(others: set[int]) -> set[int]:
-    """The processes of the workers that have come to the children `others` of this process; those
-    of a pool that was there before come and go meanwhile."""
+    """Return the processes of workers started since `others`, the children of this process
+    then. Those of an existing pool come and go meanwhile."""
     outers = set(children(os.getpid())) - others
     return outers.union(*map(descendants, outers))
 
 
 def runs(pid: int) -> bool:
-    """False for a zombie too: who reaps it isn't ours to say."""
+    """Return whether a process runs. A zombie does not, whoever has to reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -268,7 +268,7 @@ async def test_without_a_waiting_room_free_slots_still_serve() -> None:
 
 
 async def test_a_worker_is_recycled_beside_a_session_that_lives_on() -> None:
-    """However many calls pass: a session of an hour is one that outlives its worker's share."""
+    """The session outlives its worker's share of calls, as one that lasts an hour would."""
     async with Pool(BARE.model_copy(update={"recycle_after": 3})) as pool:
         async with pool.session() as session:
             first = (await session.run("x = 41")).worker_id
@@ -298,7 +298,7 @@ async def test_workers_that_are_kept_for_their_sessions_are_bounded() -> None:
 
 
 class Breaking:
-    """A backend whose first workers fail in a way that no backend should."""
+    """A backend whose first workers fail in an unexpected way."""
 
     name = "breaking"
     layers: Mapping[str, str] = {}
@@ -335,8 +335,8 @@ async def test_whatever_keeps_a_worker_from_starting_its_place_is_not_given_up(
 
 
 class Vanishing:
-    """A backend whose workers answer nothing and are lost with the first call that they get; if
-    `together`, all of them with it."""
+    """A backend whose workers never reply and are lost with their first call; if `together`,
+    all at once."""
 
     name = "vanishing"
     layers: Mapping[str, str] = {}
@@ -375,7 +375,7 @@ async def vanish(
 async def test_a_call_that_loses_two_workers_the_second_alone_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else a program could make its own failure look like ours."""
+    """Otherwise a program could make its own failure look like one of infrastructure."""
     result = await vanish(monkeypatch, Vanishing(), 2)
     assert (result.status, result.signal, result.attempt) == (CallStatus.KILLED, 9, 2)
     assert not result.status.infrastructure
@@ -394,7 +394,7 @@ async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_m
 
 
 class Grants:
-    """A `_SlotQueue` of workers with four slots, and which of them each waiter was given."""
+    """A `_SlotQueue` of workers with four slots, with the grants of each waiter."""
 
     def __init__(self, num_workers: int) -> None:
         self.queue = _SlotQueue()
@@ -405,7 +405,7 @@ class Grants:
         return self.queue.enter(only, alone)
 
     def given(self, *waiters: _Waiter) -> list[int | None]:
-        """By its number; None: it still waits."""
+        """Return the number of a waiter's worker; None: it still waits."""
         return [None if w.worker is None else self.workers.index(w.worker) for w in waiters]
 
 
@@ -477,7 +477,7 @@ async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_bea
 
 
 def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Let what workers fork do this instead of going to its directory."""
+    """Let the forked processes of workers do this instead of entering their directory."""
     sources = dict(_read_worker())
     code = sources["sandbox.worker.child"]
     assert "    os.chdir(spec.lane_dir(lane))\n" in code
@@ -622,7 +622,7 @@ async def test_the_body_s_exception_comes_out_unchanged() -> None:
 
 
 def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
-    """Also for a user whom modes hold back; nothing outside is touched by way of a link."""
+    """This includes users restricted by file modes, and never touches anything through a link."""
     base = tmp_path / "base"
     (base / "a/b/c").mkdir(parents=True)
     (base / "a/b/f").write_text("x")
@@ -655,7 +655,8 @@ def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
-    """kill -9: the workers see the end of their connection; directories go at the next start."""
+    """After kill -9 the workers notice the closed connection; directories are removed at the
+    next start."""
     os.chmod(tmp_path, 0o755)
     program = (
         "import anyio, os, sandbox\n"
@@ -827,7 +828,7 @@ async def test_a_closed_session_stays_closed(pool: Pool) -> None:
 
 
 def test_a_directory_however_deep_is_emptied(tmp_path: Path) -> None:
-    """Deeper than a recursion or a path may be, and closed on the way."""
+    """The directory is deeper than recursion or a path permits, and closed on the way."""
     at = os.open(tmp_path, os.O_RDONLY)
     for n in range(1500):
         os.mkdir("d", dir_fd=at)

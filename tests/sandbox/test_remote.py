@@ -1,4 +1,4 @@
-"""A pool over hosts: each host is a real service over local workers, in this process."""
+"""A pool over hosts: each host is a real service over local workers in this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALL = {"code": FOREVER, "stdin": "", "timeout_s": 600}
 
 
 class Host:
-    """One machine's service; `stop` is the loss of it."""
+    """A host's service; `stop` simulates its loss."""
 
     url = ""
 
@@ -266,7 +266,7 @@ async def test_the_token_is_needed() -> None:
 
 
 class Names(aiohttp.abc.AbstractResolver):
-    """A network in which every name leads to this machine."""
+    """A network in which all names resolve to this machine."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
@@ -287,7 +287,7 @@ class Names(aiohttp.abc.AbstractResolver):
 
 
 async def test_a_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/recipes/paper.toml names them."""
+    """The form of the name is that in docs/recipes/paper.toml."""
     monkeypatch.setattr(aiohttp.connector, "DefaultResolver", lambda loop: Names())
     async with host(token="hush") as there:
         there.url = there.url.replace("127.0.0.1", "node-4")

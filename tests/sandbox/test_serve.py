@@ -56,7 +56,7 @@ async def service(pool: Pool, **more: Any) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def begun(client: Client, rest: str) -> AsyncIterator[anyio.abc.SocketStream]:
-    """A POST /v1/run whose head, and nothing of whose body, has come."""
+    """A POST /v1/run whose head has arrived, without its body."""
     host, port = client.url.removeprefix("http://").split(":")
     async with await anyio.connect_tcp(host, int(port)) as stream:
         await stream.send(f"POST /v1/run HTTP/1.1\r\nHost: {host}\r\n{rest}\r\n\r\n".encode())
@@ -153,7 +153,7 @@ async def test_a_lost_session_is_told(client: Client) -> None:
 
 
 async def session_that_has_run(client: Client) -> str:
-    """Where its cells go. A session that rested until we came is not the one: then another."""
+    """Return the path of a session's cells, opening another one if it has expired meanwhile."""
     busy = {"code": "import time; time.sleep(0.5); 1"}
     with anyio.fail_after(15):
         while True:
@@ -550,7 +550,7 @@ async def test_code_judges_batches_keep_their_order(client: Client, form: str) -
 
 @pytest.mark.parametrize("path", ["/run", "/judge"])
 async def test_code_judges_own_client_takes_every_answer(client: Client, path: str) -> None:
-    """Its dataclass has these fields and refuses others."""
+    """The client's dataclass has exactly these fields."""
     for one in (
         {"type": "python", "solution": "1"},
         {"type": "cpp", "solution": "1"},
@@ -651,7 +651,8 @@ async def test_the_document_names_every_path(pool: Pool, client: Client) -> None
 
 
 def is_described(value: Any, schema: Any, schemas: Any, told: set[str]) -> bool:
-    """Whether a value fits a schema, of the little that ours say; the names that it must have."""
+    """Return whether a value matches a schema, as far as the service's schemas go, including
+    required fields."""
     if name := schema.get("$ref"):
         return is_described(value, schemas[name.rpartition("/")[2]], schemas, told)
     if "allOf" in schema:

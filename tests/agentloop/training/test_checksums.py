@@ -1,4 +1,4 @@
-"""What a server must say of the learner's tensors, and what follows from what it says."""
+"""The expected checksums of a server's tensors, and their comparison."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def numbered(*shape: int) -> Any:
     ],
 )
 def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel(size: int, expected: int) -> None:
-    """What the kernel gives in Triton's interpreter; tests/integration runs it."""
+    """The values are from the kernel under Triton's interpreter; tests/integration runs it."""
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     layout = Layout("cuda", "bfloat16", 1, 2)
     assert checksum("x", [Tensor("uint8", data)], layout, 0) == f"{expected:016x}"
@@ -82,7 +82,7 @@ def test_on_one_rank_it_is_the_whole_model_with_rows_of_zeros_behind_a_vocabular
 
 
 def test_each_rank_has_its_part() -> None:
-    """Of four, where two have the same keys and values."""
+    """Two of four ranks share the same keys and values."""
     layout = Layout("cpu", "float32", 4, 2)
     q, k, v = numbered(8, 3), numbered(2, 3) + 50, numbered(2, 3) + 90
     down, norm = numbered(3, 8), numbered(3)

@@ -1,4 +1,4 @@
-"""A fleet around a Redis of its own: played rollouts, real deaths."""
+"""A fleet around a Redis server of its own: fake rollouts, real deaths."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def settings_for(server: RedisServer, **changes: Any) -> FleetSettings:
 
 
 class Trainer:
-    """A fleet, what it says, and a model folder to hand over."""
+    """A fleet, the lines that it prints, and a model folder to publish."""
 
     def __init__(self, fleet: Fleet, folder: Path) -> None:
         self.fleet = fleet
@@ -76,7 +76,7 @@ class Trainer:
         return await self.fleet.hand_over(InFolder(str(version), folder), timeout_s=timeout_s)
 
     async def groups(self, *names: str, oldest: int = 0) -> dict[str, RolledOut]:
-        """As the loop asks for them: one after the other comes in line."""
+        """Request groups like the loop, each when the one before is queued."""
         found: dict[str, RolledOut] = {}
 
         async def ask(name: str) -> None:
@@ -125,7 +125,7 @@ async def until(found: Callable[[], Awaitable[Any]], expected: Any) -> None:
 
 
 async def left(settings: FleetSettings) -> list[int]:
-    """Entries that are still in the streams."""
+    """Return the numbers of entries left in the streams."""
     async with Link.open(settings, "test") as link:
         return [
             await link.do(lambda redis, name=name: redis.xlen(name))  # type: ignore[misc]
@@ -176,7 +176,7 @@ async def test_rollouts_go_through_redis_where_no_folder_is_shared(
 async def test_rollouts_go_through_redis_where_the_folder_cannot_be_written(
     redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a trainer is killed and started again while a runtime writes."""
+    """This happens when a trainer is killed and restarted while a runtime writes."""
 
     def write(path: Path, data: bytes) -> None:
         raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -372,7 +372,7 @@ async def test_a_trainer_that_is_restarted_gets_its_own_answers_alone(
 
 @asynccontextmanager
 async def rolling_out(settings: FleetSettings, *names: str) -> AsyncIterator[None]:
-    """Runtimes that score and choose, within."""
+    """Run runtimes that score and filter while the context is open."""
     async with (
         Scorer(RewardSettings(function="exact")) as scorer,
         anyio.create_task_group() as runtimes,
@@ -390,7 +390,7 @@ async def rolling_out(settings: FleetSettings, *names: str) -> AsyncIterator[Non
 async def run_by_fleet(
     settings: FleetSettings, folder: Path, learner: PlayedLearner, *, evaluate_every: int = 2
 ) -> dict[str, int]:
-    """Two steps, or what is left of them; returns the groups by their state."""
+    """Run two steps, or the remaining ones; return the number of groups by state."""
     run = RunFolder(folder / "run", "", resume=True)
     async with (
         GroupQueue.open(run.path / "queue.sqlite") as queue,
@@ -421,7 +421,7 @@ async def run_by_fleet(
 async def test_a_run_by_a_fleet_learns_what_a_run_by_itself_does(
     redis: RedisServer, tmp_path: Path
 ) -> None:
-    """Also where Redis loses everything between its steps."""
+    """This holds even if Redis loses all data between the steps."""
     pytest.importorskip(
         "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
     )
@@ -599,7 +599,7 @@ async def test_of_two_runtimes_that_did_one_ticket_each_has_its_own_rollouts(
                 found.update(await trainer.groups("1"))
 
             async def is_dead(redis: Redis) -> None:
-                """Its lease has run out."""
+                """Return whether the runtime's lease has expired."""
                 (entry,) = await redis.xpending_range(link.tickets, READERS, "-", "+", 1)
                 await redis.xclaim(
                     link.tickets, READERS, "one", 0, [entry["message_id"]], idle=3_600_001

@@ -1,4 +1,4 @@
-"""The plan of a run, against values computed by hand, and against the small model."""
+"""The plan of a run, compared with values computed by hand and with the small model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def planned(*overrides: str, machine: Machine = BIG) -> Plan:
 
 
 def configured(folder: Path, **changes: Any) -> Path:
-    """A folder with a small configuration, and without weights."""
+    """Create a folder with a small configuration, without weights."""
     config = json.loads((SMALL / "config.json").read_text()) | changes
     kept = {key: value for key, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(kept))
@@ -214,7 +214,7 @@ def test_tokens_and_disk() -> None:
 
 
 def test_bytes_of_a_trajectorys_token() -> None:
-    """Ids of five digits and log-probabilities of all digits are what a large model gives."""
+    """Ids of five digits and log-probabilities with all digits are typical of a large model."""
     num = 1000
     turn = Turn(
         [10_000 + i for i in range(num)],

@@ -1,4 +1,4 @@
-"""The pictures of runs."""
+"""Plots of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def steps(num: int, **more: Any) -> list[dict[str, Any]]:
-    """As training writes them, with an evaluation before the first."""
+    """Return rows as training writes them, with an evaluation before the first step."""
     measured = {"step": 0, "held_out/reward": 0.4, "held_out/tool_errors_in_correct": None}
     times = {"step_s": 2.0, "wait_s": 1.0, "learn_s": 0.5, "hand_over_s": None}
     return [
@@ -46,7 +46,7 @@ def steps(num: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def words(path: Path) -> list[str]:
-    """What is written in an SVG picture."""
+    """Return the texts in an SVG file."""
     root = ElementTree.parse(path).getroot()
     return [text for one in root.iter("{http://www.w3.org/2000/svg}text") if (text := one.text)]
 

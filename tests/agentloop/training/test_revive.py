@@ -1,4 +1,4 @@
-"""A process that is killed goes on; one that ends by itself has ended."""
+"""A process that is killed is restarted; one that ends by itself is not."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
 
 @contextmanager
 def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that waits for another one, which does what `child` says."""
+    """Start a process that waits for a child, which runs `child`."""
     waits = (
         "import sys\nfrom agentloop.training.revive import revived\n"
         f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
@@ -163,7 +163,7 @@ os._exit(128 + number)
 
 
 def test_who_asks_it_to_end_does_not_see_it_again(tmp_path: Path) -> None:
-    """A second signal may come when nobody handles it any more: an interpreter that ends."""
+    """A second signal may arrive when an ending interpreter no longer handles it."""
     child = f"""
 import os, signal, sys, time
 from pathlib import Path

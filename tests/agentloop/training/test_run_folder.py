@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""The files in a run's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import emitted
 
 
 def test_what_a_model_may_write_can_be_written_down(tmp_path: Path) -> None:
-    """Integers of any size: a rollout that uses one must not end the run."""
+    """A rollout with integers of any size must not end the run."""
     call = ToolCall("c", "python", {"n": 10**40}, "", 0, 1)
     one = Trajectory("t", [1], [Turn(calls=[call])])
     folder = RunFolder(tmp_path / "a run", "")
@@ -54,7 +54,7 @@ def test_what_a_model_emits_is_read_as_it_was_written(raw: str, more: Any) -> No
 def test_a_power_cut_does_not_take_a_groups_file_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file's name is kept by its folder, which has to be on the disk, too."""
+    """A file's name is stored in its folder, which has to be flushed, too."""
     folder = RunFolder(tmp_path / "run", "")
     groups = folder.path / "trajectories"
     synced: list[tuple[int, list[str]]] = []

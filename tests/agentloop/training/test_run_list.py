@@ -1,4 +1,4 @@
-"""What is said of runs by what they leave in their folders."""
+"""Summaries of runs from the files in their folders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 
 def made(path: Path, config: str, *found: dict[str, Any]) -> Path:
-    """A run that has ended, or was stopped: nobody has its lock."""
+    """Create a run that has ended or was stopped, without a lock."""
     folder = RunFolder(path, config)
     for row in found:
         folder.add_metrics(row)
@@ -235,7 +235,7 @@ def test_entropies_do_not_make_a_run_younger(tmp_path: Path) -> None:
 
 
 def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
-    """A run's parts are no runs of their own, nor is what a link leads to."""
+    """Parts of a run are not runs of their own, nor are the targets of links."""
     for name in ("b", "a", "deep/er/c"):
         rows(tmp_path / name / "metrics.jsonl", step(1))
     rows(tmp_path / "a" / "start" / "metrics.jsonl", step(1))

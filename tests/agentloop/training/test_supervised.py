@@ -1,4 +1,4 @@
-"""The supervised start: dialogues become what rollouts would be, and are trained on in order."""
+"""Supervised fine-tuning: dialogues become trajectories and are trained on in order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TOOL = {
 
 
 class Look:
-    """Answers the call of number n with the n-th content."""
+    """A tool that answers call number n with the n-th content."""
 
     name = "look"
     schema = TOOL
@@ -79,7 +79,7 @@ class Look:
 
 
 def rolled_out(chat: ChatFormat, said: Sequence[str], tool: Any) -> Trajectory:
-    """A rollout in which the model samples these texts, a turn each."""
+    """Run a rollout in which the model samples these texts, one per turn."""
     turns = [chunks(written(chat, text + END)) for text in said]
     rollout = Rollout(engine=ScriptedEngine(*turns), chat=chat, messages=[USER], tools=[tool])
     return anyio.run(rollout.run)
@@ -130,14 +130,14 @@ def test_a_dialogue_has_the_ids_and_the_mask_of_its_rollout(
 
 
 def test_the_teachers_dialogues_are_rollouts_of_the_runtime() -> None:
-    """Calls that are broken or of an unknown tool are answered by the runtime itself."""
+    """The runtime itself answers calls that are malformed or of an unknown tool."""
     tasks = itertools.islice(TaskSource.open(TasksSettings(levels=[2, 5])), 200)
     for row in dialogues(tasks):
         check_rollout(row, _Replay(row))
 
 
 class _Replay:
-    """python_code_with_standard_io, which answers code as a dialogue says."""
+    """A replacement of python_code_with_standard_io that replays the results of a dialogue."""
 
     name = PythonCode.name
     schema = PythonCode.schema
@@ -289,8 +289,8 @@ def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
 
 
 class PlayedLearner:
-    """Its weights are the batches that it has learned, in their order, and a loss is a checksum of
-    them. It dies at its `dies`-th step, of all lives."""
+    """A fake learner whose weights are the list of batches, and whose loss is a checksum of
+    them. It dies at step `dies`, counted over all processes."""
 
     def __init__(self, dies: int = 0) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -341,7 +341,7 @@ class PlayedLearner:
 
 
 class Said:
-    """What was reported."""
+    """Records reports."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -418,7 +418,7 @@ async def test_after_a_rank_died_it_goes_on_as_if_nothing_had_been(
 @pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
 async def test_a_run_that_ended_goes_on_as_if_nothing_had_been(tmp_path: Path, dies: int) -> None:
-    """Its learner may die no more."""
+    """The resumed run's learner does not die any more."""
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
     other, learner = PlayedLearner(), PlayedLearner(dies)
     await tune(unbroken, other)
@@ -452,7 +452,7 @@ async def test_other_dialogues_are_no_run_to_go_on_with(tmp_path: Path) -> None:
 )
 @settings(deadline=None)
 def test_the_lineage_is_of_what_was_learned(lengths: list[int], epochs: int, seed: int) -> None:
-    """Equal as far as the samples and the steps are, whatever comes then."""
+    """Lineages are equal as far as samples and steps are, whatever comes after."""
     samples = [Sample([n] * size, [0] * size, [], 0.0, n) for n, size in enumerate(lengths)]
     plans = [step_plan(lengths, epochs=n, batch_tokens=10, seed=seed) for n in (epochs, epochs + 1)]
     short, long = (lineage(samples, plan) for plan in plans)
