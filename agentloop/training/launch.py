@@ -185,8 +185,8 @@ def _devices(settings: RanksSettings) -> str:
     taken = [one.strip() for one in visible[: settings.count]]
     if len(taken) < settings.count or not all(one.isdecimal() for one in taken):
         raise SettingsError(
-            f"ranks.launcher: DeepSpeed's launcher needs a device number for each of "
-            f"{settings.count} ranks (ranks.count) in CUDA_VISIBLE_DEVICES={','.join(visible)}"
+            f"ranks.launcher: DeepSpeed's needs CUDA_VISIBLE_DEVICES={','.join(visible)} to list a "
+            f"device number for each of {settings.count} ranks (ranks.count)"
         )
     return f"--include=localhost:{','.join(taken)}"
 

@@ -218,7 +218,7 @@ def test_an_evaluation_is_scored_by_its_model(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["nowhere"], "nowhere: no run is there (config.toml)"),
+        (["nowhere"], "nowhere: not a run's folder: it has no config.toml"),
         (["{run}", "--weights", "{run}"], "--weights: {run} is no model folder"),
         (["{run}", "ranks.counts=2"], "unknown setting 'ranks.counts'"),
     ],
@@ -241,7 +241,7 @@ def test_a_run_without_rollouts_is_named(
     row = {"trajectory": Trajectory("1.0", [1]).to_dict()}
     (run / "trajectories" / "group-0000001.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["analyze", "entropy", str(run)]) == 2
-    assert "nothing was sampled" in capsys.readouterr().err
+    assert "no tokens were sampled" in capsys.readouterr().err
 
 
 def test_without_the_learner_it_says_what_to_install(

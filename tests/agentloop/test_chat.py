@@ -60,7 +60,7 @@ def test_an_answer_that_is_interrupted_is_forgotten(
         (("start/model",), "start/model (no weights have been published)"),
         (
             ("start/model", "weights/9", "weights/12"),
-            "weights/12 (version 12, the newest that was published)",
+            "weights/12 (version 12, the newest published)",
         ),
         (("model",), "model"),  # of a supervised run
     ],

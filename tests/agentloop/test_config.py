@@ -174,12 +174,12 @@ def test_what_two_files_extend_lies_below_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("extends = 3", r"top\.toml: extends: a file's name, or a list of them, is expected"),
-        ('extends = [""]', r"top\.toml: extends: a file's name, or a list"),
-        ("extends = {a = 1}", r"top\.toml: extends: a file's name, or a list"),
+        ("extends = 3", r"top\.toml: extends: expected a file name or a list of file names"),
+        ('extends = [""]', r"top\.toml: extends: expected a file name or a list"),
+        ("extends = {a = 1}", r"top\.toml: extends: expected a file name or a list"),
         ('extends = "gone.toml"', r"top\.toml: extends: .*gone\.toml: No such file"),
-        ('extends = "top.toml"', r"top\.toml: extends: a circle: .*top\.toml -> .*top\.toml"),
-        ('extends = "around.toml"', r"around\.toml: extends: a circle: .*top.* -> .*around.* -> "),
+        ('extends = "top.toml"', r"top\.toml: extends: a cycle: .*top\.toml -> .*top\.toml"),
+        ('extends = "around.toml"', r"around\.toml: extends: a cycle: .*top.* -> .*around.* -> "),
         ('extends = "bad.toml"', r"^[^:]*bad\.toml: unknown setting 'server\.prot'"),
         ('extends = "worse.toml"', r"server\.port: .*not 'x' \(from [^ ]*worse\.toml\)"),
         ('extends = "worst.toml"', r"top\.toml: extends: .*worst\.toml: Expected"),
@@ -205,9 +205,9 @@ def test_what_is_wrong_with_an_extended_file_is_said_of_it(
         (
             "AGENTLOOP_SERVERS",
             "http://127.0.0.1:1",
-            "the environment: AGENTLOOP_SERVERS: JSON expected",
+            "the environment: AGENTLOOP_SERVERS: expected JSON",
         ),
-        ("AGENTLOOP_SERVER", "{nope", "the environment: AGENTLOOP_SERVER: JSON expected"),
+        ("AGENTLOOP_SERVER", "{nope", "the environment: AGENTLOOP_SERVER: expected JSON"),
     ],
 )
 def test_a_bad_variable_is_named(

@@ -177,12 +177,12 @@ def test_a_refused_key_ends_it_at_once(
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("sampling.temperature=0.1", "--resume: sampling: it is another in the run"),
+        ("sampling.temperature=0.1", "--resume: sampling: differs from the run's"),
         ("budget.max_turns=1", "--resume: budget.max_turns"),
         ("tasks.seed=4", "--resume: tasks"),
         ("reward.function=math", "--resume: reward"),
         ("endpoint.model=other", "--resume: endpoint.model"),
-        ("evaluate.num_samples=2", "--resume: evaluate.num_samples: the run has 4 already"),
+        ("evaluate.num_samples=2", "--resume: evaluate.num_samples: the run already has 4"),
     ],
 )
 def test_a_run_does_not_go_on_as_another_one(
@@ -262,7 +262,7 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
         (["endpoint.url=a"], "endpoint.url: 'a' is not of the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
         (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),
-        (["--resume", "/no/such/run"], "--resume: /no/such/run: no run is there"),
+        (["--resume", "/no/such/run"], "--resume: /no/such/run: not a run's folder"),
         (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: give files of one kind"),
     ],
 )
@@ -327,7 +327,7 @@ def test_of_a_training_run_it_takes_what_an_evaluation_needs(
     assert main(["--run", str(trained), "--dry-run", "evaluate.num_samples=2"]) == 0
     out = capsys.readouterr().out
     assert "tasks      9, of arithmetic" in out
-    assert "samples    2 of each: 18, by our own loop" in out
+    assert "samples    2 of each: 18, by agentloop" in out
 
 
 def test_files_are_measured_in_place_of_what_the_run_holds_out(

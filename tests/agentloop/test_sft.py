@@ -211,7 +211,7 @@ async def test_who_stops_a_run_is_told_how_it_goes_on(
         await begun.wait()
         tasks.cancel_scope.cancel()
     assert said.lines[-1] == (
-        "Stopped; there is no checkpoint yet. It goes on by: agentloop sft --resume one"
+        "Stopped; there is no checkpoint yet. Continue with: agentloop sft --resume one"
     )
     again = told(SftSettings, ["loop.epochs=9"], Path("one"))
     assert again == settings.model_copy(

@@ -122,7 +122,7 @@ def test_missing_packages_are_named_before_anything_starts(
 def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--restarts", "-1"])
-    assert "--restarts: 0 at least, not -1" in capsys.readouterr().err
+    assert "--restarts: must be at least 0, not -1" in capsys.readouterr().err
 
 
 def run_at(path: Path, *overrides: str) -> TrainSettings:
@@ -356,7 +356,7 @@ async def test_who_stops_a_run_is_told_how_it_goes_on(
         tasks.start_soon(stop, tasks.cancel_scope)
         await train(played_settings(tmp_path, server), cast(console.Progress, said))
     assert said.lines[-1] == (
-        f"Stopped; there is {there}. It goes on by: agentloop train --resume {folder}"
+        f"Stopped; there is {there}. Continue with: agentloop train --resume {folder}"
     )
 
 

@@ -126,8 +126,8 @@ def test_without_pip_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"packages": ["--index-url=http://x"]}, "'--index-url=http://x' is not a package's name"),
-        ({"packages": ["a", "../b"]}, "'../b' is not a package's name"),
+        ({"packages": ["--index-url=http://x"]}, "--index-url=http://x' is not a valid"),
+        ({"packages": ["a", "../b"]}, "'../b' is not a valid requirement"),
         ({"packages": ["a"], "image": "mine"}, "not to 'mine'"),
     ],
 )

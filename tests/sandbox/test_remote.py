@@ -330,12 +330,12 @@ async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> N
     [
         (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
         (b"\0\0\0\2{]", "not JSON"),
-        (encode({"no": 1}), "does not know: {'no': 1}"),
+        (encode({"no": 1}), "unknown frame: {'no': 1}"),
         (encode({"op": "run"}), "does not know"),
         (encode({"op": "run", **CALL, "id": [1]}), "does not know"),
         (encode({"op": "kill", "id": {}}), "does not know"),
         (encode({"op": "close", "session": []}), "does not know"),
-        (encode({"op": "run", "id": 1, **CALL}) * 2, "id 1 is that of a call which is still open"),
+        (encode({"op": "run", "id": 1, **CALL}) * 2, "id 1 belongs to a call that is still open"),
     ],
 )
 async def test_garbage_ends_its_own_connection_alone(garbage: bytes, says: str) -> None:

@@ -329,7 +329,7 @@ async def test_where_no_session_is_free_it_is_said_at_once() -> None:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
             error = (await response.json())["error"]
         assert error["type"] == "overloaded"
-        assert error["message"].startswith("no session is free, of 1: close one, or allow more")
+        assert error["message"].startswith("none of 1 sessions is free: close one, or allow more")
 
 
 async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
@@ -632,7 +632,7 @@ async def test_sandbox_fusion(client: Client, ask: Any, status: str, ran: Any) -
 async def test_sandbox_fusion_answers_with_all_of_an_output_or_not_at_all(client: Client) -> None:
     _, answer = await client.post("/run_code", {"code": "print('x' * 5_000_000)"})
     assert (answer["status"], answer["run_result"]) == ("SandboxError", None)
-    assert answer["message"].startswith("the output has 5000001 bytes; the most is")
+    assert answer["message"].startswith("the output has 5000001 bytes; the maximum is")
 
 
 async def test_the_document_names_every_path(pool: Pool, client: Client) -> None:

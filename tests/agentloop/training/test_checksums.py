@@ -128,9 +128,9 @@ def test_the_type_that_auto_means() -> None:
         ({"dtype": "bfloat16"}, {}, "bfloat16 on a CPU"),
         ({"device": "cuda", "dtype": "bfloat16"}, {}, None),
         ({"device": "cuda", "dtype": "auto"}, {}, None),
-        ({"device": "cuda", "dtype": "float8"}, {}, "the type float8"),
+        ({"device": "cuda", "dtype": "float8"}, {}, "the dtype float8"),
         ({"device": "xpu"}, {}, "the device xpu"),
-        ({}, {"model_type": "deepseek_v3"}, "a model of the type deepseek_v3"),
+        ({}, {"model_type": "deepseek_v3"}, "the model type deepseek_v3"),
     ],
 )
 def test_where_it_is_not_known_what_a_server_must_say_that_is_said(
@@ -156,8 +156,8 @@ def proof(*ranks: Mapping[str, str]) -> Proof:
 
 def test_every_rank_of_a_server_must_have_what_is_the_learners() -> None:
     assert proof({"a": "1", "b": "2"}, {"a": "3", "b": "4"}) == Proof("whole", "")
-    assert proof({"a": "1"}, {"a": "1"}).wrong == "its a is not what the learner has"
-    assert proof({"a": "1", "b": "1"}).wrong == "its b is not what the learner has"
+    assert proof({"a": "1"}, {"a": "1"}).wrong == "its a differs from the learner's"
+    assert proof({"a": "1", "b": "1"}).wrong == "its b differs from the learner's"
     one, other = proof({"a": "1", "x": "5"}), proof({"a": "1", "x": "6"})
     assert not one.wrong
     assert one.rest != other.rest != ""

@@ -338,9 +338,9 @@ def test_the_report() -> None:
     verdict = Verdict(Rule.GRADIENT, "the norm rose", step=530, since=521, last_good=512)
     text = report(verdict, [*rows, {"step": 530, "held_out/reward": 0.1}], [400, 450, 500, 520])
     assert "collapsed at step 530" in text
-    assert "The norm rose (medians). So it has been since step 521. Rule: `gradient`" in text
+    assert "The norm rose (medians), since step 521. Rule: `gradient`" in text
     assert "The last good step was 512" in text
-    assert "Go on from the checkpoint of step 500" in text
+    assert "Continue from the checkpoint of step 500" in text
     table = [line for line in text.splitlines() if line.startswith("| 5")]
     assert [line.split()[1] for line in table] == [str(step) for step in range(521, 531)]
     assert "learner.optimizer.lr" in text
@@ -351,7 +351,7 @@ def test_a_report_where_little_is_known(rule: Rule) -> None:
     rows: list[Row] = [{"step": 1, "reward": None}]
     text = report(Verdict(rule, "why", 1, 1, None), rows, [])
     assert "No step was good." in text
-    assert "start anew" in text
+    assert "start a new run" in text
     assert "| 1 | - | - |" in text
 
 

@@ -118,7 +118,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: Any) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     damage(rows[1])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match=r"group-0000001\.jsonl: line 2: no rollout"):
+    with pytest.raises(DataError, match=r"group-0000001\.jsonl: line 2: not a rollout"):
         read_rollouts(path)
 
 
@@ -144,7 +144,7 @@ async def test_where_nothing_was_sampled_nobody_is_asked(tmp_path: Path) -> None
 @pytest.mark.anyio
 async def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
     rollouts = read_rollouts(group(tmp_path, rollout()))
-    with pytest.raises(LearnerError, match="no number"):
+    with pytest.raises(LearnerError, match="not finite"):
         await score(Learner(entropy=float("nan")), rollouts, tmp_path, timeout_s=5)
 
 

@@ -292,7 +292,7 @@ async def test_a_single_server_has_what_the_learner_has(tmp_path: Path) -> None:
         served, published = Served(router), InFolder("1", tmp_path)
         assert (await served.hand_over(published, timeout_s=15)).num_verified == 1
         fake.sums = WRONG
-        with pytest.raises(ServerError, match=r"model\.norm\.weight is not what the learner has"):
+        with pytest.raises(ServerError, match=r"model\.norm\.weight differs from the learner's"):
             await served.hand_over(published, timeout_s=15)
         assert states(router) == ["stale"]
         blind = replace(published, verify=False)
@@ -340,7 +340,7 @@ async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
     (tmp_path / "model.safetensors").write_bytes(save(others))
     fakes = [FakeSGLang(ANSWER, sums=sums(others)) for _ in range(2)]
     async with routed(*fakes) as router:
-        with pytest.raises(ServerError, match=r"model\.safetensors is not what the learner"):
+        with pytest.raises(ServerError, match=r"model\.safetensors differs from what the learner"):
             await Served(router).hand_over(InFolder("1", tmp_path), timeout_s=15)
         assert states(router) == ["stale", "stale"]
 

@@ -152,7 +152,7 @@ async def test_who_asks_after_one_that_was_cancelled_gets_its_own_answer(
 
 async def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
-        with pytest.raises(LearnerLost, match=r"hang: no answer within 0\.1 s; logs in"):
+        with pytest.raises(LearnerLost, match=r"hang: no response within 0\.1 s; logs in"):
             await learner.ask("hang", timeout_s=0.1)
 
 
@@ -344,7 +344,7 @@ async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:
         old = await both_run(tmp_path)
-        with pytest.raises(LearnerLost, match="hang: no answer within"):
+        with pytest.raises(LearnerLost, match="hang: no response within"):
             await learner.ask("hang", timeout_s=0.1)
         answers: list[int] = []
 

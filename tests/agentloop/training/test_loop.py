@@ -532,7 +532,7 @@ async def test_tasks_that_all_cannot_be_asked_end_the_run(tmp_path: Path) -> Non
     run_group.refuses = 3
     with pytest.raises(ExceptionGroup) as caught:  # by the router around it
         await played(tmp_path, tasks=tasks, run_group=run_group, steps=1, evaluate_every=0)
-    assert "9000 tokens, and so it is with all of 3 tasks" in str(sole(caught.value))
+    assert "9000 tokens (3 tasks in a row" in str(sole(caught.value))
 
 
 async def test_a_group_is_of_the_weights_that_are_live_when_it_starts(
@@ -959,7 +959,7 @@ async def test_a_learner_that_is_lost_is_started_again_and_learns_the_same(
     metrics = lines(run.path / "metrics.jsonl")
     assert [(one["step"], one["version"]) for one in metrics] == [(n, n - 1) for n in range(1, 6)]
     (said,) = [line for line in told.lines if "started again" in line]
-    assert said == "The learner is lost, and started again: rank 1 ended with exit status 137."
+    assert said == "The learner was lost; restarting it: rank 1 ended with exit status 137."
     assert (run.checkpoint or Path()).name == "step-00005"
 
 

@@ -92,7 +92,7 @@ def test_one_draws_what_one_asks_for(tmp_path: Path) -> None:
     assert "learner/grad_norm" in words(out)
     with pytest.raises(SettingsError, match=r"--what: rewards: .* there are reward"):
         plot_runs([folder], out, what=["rewards"])
-    with pytest.raises(SettingsError, match="--what: tool_errors: nothing of that"):
+    with pytest.raises(SettingsError, match="--what: tool_errors: these runs have no such metric"):
         plot_runs([folder], out, what=["tool_errors"])
 
 
@@ -143,7 +143,9 @@ def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -
 
 def test_places_that_are_none_are_named(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(1))
-    with pytest.raises(SettingsError, match=r"plots\.pdf: pictures are \.png or \.svg"):
+    with pytest.raises(
+        SettingsError, match=r"plots\.pdf: the file name must end in \.png or \.svg"
+    ):
         plot_runs([folder], tmp_path / "plots.pdf")
     with pytest.raises(SettingsError, match="nowhere"):
         plot_runs([folder], tmp_path / "nowhere" / "plots.png", what=["reward"])

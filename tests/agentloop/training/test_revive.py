@@ -56,7 +56,7 @@ def test_what_is_killed_goes_on_with_its_run(tmp_path: Path) -> None:
     status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=["a=1"])
     assert status == 7
     assert lives(tmp_path) == ["a=1", *[f"--resume {tmp_path / 'run'}"] * 2]
-    assert said.count("killed by SIGKILL; going on with") == 2
+    assert said.count("killed by SIGKILL; resuming") == 2
 
 
 def test_what_the_run_does_not_keep_is_told_again(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_who_asks_for_the_end_after_the_childs_is_heard(
     monkeypatch.setattr("subprocess.Popen", Died)
     said: list[str] = []
     assert revived(["train"], [], 3, said.append) == 128 + signal.SIGKILL
-    assert said == ["Ended by SIGKILL; to go on: agentloop train --resume run"]
+    assert said == ["Ended by SIGKILL; continue with: agentloop train --resume run"]
 
 
 def test_one_that_is_killed_as_it_is_started_again_goes_on_as_well(tmp_path: Path) -> None:
@@ -179,6 +179,6 @@ signal.pause()
         assert process.stdout.readline() == "told\n"
         process.terminate()
         said = process.stdout.readline()
-        assert said == "Ended by SIGTERM; to go on: agentloop train --resume run\n"
+        assert said == "Ended by SIGTERM; continue with: agentloop train --resume run\n"
         assert process.wait(20) == 128 + signal.SIGTERM
     assert lives(tmp_path) == ["once"]
