@@ -44,7 +44,7 @@ __all__ = [
     "Turn",
 ]
 
-_HOMES = {
+_MODULES = {
     "agentloop.agent.rollout": ("Budget",),
     "agentloop.errors": ("AgentLoopError", "RequestError", "ServerError", "SettingsError"),
     "agentloop.inference.sglang": ("Sampling",),
@@ -61,8 +61,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first used: `agentloop --help` and the learner need none of it.
-    for home, names in _HOMES.items():
+    # Import on first use: `agentloop --help` and the learner need none of these modules.
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(home), name)
+            return getattr(import_module(module), name)
     raise AttributeError(f"module 'agentloop' has no attribute {name!r}")

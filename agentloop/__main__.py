@@ -1,4 +1,4 @@
-"""`agentloop COMMAND`: each command is a module of its own, imported when it is asked for."""
+"""`agentloop COMMAND`: dispatch to the module of that name, imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["main"]
 _COMMANDS = {
     "serve": "serve the agent over HTTP (OpenAI's protocol)",
     "chat": "ask the agent in a terminal",
-    "sft": "train a model on dialogues, before it is trained by rollouts",
-    "train": "train a model by rollouts",
-    "rollouts": "roll out for a training run on another machine",
-    "evaluate": "measure a model, or an endpoint, on tasks",
-    "export": "export a run's weights as a Hugging Face model folder",
-    "view": "show a run as a page, or export it as one HTML file",
-    "ls": "list the runs below a folder",
-    "plot": "plot metrics of one or more runs",
-    "analyze": "analyze a run's rollouts: where the policy is uncertain",
-    "data": "prepare problems to train and to measure on, and dialogues to start from",
+    "sft": "fine-tune a model on dialogues, usually before training by rollouts",
+    "train": "train a model by reinforcement learning on rollouts",
+    "rollouts": "generate rollouts for a training run on another machine",
+    "evaluate": "evaluate a model or an endpoint on tasks",
+    "export": "export a run's weights as a model folder",
+    "view": "show a run as a web page, or export it as one HTML file",
+    "ls": "list the runs in a folder",
+    "plot": "plot the metrics of one or more runs",
+    "analyze": "analyze a run's rollouts: at which tokens the policy is uncertain",
+    "data": "prepare problems for training and evaluation, and dialogues for fine-tuning",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The entry point; returns the exit status."""
+    """Run the command named by the first argument and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command, *rest = arguments or ["--help"]
     if command in ("-h", "--help", "help"):
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = import_module(f"agentloop.{command}").main(rest)
         sys.stdout.flush()
-    except KeyboardInterrupt:  # before the command had begun to listen for it
+    except KeyboardInterrupt:  # before the command has installed its signal handler
         return 130
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter flushes it once more
@@ -58,17 +58,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _help() -> str:
     width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in _COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in _COMMANDS.items()]
     return "\n".join(
         [
             "usage: agentloop COMMAND [ARGUMENTS]",
             "",
-            "Runs tool-using language-model agents.",
+            "Run and train tool-using language-model agents.",
             "",
             "commands:",
             *lines,
             "",
-            "agentloop COMMAND --help says more; agentloop --version says which this is.",
+            "Use agentloop COMMAND --help for details, agentloop --version for the version.",
         ]
     )
 

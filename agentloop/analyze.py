@@ -1,8 +1,9 @@
-"""`agentloop analyze entropy RUN`: at which tokens a run's policy hesitates.
+"""`agentloop analyze entropy RUN`: find the tokens at which a run's policy is uncertain.
 
-the last groups ──> entropies, kept or found by a learner with weights that are ──> tables, or JSON
+the last groups ──> per-token entropies, cached or computed by a learner ──> tables or JSON
 
-A learner is started only for what was not found before; it takes what training's takes.
+A learner is started only for groups whose entropies are not cached. It needs the same hardware as
+the one that trains.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from agentloop.training.loop_settings import LoopSettings
 
 __all__ = ["EntropySettings", "Report", "entropy", "main"]
 
-_NUM_ROLLOUTS = 64  # as many as the paper looks at
-_CONTEXT = 6  # tokens before one that is shown
+_NUM_ROLLOUTS = 64  # the number the paper analyzes
+_CONTEXT = 6  # tokens shown before an example
 _SPACE = "\N{OPEN BOX}"
 _KINDS = {
     Kind.FORKING: "text",
@@ -52,11 +53,11 @@ _KINDS = {
 
 
 class EntropySettings(pydantic.BaseModel):
-    """What of a run's settings matters here."""
+    """The settings of a training run that the analysis uses."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    model: str | None = pydantic.Field(None, description="Folder of the model it began with.")
+    model: str | None = pydantic.Field(None, description="Folder of the initial model.")
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     sampling: Sampling = pydantic.Field(default_factory=Sampling)
     learner: LearnerSettings = pydantic.Field(default_factory=LearnerSettings)
@@ -66,13 +67,15 @@ class EntropySettings(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found, and of what.
+    """The result of an analysis, with the data that it covers.
 
     Attributes:
-        groups: numbers of those that were looked at; `rollouts` are theirs, one after the other.
-        versions: how many of the tokens were sampled under which version.
-        mismatch_kl: mean over all tokens of the KL from what sampled them to `origin`.
-        top: percent.
+        groups: numbers of the analyzed groups; `rollouts` holds their rollouts in the same order.
+        origin: the weights that scored the tokens.
+        versions: number of tokens sampled under each policy version.
+        mismatch_kl: mean over all tokens of the KL divergence, in nats, from the policy that
+            sampled them to `origin`.
+        top: percentage of each rollout's tokens that is marked, those of the highest entropy.
     """
 
     run: Path
@@ -94,13 +97,18 @@ async def entropy(
     weights: Path | None = None,
     top: float = 20.0,
 ) -> Report:
-    """Of the last `num_groups` groups of a run (None: of as many as have 64 rollouts), by the
-    `weights` in that folder, or by those of the run that are nearest to what sampled them.
+    """Analyze the entropies of a run's most recent groups.
+
+    Args:
+        num_groups: number of groups; None: enough groups to hold 64 rollouts.
+        weights: model folder to score with; None: the weights of the run whose version is nearest
+            to the versions that sampled the tokens.
+        top: percentage of each rollout's tokens to mark.
 
     Raises:
         DataError: there are no rollouts, or they are damaged.
         SettingsError: there are no weights.
-        LearnerError: as `agentloop.training.learner`.
+        LearnerError: the learner failed, as in `agentloop.training.learner`.
     """
     progress("Reading the rollouts")
     groups = await anyio.to_thread.run_sync(partial(_last_groups, run, num_groups))
@@ -133,7 +141,7 @@ async def entropy(
 def _last_groups(run: Path, num_groups: int | None) -> dict[int, list[Rollout]]:
     files = group_files(run)
     if not files:
-        raise DataError(f"{run}: no trajectories/group-*.jsonl: a run with rollouts is expected")
+        raise DataError(f"{run}: no trajectories/group-*.jsonl: expected a run with rollouts")
     found: dict[int, list[Rollout]] = {}
     for number, file in reversed(files.items()):
         enough = sum(map(len, found.values())) >= _NUM_ROLLOUTS
@@ -141,7 +149,7 @@ def _last_groups(run: Path, num_groups: int | None) -> dict[int, list[Rollout]]:
             break
         found[number] = read_rollouts(file)
     if not any(sum(one.mask) for rollouts in found.values() for one in rollouts):
-        raise DataError(f"{run}: nothing was sampled in its last {len(found)} groups")
+        raise DataError(f"{run}: no tokens were sampled in its last {len(found)} groups")
     return dict(reversed(found.items()))
 
 
@@ -163,11 +171,11 @@ def _origin(
     if not (first / "config.json").is_file():
         first = Path(settings.model or SMALL).expanduser()
     if (first / "config.json").is_file():
-        if not kept and not numbered:  # an evaluation, whose servers have it from their start
+        if not kept and not numbered:  # an evaluation: its servers keep their initial weights
             return Origin.of(first, version=None, temperature=temperature)
         kept.setdefault(0, first)
     if not kept:
-        raise SettingsError(f"{run}: it keeps no weights; name a model folder by --weights")
+        raise SettingsError(f"{run}: the run has kept no weights; pass a model folder as --weights")
     version = nearest_version(numbered, kept)
     return Origin.of(kept[version], version=str(version), temperature=temperature)
 
@@ -195,8 +203,8 @@ async def _found(
             "model": Path(origin.weights),
             "temperature": origin.temperature,
             "micro_batch_tokens": max(settings.learner.micro_batch_tokens, longest),
-            # Published weights are merged, and adapters are 0 at first. With them there is next to
-            # nothing that gradients and an optimizer would have to be kept for.
+            # Published weights are merged and new adapters are zero, so outputs do not change.
+            # With adapters, gradients and optimizer state need next to no memory.
             "lora": LoraSettings(rank=1),
             "loss": LossSettings(),
         }
@@ -205,7 +213,7 @@ async def _found(
         await anyio.to_thread.run_sync(partial(folder.path.mkdir, exist_ok=True))
     except OSError as error:
         raise SettingsError(f"{folder.path}: {error.strerror or error}") from error
-    # Logs apart from those of a run that goes on.
+    # A log folder of its own, since the run may still be writing to its logs.
     async with started(
         learner_settings.model_dump(mode="json"),
         settings.ranks,
@@ -235,11 +243,14 @@ def _mean_mismatch(groups: Mapping[int, Sequence[Rollout]], found: Mapping[int, 
     return total / sum(nums.values())
 
 
-# --- what is said of it -------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 
 def as_data(report: Report, chat: ChatFormat, *, num_tokens: int) -> dict[str, Any]:
-    """For JSON: entropies in nats, shares from 0 to 1; of each kind the first `num_tokens`."""
+    """Return the report as plain data: entropies in nats, shares from 0 to 1.
+
+    Each kind lists its first `num_tokens` tokens.
+    """
     analysis, origin = report.analysis, report.origin
     num_sampled = sum(report.versions.values())
     kinds = {}
@@ -299,7 +310,7 @@ def _example(report: Report, chat: ChatFormat, place: Place) -> dict[str, Any]:
 
 
 def _print(data: Mapping[str, Any]) -> None:
-    for line in _words(data):
+    for line in _summary_lines(data):
         print(line)
     columns: tuple[str, ...] = ("where", "tokens", "marked", "of all marked", "mean entropy")
     rows: list[tuple[str, ...]] = [
@@ -333,8 +344,8 @@ def _print(data: Mapping[str, Any]) -> None:
             console.print_table(columns, rows, title=title, numbers=columns[1:-1])
 
 
-def _words(data: Mapping[str, Any]) -> list[str]:
-    """What the numbers are of."""
+def _summary_lines(data: Mapping[str, Any]) -> list[str]:
+    """Return the lines that say which tokens were scored, and by which weights."""
     version = data["version"]
     versions = list(data["versions"])
     sampled = ", ".join(versions[:4]) + (" ..." if len(versions) > 4 else "")
@@ -344,17 +355,17 @@ def _words(data: Mapping[str, Any]) -> list[str]:
         share = f", {data['share_of_version']:.0%} of the tokens under the same"
     groups = data["groups"]
     return [
-        f"tokens   {data['num_tokens']:,}, sampled in {data['num_rollouts']} rollouts; groups "
+        f"tokens   {data['num_tokens']:,}, sampled in {data['num_rollouts']} rollouts of groups "
         f"{groups[0]} to {groups[-1]} of {data['run']}",
         f"scored   by {by}; temperature {data['temperature']:g}",
         f"sampled  under version {sampled}{share}; KL to it {data['mismatch_kl']:.2g} per token",
-        f"entropy  {data['mean_entropy']:.3g} nats in the mean; of each rollout the top "
-        f"{data['top_percent']:g}% are marked, from {data['threshold']:.3g} nats on (median)",
+        f"entropy  {data['mean_entropy']:.3g} nats on average; the top {data['top_percent']:g}% "
+        f"of each rollout are marked, from {data['threshold']:.3g} nats (median)",
     ]
 
 
 def _shown(text: str) -> str:
-    """With what is not seen at its ends: a word and the same after a space are two tokens."""
+    """Return `text` with visible leading and trailing spaces: " word" and "word" differ."""
     inner = text.strip(" ")
     before = len(text) - len(text.lstrip(" "))
     after = len(text) - len(inner) - before if inner else 0
@@ -362,40 +373,45 @@ def _shown(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="agentloop analyze",
-        description="At which tokens a run's policy hesitates: of each rollout those of the "
-        "highest entropy, apart for text (forking tokens), for text right after a tool's result "
-        "(reflection tokens) and for tool calls. The entropies are kept in RUN/entropy/.",
+        description="Find the tokens at which a run's policy is uncertain: those of the highest "
+        "entropy in each rollout, separately for text (forking tokens), for text right after a "
+        "tool's result (reflection tokens) and for tool calls. The entropies are cached in "
+        "RUN/entropy/.",
     )
-    parser.add_argument("what", choices=("entropy",), help="what is looked at")
+    parser.add_argument("what", choices=("entropy",), help="the analysis to run")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/latest")
     parser.add_argument(
         "settings",
         nargs="*",
         default=[],  # else argparse says that it is required
         metavar="key=value",
-        help="in place of the run's, as ranks.count=1",
+        help="override one of the run's settings, such as ranks.count=1",
     )
     parser.add_argument(
         "--groups",
         type=_at_least_one,
         metavar="N",
-        help=f"the last N groups (as many as have {_NUM_ROLLOUTS} rollouts)",
+        help=f"analyze the last N groups (default: enough for {_NUM_ROLLOUTS} rollouts)",
     )
     parser.add_argument(
-        "--top", type=_percent, default=20.0, metavar="PERCENT", help="what is marked (20)"
+        "--top",
+        type=_percent,
+        default=20.0,
+        metavar="PERCENT",
+        help="percentage of each rollout's tokens to mark (default: 20)",
     )
     parser.add_argument(
         "--weights",
         type=Path,
         metavar="FOLDER",
-        help="a model folder to score with (of those that the run keeps, the nearest to what "
-        "sampled the tokens)",
+        help="model folder to score with (default: the run's weights that are nearest to those "
+        "that sampled the tokens)",
     )
     parser.add_argument(
-        "--tokens", type=_at_least_one, default=20, metavar="N", help="rows of a table (20)"
+        "--tokens", type=_at_least_one, default=20, metavar="N", help="rows per table (default: 20)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_intermixed_args(arguments)
@@ -406,8 +422,8 @@ async def _entropy(options: argparse.Namespace) -> int:
     run = options.run.expanduser()
     if not (run / "config.toml").is_file():
         raise SettingsError(f"{run} is not a run (no config.toml). Try `agentloop ls`.")
-    told = load_known(EntropySettings, run / "config.toml")
-    settings = load_settings(EntropySettings, (), options.settings, base=told)
+    base = load_known(EntropySettings, run / "config.toml")
+    settings = load_settings(EntropySettings, (), options.settings, base=base)
     with console.Progress("Starting to analyze") as progress:
         report = await entropy(
             run,
@@ -428,7 +444,7 @@ async def _entropy(options: argparse.Namespace) -> int:
 
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number from 1 on is expected")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
     return int(text)
 
 
@@ -438,5 +454,5 @@ def _percent(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number up to 100 is expected")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0 and up to 100")
     return value

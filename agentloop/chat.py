@@ -32,16 +32,16 @@ from agentloop.trajectory import CallStatus, Message, StopReason, ToolCall, Traj
 __all__ = ["Transcript", "ask", "main", "settings_of"]
 
 _ENDINGS = {
-    StopReason.TURN_BUDGET: "it used all its turns",
-    StopReason.TOKEN_BUDGET: "it used all its tokens",
-    StopReason.TIME_BUDGET: "it ran out of time",
+    StopReason.TURN_BUDGET: "the turn budget is used up",
+    StopReason.TOKEN_BUDGET: "the token budget is used up",
+    StopReason.TIME_BUDGET: "the time budget is used up",
     StopReason.INFRASTRUCTURE: "the infrastructure failed",
-    StopReason.CANCELLED: "it was cancelled",
+    StopReason.CANCELLED: "the rollout was cancelled",
 }
 
 
 class Transcript:
-    """Prints what happens in a rollout as it happens: thoughts dim, calls framed, answer plain."""
+    """Print a rollout as it happens: reasoning dimmed, calls framed, the answer in bold."""
 
     def __init__(self, out: Console, *, reasoning_first: bool) -> None:
         self._out = out
@@ -64,7 +64,9 @@ class Transcript:
                 self._line(f"[{color}]\u25c0 {result.status} in {took * 1000:.0f} ms[/{color}]")
                 self._block(result.content, color)
             case TurnMoved(server=server):
-                self._line(f"[yellow]{escape(server)} failed; the turn goes on elsewhere[/yellow]")
+                self._line(
+                    f"[yellow]{escape(server)} failed; continuing on another server[/yellow]"
+                )
             case TurnFinished():
                 for channel, piece in self._channels.flush():
                     self._write(piece, "dim" if channel is Channel.REASONING else "bold")
@@ -72,7 +74,7 @@ class Transcript:
                 self._end_line()
 
     def end(self, trajectory: Trajectory) -> None:
-        """The last line: why it ended, and what it took."""
+        """Print the last lines: why the rollout ended, and its turns, tokens and time."""
         self._end_line()
         if ending := _ENDINGS.get(trajectory.stop_reason):
             reason = f": {trajectory.error}" if trajectory.error else ""
@@ -108,7 +110,7 @@ def _count(things: Sized, name: str) -> str:
 
 
 def _source(call: ToolCall) -> str:
-    """A program as it is; other arguments as JSON."""
+    """Return the program that a call runs, or the call's arguments as JSON if there is none."""
     if call.error is not None:
         return call.raw
     code = call.arguments.get("code")
@@ -122,7 +124,7 @@ def _source(call: ToolCall) -> str:
 async def ask(
     runtime: Runtime, messages: list[Message], out: Console, *, also: Emit = ignore
 ) -> Trajectory:
-    """Run one rollout and print it as it goes; `also` hears of every event."""
+    """Run one rollout and print it as it happens; `also` is called with every event."""
     transcript = Transcript(out, reasoning_first=bool(runtime.chat.opened_thought))
 
     async with runtime.stream(messages, on_event=also) as rollout:
@@ -137,17 +139,17 @@ async def ask(
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop chat",
-        description="Ask the agent, and watch its tool calls and their results as they stream. "
-        "Without a question it asks for one, and for more, until the end of the input; Ctrl-C "
-        "cancels an answer, and at the prompt ends the chat.",
+        description="Ask the agent a question and watch its tool calls and their results as they "
+        "stream. Without a question, read questions until the end of the input. Ctrl-C cancels "
+        "an answer; at the prompt it ends the chat.",
     )
     parser.add_argument("question", nargs="?", help='such as "What is 37 times 48?"')
     parser.add_argument(
         "--run",
         type=Path,
         metavar="FOLDER",
-        help="a run of `agentloop train` or `agentloop sft`, such as runs/latest: its newest "
-        "model, with its tools and budget",
+        help="use the newest model of this run of `agentloop train` or `agentloop sft`, with the "
+        "run's tools and budget, such as runs/latest",
     )
     commands.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
@@ -155,17 +157,21 @@ def main(arguments: list[str]) -> int:
         print(commands.settings_text(Settings))
         return 0
     given = [] if options.question is None else [options.question, *options.settings]
-    questions, settings = _told_apart(given)
+    questions, settings = _split_questions(given)
     if len(questions) > 1:
-        parser.error(f"one question is expected, in quotes, not {', '.join(map(repr, questions))}")
+        parser.error(f"expected one question, in quotes, not {', '.join(map(repr, questions))}")
     question = questions[0] if questions else None
     if question is not None and not question.strip():
         parser.error("the question is empty")
     return commands.run(lambda: _chat(question, settings, options.run), explain=options.explain)
 
 
-def _told_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Questions and settings. What comes first is a file only where it looks like one."""
+def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments into questions and settings.
+
+    The first argument is a settings file only if its name ends in .toml; later ones also if a file
+    of that name exists.
+    """
     questions: list[str] = []
     settings: list[str] = []
     for index, text in enumerate(arguments):
@@ -176,14 +182,14 @@ def _told_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def settings_of(arguments: list[str], run: Path | None) -> Settings:
-    """What was told on the command line, on top of what a run was told. Raises SettingsError."""
+    """Return the settings of the command line, on top of those of `run`. Raises SettingsError."""
     files, overrides = commands.split_settings(arguments)
     if run is None:
         return load_settings(Settings, files, overrides)
     model = RunFolder.model_in(run)
-    # What training alone is told, chat would not know.
-    told = load_known(Settings, run / "config.toml") | {"model": str(model), "servers": []}
-    return load_settings(Settings, files, overrides, base=told)
+    # Settings of training alone would be refused here, so only the known ones are read.
+    base = load_known(Settings, run / "config.toml") | {"model": str(model), "servers": []}
+    return load_settings(Settings, files, overrides, base=base)
 
 
 async def _chat(question: str | None, arguments: list[str], run: Path | None) -> int:
@@ -203,15 +209,15 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None) ->
                 trajectory = await ask(runtime, messages, out)
                 messages += runtime.chat.messages_of(trajectory.turns)
             if scope.cancelled_caught:
-                out.print("\n[dim]interrupted; the question is forgotten[/dim]")
+                out.print("\n[dim]interrupted; the question was dropped[/dim]")
                 messages.pop()
     return 0
 
 
 def _origin(model: Path, run: Path) -> str:
     if model.parent == run / "weights":
-        return f" (version {model.name}, the newest that was published)"
-    return " (no weights were published)" if model == run / "start" / "model" else ""
+        return f" (version {model.name}, the newest published)"
+    return " (no weights have been published)" if model == run / "start" / "model" else ""
 
 
 async def _next_question(lines: commands.Lines) -> str | None:

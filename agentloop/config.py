@@ -1,12 +1,12 @@
-"""Settings from TOML files and dotted overrides, into typed classes that live beside their owners.
+"""Load settings from TOML files, the environment and dotted overrides into pydantic models.
 
 Later sources win: the class's defaults, the environment (`AGENTLOOP_SECTION__KEY`), files from
-left to right, overrides (`section.key=value`). A key that nobody knows is refused, with the
-nearest that somebody does.
+left to right, overrides (`section.key=value`). An unknown key is an error that suggests the most
+similar known one.
 
-TOML has no word for nothing: a number, say, that can be left out is left out by "none".
-A file may stand on others: `extends = "base.toml"`, or a list of them, relative to the file. They
-lie below it; one that two files extend counts once, below both.
+TOML has no null: write "none" for an optional value that is to be None.
+A file may extend others: `extends = "base.toml"`, or a list of paths, relative to the file. Its own
+values win over theirs; a file that two files extend is read once, below both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 
 def load_known(model: type[pydantic.BaseModel], file: Path) -> dict[str, Any]:
-    """What stands in `file`, at its top level, that `model` knows. Raises SettingsError."""
+    """Return the top-level keys of `file` that are fields of `model`. Raises SettingsError."""
     return {key: value for key, value in _read_toml(file).items() if key in model.model_fields}
 
 
@@ -44,17 +44,17 @@ def load_settings(
     *,
     base: Mapping[str, Any] | None = None,
 ) -> M:
-    """Build `model` from every source; `base` is in place of the class's defaults.
+    """Build `model` from all sources; values in `base` replace the class's defaults.
 
     Raises:
-        SettingsError: names the key, the value and the source of the first thing wrong.
+        SettingsError: a source is invalid; the message names the key, the value and the source.
     """
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
     for source, values in itertools.chain([("the base", dict(base or {}))], layers):
         _check_keys(model, values, source)
-        _merge(merged, _with_nothing(model, values), sources, source)
+        _merge(merged, _replace_none_text(model, values), sources, source)
     try:
         return model.model_validate(merged)
     except pydantic.ValidationError as error:
@@ -62,10 +62,10 @@ def load_settings(
 
 
 def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
-    """`settings` with some of its keys set anew.
+    """Return a copy of `settings` with `values` set.
 
     Raises:
-        SettingsError: as `load_settings`.
+        SettingsError: as in `load_settings`.
     """
     if not values:
         return settings
@@ -90,7 +90,7 @@ def _layers(
 
 def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
     source = EnvSettingsSource(
-        model,  # type: ignore[arg-type]  # any model will do: it reads the fields alone
+        model,  # type: ignore[arg-type]  # any model works: only its fields are read
         env_prefix=_ENV_PREFIX,
         env_nested_delimiter="__",
         case_sensitive=False,
@@ -99,7 +99,7 @@ def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
         values: dict[str, Any] = source()
     except pydantic_settings.SettingsError as error:
         why = f"{error.__cause__ or error}"
-        raise SettingsError(f"the environment: {_field_of(error)}: JSON expected: {why}") from error
+        raise SettingsError(f"the environment: {_field_of(error)}: expected JSON: {why}") from error
     return values
 
 
@@ -111,21 +111,21 @@ def _field_of(error: pydantic_settings.SettingsError) -> str:
 def _file_layers(
     file: Path, read: set[Path], above: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`file` and, before it, those that it extends, less those that were `read` already.
+    """Yield the values of the files that `file` extends, then its own; skip files in `read`.
 
-    `above` are the files that led here.
+    `above` is the chain of files that extend this one, outermost first.
     """
     where = f"{above[-1]}: extends: " if above else ""
     if file.resolve() in (one.resolve() for one in above):
-        raise SettingsError(f"{where}a circle: {' -> '.join(map(str, (*above, file)))}")
+        raise SettingsError(f"{where}a cycle: {' -> '.join(map(str, (*above, file)))}")
     values = _read_toml(file, where)
     extends = values.pop("extends", [])
     bases = [extends] if isinstance(extends, str) else extends
     if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
-        raise SettingsError(f"{file}: extends: a file's name, or a list of them, is expected")
+        raise SettingsError(f"{file}: extends: expected a file name or a list of file names")
     for base in bases:
         path = file.parent / Path(base).expanduser()
-        # What another file stands on, too, would else lie above that one.
+        # A base shared with an earlier file must not override that file.
         if path.resolve() not in read:
             yield from _file_layers(path, read, (*above, file))
     read.add(file.resolve())
@@ -144,7 +144,7 @@ def _read_toml(file: Path, where: str = "") -> dict[str, Any]:
 def _parse_override(override: str) -> dict[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key.strip()):
-        raise SettingsError(f"{override!r} is no setting: write section.key=value")
+        raise SettingsError(f"{override!r} is not a setting: write section.key=value")
     values: Any = _parse_value(text.strip())
     for part in reversed(key.strip().split(".")):
         values = {part.replace("-", "_"): values}
@@ -153,7 +153,7 @@ def _parse_override(override: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value where it is one, else the text: quotes can be left out on a command line."""
+    """Parse `text` as a TOML value, or return it as it is: a shell argument needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -202,27 +202,29 @@ def _check_keys(
 
 
 def _has_names(annotation: Any) -> bool:
-    """Whether it is not a section, but sections by names that are free to choose."""
+    """Return whether the field maps names chosen by the user to sections."""
     return get_origin(annotation) is dict
 
 
-def _with_nothing(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """None for "none", where that is a value and the text is not."""
+def _replace_none_text(
+    model: type[pydantic.BaseModel], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Replace the text "none" with None in fields that accept None but not that text."""
     found = dict(values)
     for key, value in values.items():
         annotation = model.model_fields[key].annotation
         section = _section(annotation)
         if section is not None and _has_names(annotation):
-            found[key] = {name: _with_nothing(section, one) for name, one in value.items()}
+            found[key] = {name: _replace_none_text(section, one) for name, one in value.items()}
         elif section is not None:
-            found[key] = _with_nothing(section, value)
+            found[key] = _replace_none_text(section, value)
         elif value == "none" and type(None) in get_args(annotation) and not _takes_text(annotation):
             found[key] = None
     return found
 
 
 def _takes_text(annotation: Any) -> bool:
-    """Whether "none" could be meant as it stands."""
+    """Return whether the text "none" is a valid value."""
     try:
         pydantic.TypeAdapter(annotation).validate_python("none")
     except pydantic.ValidationError:
@@ -252,23 +254,23 @@ def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str
         source = next((sources[at] for at in _parents(path) if at in sources), None)
         source = source or _sources_within(path, problem["msg"], sources)
         where = f" (from {source})" if source else ""
-        # Not a section as a whole: a token may stand in it.
+        # Never print a whole section: it may hold a token.
         plain = isinstance(problem["input"], str | int | float | None)
         given = f", not {problem['input']!r}" if plain else ""
         message = problem["msg"]
-        if problem["type"] == "value_error":  # our own words, which may say what was given
+        if problem["type"] == "value_error":  # our own message, which may quote the value
             message = str(problem["ctx"]["error"])
             given = "" if repr(problem["input"]) in message else given
         line = f"{path or 'settings'}: {message}{given}{where}"
-        lines.append(re.sub(r"://[^\s'\"]*@", "://...@", line))  # a URL's password
+        lines.append(re.sub(r"://[^\s'\"]*@", "://...@", line))  # hide passwords in URLs
     return "; ".join(lines)
 
 
 def _sources_within(path: str, message: str, sources: Mapping[str, str]) -> str:
-    """Where the keys of a section come from that a message about it names, or all that are set."""
+    """Return the sources of the section's keys that `message` names, or of all that are set."""
     keys = [at for at in sources if at.startswith(f"{path}.")]
     named = [at for at in keys if re.search(rf"\b{re.escape(at.rpartition('.')[2])}\b", message)]
-    # An override without its value: a token may stand there.
+    # Quote an override without its value, which may be a token.
     found = (re.sub(r"^(override '[^=]*)=.*", r"\1'", sources[at]) for at in named or keys)
     return ", ".join(dict.fromkeys(found))
 
@@ -282,7 +284,7 @@ def _parents(path: str) -> Iterator[str]:
 def describe_settings(
     model: type[pydantic.BaseModel], at: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Every setting as (dotted key, default, description), for --help."""
+    """Yield each setting as (dotted key, default as TOML, description)."""
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
         section = _section(field.annotation)
@@ -297,7 +299,7 @@ def describe_settings(
 
 
 def to_toml(settings: pydantic.BaseModel) -> str:
-    """The settings as a TOML file that `load_settings` reads back; without secrets."""
+    """Return the settings, without secrets, as TOML that `load_settings` can read back."""
     return "\n".join(_toml_section(_without_secrets(settings), "")).strip() + "\n"
 
 
@@ -308,9 +310,9 @@ def _without_secrets(settings: pydantic.BaseModel) -> dict[str, Any]:
         if isinstance(value, pydantic.BaseModel):
             values[name] = _without_secrets(value)
         elif value is None and field.get_default(call_default_factory=True) is not None:
-            values[name] = "none"  # else the default would be read back
+            values[name] = "none"  # otherwise the default would be read back
         elif isinstance(value, pydantic.SecretStr):
-            del values[name]  # else its asterisks would be read back as the secret
+            del values[name]  # otherwise its asterisks would be read back as the secret
     return values
 
 
@@ -336,5 +338,5 @@ def _toml_value(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(map(_toml_value, value)) + "]"
         case _:
-            # TOML's escapes are JSON's; DEL is the one that JSON leaves as it is.
+            # TOML has the same escapes as JSON, but also requires one for DEL.
             return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

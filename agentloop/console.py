@@ -1,4 +1,4 @@
-"""What every command shares: its arguments, its progress lines, its way to start and to stop."""
+"""Helpers that all commands share: arguments, output, progress and signal handling."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ __all__ = [
 
 _interruptible: list[anyio.CancelScope] = []  # innermost last; a process runs one command
 _GAP = 2  # between the columns of a table
-_LEAST = 8  # cells, of its first column, which takes what the others leave
+_MIN_FIRST_WIDTH = 8  # cells; the first column takes the width that the others leave
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "settings",
         nargs="*",
-        default=[],  # else argparse says that it is required
+        default=[],  # otherwise argparse reports it as required
         metavar="FILE.toml | key=value",
-        help="settings files, later ones win, and dotted overrides, such as server.count=2",
+        help="settings files, where later ones win, and overrides such as server.count=2",
     )
     parser.add_argument(
         "--list-settings",
@@ -70,18 +70,18 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="log for each turn which server it goes to, why, and what was known of the others",
+        help="log for each turn the server chosen, the reason and the state of all candidates",
     )
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files and overrides, told apart by the equals sign."""
+    """Split the arguments into files and overrides; an override contains an equals sign."""
     files = [argument for argument in arguments if "=" not in argument]
     return files, [argument for argument in arguments if "=" in argument]
 
 
 def settings_text(model: type[pydantic.BaseModel]) -> str:
-    """Every setting on two lines: `key = default`, then what it means."""
+    """Return all settings, two lines each: `key = default`, then the description."""
     from agentloop.config import describe_settings
 
     lines = []
@@ -93,14 +93,14 @@ def settings_text(model: type[pydantic.BaseModel]) -> str:
 
 
 def printable(text: str) -> str:
-    """With what a terminal would obey, such as escape sequences, spelled out."""
+    """Return `text` with control characters, such as terminal escapes, spelled out."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def print_json(value: object) -> None:
-    """On stdout, for scripts."""
+    """Print a value as indented JSON on stdout."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
@@ -113,12 +113,12 @@ def print_table(
     optional: Sequence[str] = (),
     styles: Mapping[str, str] | None = None,
 ) -> None:
-    """On stdout: on a terminal as a table that fits it, else as aligned text, every cell whole.
+    """Print a table on stdout: fitted to a terminal, otherwise as aligned text in full.
 
     Args:
-        numbers: columns that are aligned to the right.
-        optional: columns that a narrow terminal is spared, the first of them first.
-        styles: of cells that say just that, on a terminal.
+        numbers: columns to align to the right.
+        optional: columns to omit on a narrow terminal, in the order of omission.
+        styles: rich styles for cells, by the cell's text.
     """
     from rich import box
     from rich.console import Console
@@ -130,10 +130,10 @@ def print_table(
         print(_aligned([list(columns), *cells], [name in numbers for name in columns], title))
         return
     shown, headings = list(columns), list(columns)
-    if _room_for(headings, cells) > out.width:
+    if _total_width(headings, cells) > out.width:
         headings = [name.replace(" ", "\n") for name in columns]
     for name in optional:
-        if _room_for(headings, cells) > out.width:
+        if _total_width(headings, cells) > out.width:
             at = shown.index(name)
             cells = [[*row[:at], *row[at + 1 :]] for row in cells]
             del shown[at], headings[at]
@@ -149,7 +149,7 @@ def print_table(
         padding=(0, _GAP - 1, 0, 0),
     )
     first, *others = _widths([headings, *cells])
-    first = max(_LEAST, min(first, out.width - sum(others) - _GAP * len(shown)))
+    first = max(_MIN_FIRST_WIDTH, min(first, out.width - sum(others) - _GAP * len(shown)))
     for name, heading, width in zip(shown, headings, (first, *others), strict=True):
         justify: Literal["left", "right"] = "right" if name in numbers else "left"
         table.add_column(heading, justify=justify, overflow="fold", width=width)
@@ -158,12 +158,12 @@ def print_table(
     out.print(table)
 
 
-def _room_for(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+def _total_width(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     return sum(_widths([headings, *rows])) + _GAP * len(headings)
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Of each column: of its longest line."""
+    """Return the width of each column in terminal cells."""
     from rich.cells import cell_len
 
     return [
@@ -187,15 +187,18 @@ def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -
 
 
 class Progress:
-    """Plain words on stderr about what is going on; on a terminal with a spinner, a clock and,
-    while something is trained, a panel that says where it stands.
+    """Progress lines on stderr; on a terminal with a spinner, a clock and a status panel.
 
-    Use as a context manager; call it with what is done at the moment; `stop()` ends it early.
+    Use it as a context manager and call it with the current activity; `stop()` ends it early.
     """
 
     def __init__(self, title: str, *, after_s: float = 0.0) -> None:
-        """What may be over soon is not spoken of before `after_s`, and without a terminal more and
-        more rarely after that; what is to stay always is."""
+        """
+        Args:
+            title: the first activity.
+            after_s: print nothing for this many seconds, for work that may be over soon; without
+                a terminal the pauses between lines then double. `say` always prints at once.
+        """
         from rich.console import Console
         from rich.live import Live
 
@@ -213,7 +216,7 @@ class Progress:
         if not self._plain:
             self._live.start()
         elif self._after_s:
-            threading.Thread(target=self._tell_now_and_then, daemon=True).start()
+            threading.Thread(target=self._print_occasionally, daemon=True).start()
         else:
             print(self._line, file=sys.stderr, flush=True)
         return self
@@ -227,28 +230,28 @@ class Progress:
         self._line = line
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
         if self._plain:
             print(line, file=sys.stderr, flush=True)
         else:
             self._console.print(line, highlight=False, markup=False)
 
     def show(self, standing: Standing) -> None:
-        """Where it stands, until it stands elsewhere. Only a terminal shows it."""
+        """Show this status in the panel until the next call. Has no effect without a terminal."""
         self._standing = standing
 
     @property
     def line(self) -> str:
-        """What is done at the moment."""
+        """The current activity."""
         return self._line
 
     @property
     def standing(self) -> Standing | None:
-        """Where it was said to stand last."""
+        """The status last shown, if any."""
         return self._standing
 
     def refresh(self) -> None:
-        """Draw now, not at the next tick."""
+        """Redraw now instead of at the next tick."""
         self._live.refresh()
 
     def stop(self) -> None:
@@ -256,12 +259,12 @@ class Progress:
         if not self._plain:
             self._live.stop()
 
-    def _tell_now_and_then(self) -> None:
-        told, wait_s = "", self._after_s
+    def _print_occasionally(self) -> None:
+        printed, wait_s = "", self._after_s
         while not self._over.wait(wait_s):
-            if self._line != told:
-                told = self._line
-                print(told, file=sys.stderr, flush=True)
+            if self._line != printed:
+                printed = self._line
+                print(printed, file=sys.stderr, flush=True)
             wait_s *= 2
 
     def _picture(self) -> RenderableType:
@@ -304,7 +307,7 @@ def _panel(standing: Standing) -> RenderableType:
 
 @asynccontextmanager
 async def started(settings: Settings) -> AsyncIterator[Runtime]:
-    """A runtime, with progress shown while it starts."""
+    """Start a runtime, showing progress meanwhile, and stop it when the context is left."""
     from agentloop.runtime import Runtime
 
     with Progress("Starting the agent") as progress:
@@ -314,12 +317,14 @@ async def started(settings: Settings) -> AsyncIterator[Runtime]:
 
 
 def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
-    """Run a command on uvloop; SIGINT and SIGTERM cancel it, so that it cleans up.
+    """Run a command on uvloop if it is installed; SIGINT and SIGTERM cancel it.
 
-    `explain` logs the router's decisions.
+    Args:
+        explain: log the router's decisions.
 
     Returns:
-        the exit status: 130 or 143 where a signal ended it, 2 for an error with a name.
+        The exit status: that of `main`, 130 or 143 after a signal, 2 after an AgentLoopError or a
+        SandboxError, which is printed.
     """
     from sandbox import SandboxError
 
@@ -336,7 +341,7 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
 
 
 def _configure_logging() -> None:
-    """Warnings and worse on stderr: in colour on a terminal, else one JSON object a line."""
+    """Log warnings and errors to stderr: in colour on a terminal, otherwise as JSON lines."""
     import structlog
 
     stamp = structlog.processors.TimeStamper(fmt="iso")
@@ -359,7 +364,7 @@ def _configure_logging() -> None:
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """What is stderr at the moment: above a live display it is the display's."""
+    """A handler that looks up `sys.stderr` at each record, since live displays replace it."""
 
     @property
     def stream(self) -> Any:
@@ -372,9 +377,9 @@ class _Stderr(logging.StreamHandler[Any]):
 
 @contextmanager
 def interruptible() -> Iterator[anyio.CancelScope]:
-    """Let Ctrl-C cancel this block, and not the whole command.
+    """Let Ctrl-C cancel this block instead of the whole command.
 
-    The scope's `cancelled_caught` says afterwards whether it did. SIGTERM still ends the command.
+    The scope's `cancelled_caught` tells afterwards whether it did. SIGTERM still ends the command.
     """
     with anyio.CancelScope() as scope:
         _interruptible.append(scope)
@@ -385,7 +390,7 @@ def interruptible() -> Iterator[anyio.CancelScope]:
 
 
 class Lines:
-    """Lines of standard input, read without a thread, so that a wait for one can be cancelled."""
+    """Lines of standard input, read without a thread so that waiting for one can be cancelled."""
 
     def __init__(self, fd: int = 0) -> None:
         self._fd = fd
@@ -395,7 +400,7 @@ class Lines:
     async def next(self) -> str | None:
         """Return the next line without its line break, or None at the end of the input."""
         while b"\n" not in self._buffer and not self._is_at_end:
-            # A file, or /dev/null, is always readable, and no event loop can watch one.
+            # Files and /dev/null are always readable and cannot be registered with epoll.
             with suppress(PermissionError):
                 await anyio.wait_readable(self._fd)  # no deadline: a person is typing
             data = os.read(self._fd, 1 << 16)
@@ -417,7 +422,7 @@ async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
             if number == signal.SIGINT and _interruptible and not status:
                 _interruptible[-1].cancel()
                 continue
-            # A second one changes nothing: every cleanup has a deadline.
+            # A second signal changes nothing: all cleanup has a deadline.
             status = status or 128 + number
             working.cancel()
 

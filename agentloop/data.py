@@ -1,9 +1,9 @@
-"""`agentloop data`: files to train from.
+"""`agentloop data`: make data files for training.
 
-`prepare` makes one JSONL file of a well-known set of problems, from files at hand. Nothing is
-downloaded. Each set is known by its number of rows, so that half a file, another
-language or another year is noticed before a training run, not after it. `filter` leaves out the
-problems that a policy solves already. `teacher` writes dialogues to start from.
+`prepare` converts local files of a well-known problem set into one JSONL file; nothing is
+downloaded. The number of rows is checked, so that a truncated file or the wrong language or year
+is noticed before a training run. `filter` drops the problems that a policy already solves.
+`teacher` writes dialogues for a supervised start.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SETS = {
     "math-500": (500, "500 of MATH's test problems"),
     "hmmt-2025": (30, "HMMT, February 2025"),
 }
-"""The number of rows of each set, and what it is."""
+"""Number of rows and description of each problem set."""
 
 Said = tuple[str, dict[str, Any]]
-"""What came of a command, in words and for scripts."""
+"""The result of a command, as text and as data for JSON."""
 
 _COUNTS = ("num_tasks", "num_too_few", "num_without", "num_unknown")  # of `Filtered`
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status."""
+    """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
         with console.Progress(options.doing, after_s=2.0):
@@ -95,17 +95,17 @@ def _teacher(options: argparse.Namespace) -> Said:
 def prepare(
     name: str, files: Sequence[Path], *, without: Sequence[Path] = (), any_count: bool = False
 ) -> tuple[int, list[Task]]:
-    """The number of rows in `files`, and their problems: each once, less those in `without`.
+    """Return the number of rows in `files` and their distinct problems, minus those in `without`.
 
     Raises:
-        DataError: a bad row; or another number of rows than the set has, unless `any_count`.
+        DataError: a row is invalid, or, unless `any_count`, the number of rows is not the set's.
     """
     rows = list(_tasks(files))
     expected, what = SETS[name]
     if len(rows) != expected and not any_count:
         raise DataError(
-            f"{name}: {len(rows)} rows, but there are {expected} in {what}; "
-            "with --any-count they are taken nevertheless"
+            f"{name}: {len(rows)} rows, but {what} has {expected}; "
+            "use --any-count to accept them anyway"
         )
     measured = {task.id for task in _tasks(without)}
     left: dict[str, Task] = {}
@@ -117,12 +117,13 @@ def prepare(
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """What is left, and what was counted.
+    """The problems that remain after filtering, and counts.
 
     Attributes:
-        num_tasks: problems before, copies not counted.
-        num_too_few: those kept for want of rollouts; num_without: those without any.
-        num_unknown: problems that were rolled out, and are not among the tasks.
+        num_tasks: distinct problems before filtering.
+        num_too_few: problems kept because they have too few rollouts.
+        num_without: those of them that have no rollout at all.
+        num_unknown: problems with rollouts that are not among the tasks.
     """
 
     tasks: list[Task]
@@ -135,18 +136,19 @@ class Filtered:
 def filter_solved(
     files: Sequence[Path], trajectories: Sequence[Path], *, solved: int, rollouts: int
 ) -> Filtered:
-    """The problems in `files`, less those that were solved `solved` times or more in their last
-    `rollouts` rollouts.
+    """Drop the problems that were solved at least `solved` times in their last `rollouts` rollouts.
 
-    Solved is a reward above 0; a rollout without a reward, which infrastructure broke, does not
-    count. The last ones are those of the newest policy: files in the order given, a run's by step.
-    A problem with fewer rollouts stays, however they went. (arXiv 2508.20722, stage 3: 8 of 8.)
+    A rollout with a reward above 0 solves its problem; rollouts without a reward, which failed for
+    reasons of infrastructure, are ignored. The last rollouts are those of the newest policy: files
+    count in the order given, those of a run by step. A problem with fewer rollouts is kept.
+    (Source: arXiv 2508.20722, stage 3, with 8 of 8.)
 
     Args:
-        trajectories: a run's folder, or files of its `trajectories/`.
+        trajectories: run folders, or files from their `trajectories/`.
 
     Raises:
-        DataError: a bad row; or no problem of the rollouts is in `files`; or nothing is left.
+        DataError: a row is invalid, none of the problems rolled out is in `files`, or no problem
+            is left.
     """
     last: dict[str, deque[float]] = {}
     for path in _trajectory_files(trajectories):
@@ -160,8 +162,8 @@ def filter_solved(
         tasks.setdefault(one.id, one)
     if not tasks.keys() & last.keys():
         raise DataError(
-            f"--tasks: none of the {len(last)} problems of the rollouts is among the {len(tasks)} "
-            "there: they were made from other files"
+            f"--tasks: none of the {len(last)} problems of the rollouts is among these "
+            f"{len(tasks)} problems: pass the files that the run was trained on"
         )
     counts = {id: len(last.get(id, ())) for id in tasks}
     left = [
@@ -170,7 +172,7 @@ def filter_solved(
         if counts[id] < rollouts or sum(reward > 0 for reward in last[id]) < solved
     ]
     if not left:
-        raise DataError(f"nothing is left: all {len(tasks)} problems are solved")
+        raise DataError(f"no problem is left: all {len(tasks)} are solved")
     return Filtered(
         left,
         num_tasks=len(tasks),
@@ -187,17 +189,17 @@ def _trajectory_files(paths: Iterable[Path]) -> Iterable[Path]:
         elif files := sorted((path / "trajectories").glob("*.jsonl")):
             yield from files
         else:
-            raise DataError(f"{path}: no trajectories/*.jsonl: a run's folder is expected")
+            raise DataError(f"{path}: no trajectories/*.jsonl: expected a run's folder")
 
 
 def _outcome(row: Any, where: str) -> tuple[str, float | None]:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: an object is expected")
+        raise DataError(f"{where}: expected an object")
     task, reward = row.get("task"), row.get("reward")
     if not isinstance(task, str):
-        raise DataError(f"{where}: field 'task': a problem's id is expected")
+        raise DataError(f"{where}: field 'task': expected a problem's id")
     if "reward" not in row or not isinstance(reward, int | float | None):
-        raise DataError(f"{where}: field 'reward': a number or null is expected")
+        raise DataError(f"{where}: field 'reward': expected a number or null")
     return task, reward
 
 
@@ -208,10 +210,14 @@ def _tasks(files: Iterable[Path]) -> Iterable[Task]:
 
 
 def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
-    """Whole, or not at all; where a link leads, and never in the place of a device."""
+    """Write the rows as JSONL, atomically. Follow symbolic links; refuse devices.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
     out = out.resolve()
     if out.exists() and not out.is_file():
-        raise DataError(f"{out}: no file can be written in its place")
+        raise DataError(f"{out}: not a regular file: it cannot be replaced")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     commands = parser.add_subparsers(required=True, metavar="prepare | filter | teacher")
-    prepare = commands.add_parser("prepare", help="make one JSONL file of a set")
+    prepare = commands.add_parser("prepare", help="convert a problem set into one JSONL file")
     prepare.set_defaults(command=_prepare, doing="Reading the files")
     prepare.add_argument("set", choices=SETS)
     prepare.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .parquet")
@@ -255,26 +261,26 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=Path,
         metavar="FILE",
-        help="leave out the problems that stand here: what is measured must not be trained on",
+        help="leave out the problems in this file, such as those used for evaluation",
     )
     prepare.add_argument(
-        "--any-count", action="store_true", help="take files with another number of rows"
+        "--any-count", action="store_true", help="accept files with another number of rows"
     )
-    hard = commands.add_parser("filter", help="leave out the problems that are solved already")
+    hard = commands.add_parser("filter", help="leave out problems that the policy already solves")
     hard.set_defaults(command=_filter, doing="Reading the rollouts")
     hard.add_argument(
         "trajectories",
         nargs="+",
         type=Path,
         metavar="TRAJECTORIES",
-        help="a run's folder, or files of its trajectories/; of each problem the last ones count",
+        help="a run's folder, or files from its trajectories/; each problem's last rollouts count",
     )
     hard.add_argument(
         "--solved",
         type=_share,
         default=(8, 8),
         metavar="K/N",
-        help="leave out what was solved K times or more in its last N rollouts (8/8)",
+        help="leave out problems solved at least K times in their last N rollouts (default: 8/8)",
     )
     hard.add_argument(
         "--tasks",
@@ -282,25 +288,27 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="FILE",
-        help="where the problems stand: .jsonl or .parquet; may be given again",
+        help="file with the problems, .jsonl or .parquet; may be repeated",
     )
     hard.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     teacher = commands.add_parser(
-        "teacher", help="write dialogues about arithmetic, of a teacher who often errs"
+        "teacher", help="write synthetic arithmetic dialogues with frequent, corrected mistakes"
     )
     teacher.set_defaults(command=_teacher, doing="Writing the dialogues")
     teacher.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
-    teacher.add_argument("--count", type=_from(1), default=10_000, help="dialogues (10000)")
-    teacher.add_argument("--seed", type=_from(0), default=0, help="of problems and faults (0)")
+    teacher.add_argument(
+        "--count", type=_from(1), default=10_000, help="dialogues (default: 10000)"
+    )
+    teacher.add_argument("--seed", type=_from(0), default=0, help="random seed (default: 0)")
     teacher.add_argument(
         "--levels",
         type=_from(1),
         nargs="+",
         default=[2],
-        help="levels of the problems, as in tasks.levels of a training run (2)",
+        help="difficulty of the problems, as in the setting tasks.levels (default: 2)",
     )
     for command in (prepare, hard, teacher):
-        command.add_argument("--json", action="store_true", help="print what was done as JSON")
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

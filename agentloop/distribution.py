@@ -27,11 +27,12 @@ def require(extra: str, modules: Mapping[str, str]) -> None:
     """Check that optional packages are installed, without importing them.
 
     Args:
-        extra: the extra that brings them.
-        modules: names of modules, each with what it is needed for.
+        extra: the extra that installs them.
+        modules: purpose of each module, by the module's name.
 
     Raises:
-        SettingsError: some are missing; names each, what it is for, and the command to install.
+        SettingsError: some are missing; the message names each, its purpose and the command that
+            installs them.
     """
     missing = [f"{name} ({use})" for name, use in modules.items() if not is_installed(name)]
     if missing:
@@ -42,4 +43,4 @@ def require(extra: str, modules: Mapping[str, str]) -> None:
 def is_installed(module: str) -> bool:
     """Return whether a top-level module can be imported, without importing it."""
     spec = find_spec(module)
-    return spec is not None and spec.origin is not None  # a plain folder of that name has none
+    return spec is not None and spec.origin is not None  # a plain folder of that name has no origin

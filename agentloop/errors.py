@@ -1,21 +1,21 @@
-"""Every error of the runtime, named after the boundary it crossed.
+"""The runtime's errors, each named after the boundary that it crossed.
 
     AgentLoopError
      ├─ SettingsError          a setting, in a file or on the command line
      ├─ ModelError             a model folder, its tokenizer or its chat template
-     ├─ RequestError           what a caller asked for: a message, a field, a tool
+     ├─ RequestError           a caller's request: a message, a field, a tool
      │   ├─ PromptTooLong
      │   ├─ UnknownModel
      │   └─ Unsupported
-     ├─ NotThere               what a reader of the page asked for is not kept, or never was
-     ├─ DataError              a task's data: a file, a line of it, a field
-     ├─ RewardError            a reward function of the user's: it raised, or took too long
+     ├─ NotThere               a rollout, group or run that the page asked for does not exist
+     ├─ DataError              task data: a file, a line, a field
+     ├─ RewardError            the user's reward function: it raised or took too long
      └─ ServerError            an inference server (infrastructure: retried, never a reward)
          ├─ ServerStartError
-         ├─ ServerUnavailable  no connection, or it broke
-         └─ ServerRefused      the server answered, with an error
+         ├─ ServerUnavailable  no connection, or a broken one
+         └─ ServerRefused      the server answered with an error
 
-A rollout that fails is not an error but data: a `Trajectory` with its `StopReason`.
+A failed rollout is not an error but data: a `Trajectory` with a `StopReason`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def sole(error: BaseException) -> BaseException:
-    """The one error that a group stands for, however deep; the group where there are several."""
+    """Return the only error inside nested groups, or the group itself if it holds several."""
     inner = error
     while isinstance(inner, BaseExceptionGroup):
         if len(inner.exceptions) > 1:
@@ -50,47 +50,47 @@ def sole(error: BaseException) -> BaseException:
 
 
 class AgentLoopError(Exception):
-    """Base of every error that agentloop raises on purpose."""
+    """Base class of all errors that agentloop raises on purpose."""
 
 
 class SettingsError(AgentLoopError):
-    """A setting is unknown or has a bad value; the message names it and where it stands."""
+    """A setting is unknown or invalid; the message names it and its source."""
 
 
 class ModelError(AgentLoopError):
-    """A model folder cannot be used: no tokenizer, no chat template, a template of another kind."""
+    """A model folder cannot be used: its tokenizer or chat template is missing or unsupported."""
 
 
 class RequestError(AgentLoopError):
-    """What a caller asked for is not possible; the message names the field.
+    """A request is invalid or cannot be served; the message names the field.
 
     Attributes:
-        code: What programs know the error by, in OpenAI's terms.
+        code: OpenAI's code for the error, for clients to match on.
     """
 
     code: str | None = None
 
 
 class PromptTooLong(RequestError):
-    """The prompt leaves no room for a single token of response."""
+    """The prompt fills the context: no response token fits."""
 
     code = "context_length_exceeded"
 
 
 class UnknownModel(RequestError):
-    """Another model was asked for than the one that is served."""
+    """The request names a model that is not served."""
 
     code = "model_not_found"
 
 
 class Unsupported(RequestError):
-    """A parameter would change the answer, and is not supported."""
+    """The request sets a parameter that affects the answer but is not supported."""
 
     code = "unsupported_parameter"
 
 
 class NotThere(AgentLoopError):
-    """A rollout, group or run that was asked for does not exist, or is no longer kept."""
+    """The requested rollout, group or run does not exist or is no longer kept."""
 
 
 class DataError(AgentLoopError):
@@ -98,23 +98,23 @@ class DataError(AgentLoopError):
 
 
 class RewardError(AgentLoopError):
-    """A reward function raised, took too long or gave something that is no reward. Never a 0."""
+    """A reward function raised, timed out or returned no number. This is never a reward of 0."""
 
 
 class ServerError(AgentLoopError):
-    """An inference server failed. Infrastructure: worth a retry elsewhere."""
+    """An inference server failed; the request may be retried on another one."""
 
 
 class ServerStartError(ServerError):
-    """A server that we started did not become ready; the message ends with its log's tail."""
+    """A server process did not become ready; the message ends with the tail of its log."""
 
 
 class ServerUnavailable(ServerError):
-    """A server could not be reached, or the connection broke before the answer was whole."""
+    """A server could not be reached, or the connection broke before the response was complete."""
 
 
 class ServerRefused(ServerError):
-    """A server answered a request with an error of its own.
+    """A server answered a request with an error.
 
     Attributes:
         status: the HTTP status.

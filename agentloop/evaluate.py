@@ -1,6 +1,6 @@
-"""`agentloop evaluate`: a model and tasks in; avg@k and pass@k out, and how sure they are.
+"""`agentloop evaluate`: estimate avg@k and pass@k of a model on tasks, with confidence intervals.
 
-tasks ──> our own loop, or an endpoint of others ──> a run's folder ──> results
+tasks ──> the agent, or an external endpoint ──> the run's folder ──> results
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from sandbox import Pool
 
 __all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main"]
 
-_GENERATED = 64  # tasks of a generator, which has no end
-_LINES = 20  # of progress, where there is no terminal
+_GENERATED = 64  # default number of tasks of a generator, which has no end
+_LINES = 20  # progress lines printed without a terminal
 _TICK_S = 0.5
-# What may not change within a run: its samples would be of both.
-_OF_ONE_RUN = ("model", "chat", "tools", "tool_timeout_s", "sampling", "tasks", "reward")
+# Settings that may not change on --resume: otherwise the samples would be mixed.
+_FIXED = ("model", "chat", "tools", "tool_timeout_s", "sampling", "tasks", "reward")
 
 
 class EvaluateSettings(Settings):
-    """Everything that an evaluation can be told, and all that serving can be."""
+    """All settings of an evaluation, on top of those of a runtime."""
 
     evaluate: EvaluationSettings = pydantic.Field(default_factory=lambda: EvaluationSettings())
     endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
@@ -64,32 +64,33 @@ class EvaluateSettings(Settings):
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
     page: bool = pydantic.Field(
         True,
-        description="Whether the run is shown as a page, at serve.host and serve.port, or at a "
-        "free port where that one is taken.",
+        description="Whether to serve a web page of the run, at serve.host and serve.port, or at "
+        "a free port if that one is taken.",
     )
 
 
 async def evaluate(
     settings: EvaluateSettings, progress: console.Progress, *, resume: Path | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Run it to the end, or on to the end from where the run at `resume` is; returns its folder
-    and its results, which stand in it, too.
+    """Run an evaluation, or continue the one at `resume`; return the run's folder and the results.
+
+    The results are also written to the folder, as results.json and results.md.
 
     Raises:
-        AgentLoopError: what it cannot go on from, by its name.
+        AgentLoopError: a failure that the evaluation cannot recover from.
     """
     _check(settings)
     if resume is not None:
         _check_same(load_settings(EvaluateSettings, [resume / "config.toml"]), settings)
     async with Scorer(settings.reward) as scorer:
-        await scorer.ready()  # what it lacks it says now, not when the servers run
+        await scorer.ready()  # report missing packages before the servers start
     tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
     folder = _folder(settings, resume)
-    showing = _Showing(settings.evaluate, progress)
+    report = _ProgressReport(settings.evaluate, progress)
     scene = Scene(
         folder,
         progress,
-        readers=[showing.seen],
+        readers=[report.seen],
         kind="evaluate",
         has_runtime=not settings.endpoint.url,
     )
@@ -97,7 +98,7 @@ async def evaluate(
         settings.evaluate,
         tasks,
         folder,
-        on_progress=showing.done,
+        on_progress=report.done,
         on_refused=lambda task, error: progress.say(f"Left out: task {task.id}: {error}"),
         emit=scene.emit,
     )
@@ -110,11 +111,11 @@ async def evaluate(
             async with (
                 elsewhere,
                 scene.shown(settings.serve) if settings.page else nullcontext(),
-                _answering(settings, tasks, scene, progress) as (sampler, scorer, settings),
+                _open_sampler(settings, tasks, scene, progress) as (sampler, scorer, settings),
             ):
                 folder.tell(to_toml(settings))
-                progress.say(f"If it is stopped it goes on by: agentloop evaluate --resume {path}")
-                async with showing.of(evaluation):
+                progress.say(f"If stopped, continue with: agentloop evaluate --resume {path}")
+                async with report.of(evaluation):
                     await evaluation.run(sampler, scorer)
     else:
         folder.tell(to_toml(settings))
@@ -132,12 +133,15 @@ async def evaluate(
 
 
 def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
-    """The tasks that are held out, where some are; else all of the files, each once, in their
-    order; of a generator the first. A smaller number is drawn of them by `tasks.seed`.
+    """Return the tasks to evaluate on.
+
+    These are the held-out tasks if `tasks.held_out` is set; otherwise the distinct tasks of the
+    files, in order, or the first tasks of a generator. If `evaluate.num_tasks` is smaller, that
+    many are drawn at random with `tasks.seed`.
 
     Raises:
-        DataError: names the file, the line or row, and the field; or there are none.
-        SettingsError: a package is missing.
+        DataError: a task is invalid; the message names the file, the line or row, and the field.
+        SettingsError: there are no tasks, or a package is missing.
     """
     s, wanted = settings.tasks, settings.evaluate.num_tasks
     if s.held_out:
@@ -153,40 +157,46 @@ def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
         tasks = list(first.values())
     if wanted and wanted < len(tasks):
         drawn = set(random.Random(s.seed).sample(range(len(tasks)), wanted))
-        tasks = [task for place, task in enumerate(tasks) if place in drawn]
+        tasks = [task for index, task in enumerate(tasks) if index in drawn]
     if not tasks:
-        raise SettingsError("tasks: there are none to evaluate on")
+        raise SettingsError("tasks: there are no tasks to evaluate on")
     return tasks
 
 
 def _check(settings: EvaluateSettings) -> None:
-    """Raises SettingsError: it names settings that do not go together."""
+    """Raise SettingsError if settings contradict each other."""
     if settings.endpoint.model and not settings.endpoint.url:
-        raise SettingsError("endpoint.model: it is of no use without endpoint.url")
+        raise SettingsError("endpoint.model: set endpoint.url, too")
     if settings.endpoint.url and settings.servers:
-        raise SettingsError("servers: endpoint.url answers, not servers of ours")
+        raise SettingsError("servers: not used with endpoint.url: set one of them")
 
 
 def _check_same(old: EvaluateSettings, new: EvaluateSettings) -> None:
-    """Raises SettingsError: names what the run that goes on was told otherwise."""
-    pairs = [(f"{name}", getattr(old, name), getattr(new, name)) for name in _OF_ONE_RUN]
+    """Raise SettingsError if a setting that may not change on --resume has changed."""
+    pairs = [(f"{name}", getattr(old, name), getattr(new, name)) for name in _FIXED]
     pairs += [(f"endpoint.{name}", getattr(old.endpoint, name), getattr(new.endpoint, name))
               for name in ("url", "model")]  # fmt: skip
     pairs += [(f"budget.{name}", getattr(old.budget, name), getattr(new.budget, name))
               for name in type(new.budget).model_fields if name != "timeout_s"]  # fmt: skip
-    for name, was, told in pairs:
-        if was != told:
+    for name, before, after in pairs:
+        if before != after:
             raise SettingsError(
-                f"--resume: {name}: it is another in the run, whose samples would be of both"
+                f"--resume: {name}: differs from the run's: its samples would be mixed; keep the "
+                "run's value or start a new run"
             )
     if new.evaluate.num_samples < old.evaluate.num_samples:
         raise SettingsError(
-            f"--resume: evaluate.num_samples: the run has {old.evaluate.num_samples} already"
+            f"--resume: evaluate.num_samples: the run already has {old.evaluate.num_samples}; "
+            "set at least as many"
         )
 
 
 def _folder(settings: EvaluateSettings, resume: Path | None) -> RunFolder:
-    """`runs/latest` goes on to lead to what was trained. Raises SettingsError."""
+    """Open the run's folder. `runs/latest` keeps pointing to a training run.
+
+    Raises:
+        SettingsError: the folder cannot be created or opened.
+    """
     if resume is not None:
         return RunFolder.again(resume)
     name = settings.run.name or time.strftime("evaluate-%Y%m%d-%H%M%S")
@@ -195,10 +205,10 @@ def _folder(settings: EvaluateSettings, resume: Path | None) -> RunFolder:
 
 
 @asynccontextmanager
-async def _answering(
+async def _open_sampler(
     settings: EvaluateSettings, tasks: Sequence[Task], scene: Scene, progress: console.Progress
 ) -> AsyncIterator[tuple[Sampler, Scorer, EvaluateSettings]]:
-    """Whoever answers, and whoever scores that; and the settings, with the model's name."""
+    """Start the sampler and the scorer; yield them and the settings with the model's name."""
     s = settings
     if s.endpoint.url:
         most = s.budget.max_response_tokens
@@ -228,8 +238,8 @@ async def _answering(
             tg.cancel_scope.cancel()
 
 
-class _Showing:
-    """Tells how far it is: on a terminal always, else now and then."""
+class _ProgressReport:
+    """Reports progress: continuously on a terminal, otherwise in a limited number of lines."""
 
     def __init__(self, settings: EvaluationSettings, progress: console.Progress) -> None:
         self._settings = settings
@@ -238,7 +248,7 @@ class _Showing:
         self._open: set[str] = set()
         self._num_tokens = 0
         self._begun_s = time.monotonic()
-        self._done_at_start = self._done = self._told = 0
+        self._done_at_start = self._done = self._num_lines = 0
         self._values: dict[str, str] = {}
 
     def seen(self, event: Event) -> None:
@@ -252,7 +262,7 @@ class _Showing:
 
     @asynccontextmanager
     async def of(self, evaluation: Evaluation) -> AsyncIterator[None]:
-        """Shown within."""
+        """Report the progress of `evaluation` while the context is open."""
         self._evaluation, self._begun_s = evaluation, time.monotonic()
         self._done_at_start = len(evaluation.outcomes) - len(evaluation.todo)
         self.done(self._done_at_start)
@@ -265,7 +275,7 @@ class _Showing:
             raise sole(group) from None
 
     def done(self, num_done: int) -> None:
-        """So many tasks are."""
+        """Report that `num_done` tasks are done."""
         assert self._evaluation is not None
         self._done = num_done
         outcomes = self._evaluation.outcomes
@@ -276,8 +286,8 @@ class _Showing:
             self._values[name] = f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
         missing = sum(one["reward"] is None for each in outcomes for one in each.rollouts)
         self._values["missing"] = str(missing)
-        if _LINES * num_done // len(outcomes) > self._told:
-            self._told = _LINES * num_done // len(outcomes)
+        if _LINES * num_done // len(outcomes) > self._num_lines:
+            self._num_lines = _LINES * num_done // len(outcomes)
             value = mean(told.avg_at_k.value if told.avg_at_k else None)
             self._progress(f"{num_done} of {len(outcomes)} tasks, {name} {value}")
         self._show()
@@ -312,21 +322,21 @@ def main(arguments: list[str]) -> int:
         action="append",
         type=Path,
         metavar="FILE",
-        help="a .jsonl or .parquet file, as of `agentloop data prepare`; may be given again",
+        help="a .jsonl or .parquet file, such as `agentloop data prepare` writes; may be repeated",
     )
     told = parser.add_mutually_exclusive_group()
     told.add_argument(
         "--run",
         metavar="RUN",
         type=Path,
-        help="a run of `agentloop train`, such as runs/latest: its newest model, with its tasks, "
-        "tools and budget",
+        help="evaluate the newest model of this run of `agentloop train`, such as runs/latest, "
+        "with the run's tasks, tools and budget",
     )
     told.add_argument(
         "--resume",
         metavar="RUN",
         type=Path,
-        help="go on with the evaluation in this folder: what has a reward is not sampled again",
+        help="continue the evaluation in this folder; samples that have a reward are kept",
     )
     parser.add_argument("--json", action="store_true", help="print the results as a JSON object")
     parser.add_argument(
@@ -336,17 +346,19 @@ def main(arguments: list[str]) -> int:
     if options.list_settings:
         print(console.settings_text(EvaluateSettings))
         return 0
-    read = partial(_told, options.settings, options.tasks or [], options.run, options.resume)
+    read = partial(
+        _read_settings, options.settings, options.tasks or [], options.run, options.resume
+    )
     if options.dry_run:
         return console.run(lambda: _plan(read()))
     work = partial(_evaluate, read, options.resume, options.json)
     return console.run(work, explain=options.explain)
 
 
-def _told(
+def _read_settings(
     arguments: list[str], paths: Sequence[Path], run: Path | None, resume: Path | None
 ) -> EvaluateSettings:
-    """What was told on the command line, on top of what a run was told. Raises SettingsError."""
+    """Return the settings of the command line, on top of those of the run. Raises SettingsError."""
     files, overrides = console.split_settings(arguments)
     base: dict[str, Any] = {}
     if resume is not None:
@@ -363,7 +375,7 @@ def _told(
     if paths:
         kinds = {"parquet" if path.suffix == ".parquet" else "jsonl" for path in paths}
         if len(kinds) > 1:
-            raise SettingsError("--tasks: files of one kind, .jsonl or .parquet")
+            raise SettingsError("--tasks: give files of one kind only, .jsonl or .parquet")
         named = json.dumps([str(path) for path in paths], ensure_ascii=False)
         overrides = [f"tasks.kind={kinds.pop()}", f"tasks.paths={named}", "tasks.held_out=0",
                      *overrides]  # fmt: skip
@@ -374,7 +386,7 @@ async def _plan(settings: EvaluateSettings) -> int:
     _check(settings)
     tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
     k, most = settings.evaluate.num_samples, settings.budget.max_response_tokens
-    by = settings.endpoint.url or "our own loop"
+    by = settings.endpoint.url or "agentloop"
     print(f"tasks      {len(tasks)}, of {', '.join(sorted({task.source for task in tasks}))}")
     print(f"samples    {k} of each: {len(tasks) * k:,}, by {by}")
     print(f"tokens     {most:,} a sample at most: {len(tasks) * k * most:,}")
@@ -387,7 +399,7 @@ async def _evaluate(read: Any, resume: Path | None, as_json: bool) -> int:
         require_device(settings.server)
     with console.Progress("Starting to evaluate") as progress:
         if settings.sampling.temperature == 0 and settings.evaluate.num_samples > 1:
-            progress.say("At temperature 0 the samples of a task are as good as all the same")
+            progress.say("At temperature 0 all samples of a task are practically the same")
         folder, told = await evaluate(settings, progress, resume=resume)
         progress.say(f"The run is in {folder}")
     if as_json:

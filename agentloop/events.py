@@ -1,9 +1,9 @@
-"""What happened, typed, once. Emitters call a plain function; readers decide what to keep.
+"""The events of rollouts and training. Emitters call a plain function; readers choose what to keep.
 
     rollouts, groups, the learner's steps ──emit──> every reader: metrics, page, run folder, traces
 
-Events of one rollout arrive in order. Times are not repeated here where the trajectory has them.
-A reader is called in the loop's thread and must not block: what takes longer it puts aside.
+Events of one rollout arrive in order. Times that the trajectory records are not repeated here.
+Readers are called in the event loop's thread and must not block; they queue slow work themselves.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RolloutStarted:
-    """`record` is what the rollout writes into as it goes on: it may be read at any time."""
+    """A rollout has started. It updates `record` as it runs, which may be read at any time."""
 
     record: Trajectory
-    group: str = ""  # that of its siblings; none: it has no siblings
+    group: str = ""  # the name of its group, if it has siblings
 
     @property
     def rollout_id(self) -> str:
@@ -61,7 +61,7 @@ class TurnStarted:
 
 
 class Explained(Protocol):
-    """A decision that can say more of itself: `agentloop.inference.placement.Decision`."""
+    """A decision that can explain itself, such as `agentloop.inference.placement.Decision`."""
 
     @property
     def why(self) -> str: ...
@@ -71,9 +71,9 @@ class Explained(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TurnPlaced:
-    """The router has chosen a server for the turn, or for the rest of one that was broken.
+    """The router has chosen a server for a turn, or for the rest of an interrupted one.
 
-    `decision` has what it knew of each server at that moment, in words when asked for them.
+    `decision.explain()` describes the state of each candidate at that moment.
     """
 
     rollout_id: str
@@ -83,15 +83,15 @@ class TurnPlaced:
 
     @property
     def reason(self) -> str:
-        """Why it goes there, in a few words."""
+        """The reason for the choice, in a few words."""
         return self.decision.why
 
 
 @dataclass(frozen=True, slots=True)
 class TokensSampled:
-    """A frame of tokens. `text` may lag behind `ids` by an unfinished UTF-8 character.
+    """A frame of sampled tokens. `text` may lag behind `ids` by an incomplete UTF-8 character.
 
-    `ids` may be empty: then `text` is what was still held back when the turn ended.
+    If `ids` is empty, `text` is the text that was held back until the end of the turn.
     """
 
     rollout_id: str
@@ -116,7 +116,7 @@ class CallFinished:
 
 @dataclass(frozen=True, slots=True)
 class TurnMoved:
-    """A server failed in mid-turn; the turn goes on elsewhere from its exact ids."""
+    """A server failed during a turn; the turn continues on another one from the same ids."""
 
     rollout_id: str
     server: str
@@ -125,7 +125,7 @@ class TurnMoved:
 
 @dataclass(frozen=True, slots=True)
 class TurnSampled:
-    """Its last token has come; calls of it may still run."""
+    """The last token of a turn has arrived; its tool calls may still be running."""
 
     rollout_id: str
     turn: int
@@ -142,24 +142,26 @@ class TurnFinished:
 class RolloutFinished:
     rollout_id: str
     trajectory: Trajectory
-    num_tokens: int | None = None  # as an endpoint of others counts them, whose ids nobody knows
+    num_tokens: int | None = None  # as counted by an external endpoint, which reports no ids
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutAbandoned:
-    """It was cancelled, or it raised: there is no trajectory."""
+    """A rollout was cancelled or raised, so there is no trajectory."""
 
     rollout_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStarted:
-    """A task is to be rolled out `size` times; `group` is what its rollouts name; `is_chosen` as of
-    `GroupFinished`."""
+    """A task is about to be rolled out `size` times.
+
+    `group` is the name that the rollouts' events carry; for `is_chosen` see `GroupFinished`.
+    """
 
     group: str
     task_id: str
-    prompt: Any  # a question, or a conversation in OpenAI's terms
+    prompt: Any  # a question, or a conversation as OpenAI messages
     answer: str | None
     size: int
     is_chosen: bool = True
@@ -167,27 +169,27 @@ class GroupStarted:
 
 @dataclass(frozen=True, slots=True)
 class RolloutScored:
-    """What a rollout is worth. `reward` is None where it says nothing about the model."""
+    """A rollout was scored. `reward` is None if the rollout says nothing about the model."""
 
     rollout_id: str
     reward: float | None
-    answer: str | None  # what it gave as its answer
-    reason: str  # why, for people
-    seconds: float  # that it took to say so
+    answer: str | None  # the rollout's answer
+    reason: str  # explanation of the reward, for people
+    seconds: float  # the time that scoring took
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFinished:
-    """All of a group is scored, and it was chosen from it.
+    """All rollouts of a group are scored and those to train on are selected.
+
+    The fields are empty for a group that could not be rolled out.
 
     Attributes:
-        kept: ids of the rollouts that are learned from, by their advantage.
-        dropped: the other ones' ids, by the reason.
-        teaches: whether any advantage is other than 0.
-        is_chosen: whether somebody chooses from it, to learn: not in an evaluation, nor where tasks
-            are held out or filtered.
-
-    One that could not be rolled out has none of it.
+        kept: advantages of the rollouts that are trained on, by rollout id.
+        dropped: reasons why the others are not trained on, by rollout id.
+        teaches: whether any advantage differs from 0.
+        is_chosen: whether the group is a candidate for training: not in an evaluation, nor for
+            held-out tasks or while tasks are filtered.
     """
 
     group: str
@@ -200,14 +202,14 @@ class GroupFinished:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A row of a run's metrics: of a step, or of an evaluation after it."""
+    """A row of a run's metrics was recorded, for a step or for an evaluation."""
 
     row: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsLoaded:
-    """The servers were given weights; `failed` are the addresses of those that could not."""
+    """A weight sync has ended. `loaded` and `failed` hold the addresses of servers."""
 
     version: str
     seconds: float
@@ -237,14 +239,14 @@ Emit = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """The reader that keeps nothing."""
+    """Discard an event."""
 
 
 class Feed:
-    """Events of one rollout for one reader: call it to add, iterate over it to read.
+    """A queue of one rollout's events for one reader: call it to add, iterate over it to read.
 
-    Adding never waits. A reader that lags finds adjacent `TokensSampled` of a turn joined into
-    one, so what it has not read is bounded by the rollout's own budget.
+    Adding never waits. Unread, adjacent `TokensSampled` events of a turn are merged, so the queue
+    is bounded by the rollout's budget.
     """
 
     def __init__(self) -> None:
@@ -265,7 +267,7 @@ class Feed:
         self._added.set()
 
     def close(self, error: BaseException | None = None) -> None:
-        """No more will come; the reader gets `error` after the last event."""
+        """Mark the end of the events; the reader gets `error`, if any, after the last one."""
         self._closed, self._error = True, error
         self._added.set()
 

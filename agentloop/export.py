@@ -1,10 +1,10 @@
-"""`agentloop export`: a run's model as a folder that transformers and SGLang load.
+"""`agentloop export`: write a run's model to a folder that transformers and SGLang can load.
 
-    runs/NAME/weights/40 (train) or runs/NAME/model (sft) ──checked──> files, cast ──> OUT, at once
+    runs/NAME/weights/40 (train) or runs/NAME/model (sft) ──verify──> cast ──rename──> OUT
 
-Weights are compared with the checksums that they were published with. They are cast here, without
-torch: bfloat16 is the upper half of float32.
-Not covered: checkpoints, which are DeepSpeed's own; quantised weights are copied, never cast.
+Weights are verified against the checksums that they were published with, and cast without torch:
+bfloat16 is the upper half of float32.
+Not covered: DeepSpeed checkpoints. Quantized weights are copied, never cast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 _MANIFEST = "published.json"
 _INDEX = "model.safetensors.index.json"
-# What a loader needs beside the weights.
+# Files that a loader needs besides the weights.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 _NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}
 _MAX_HEADER_BYTES = 100 << 20  # as in safetensors itself
@@ -41,7 +41,7 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model's folder; the run that it is of, if it is of one; the version it was published as."""
+    """A model folder, with its run and the version it was published as, if there are any."""
 
     folder: Path
     run: Path | None
@@ -49,10 +49,13 @@ class Found:
 
 
 def find(source: Path, step: int | None = None) -> Found:
-    """The newest weights of a run, or those of `step`; or the model folder that `source` is.
+    """Find the weights in a run's folder, or in a model folder.
+
+    Args:
+        step: the step whose weights to take; None: the newest.
 
     Raises:
-        ModelError: there are none.
+        ModelError: there are no such weights.
     """
     if (source / "config.json").is_file():
         if step is not None:
@@ -60,7 +63,9 @@ def find(source: Path, step: int | None = None) -> Found:
         run = source.parent.parent if source.parent.name == "weights" else source.parent
         return Found(source, run if _is_run(run) else None, _version(source))
     if not _is_run(source):
-        raise ModelError(f"{source}: neither a run's folder (config.toml) nor a model's")
+        raise ModelError(
+            f"{source}: neither a run's folder (config.toml) nor a model folder (config.json)"
+        )
     versions = {
         int(path.name): path
         for path in sorted((source / "weights").glob("[0-9]*"))
@@ -74,7 +79,7 @@ def find(source: Path, step: int | None = None) -> Found:
         there = ", ".join(map(str, sorted(versions))) or "none"
         wanted = "" if step is None else f" of step {step}"
         raise ModelError(
-            f"{source}: no published weights{wanted} (there are: {there}); a run keeps its newest"
+            f"{source}: no published weights{wanted} (available: {there}); a run keeps its newest"
         )
     return Found(versions[chosen], source, _version(versions[chosen]))
 
@@ -82,17 +87,17 @@ def find(source: Path, step: int | None = None) -> Found:
 def export(
     source: Path, out: Path, *, dtype: Dtype | None = None, step: int | None = None
 ) -> Found:
-    """Write the model of `source` into `out`, whole or not at all; returns where it was found.
+    """Write the model of `source` to `out`, atomically, and return the location of the source.
 
     Raises:
-        ModelError: there is no model, it is not whole, or it is not what was published.
-        SettingsError: `out` exists, or cannot be written.
+        ModelError: the model is missing or incomplete, or it differs from the published one.
+        SettingsError: `out` exists or cannot be written.
     """
     found = find(source, step)
     if out.exists() or out.is_symlink():
-        raise SettingsError(f"{out}: it exists already")
+        raise SettingsError(f"{out}: already exists; name another folder")
     sha256 = _check(found.folder)
-    ChatFormat.load(found.folder)  # a tokenizer and a template that the runtime can use
+    ChatFormat.load(found.folder)  # check that the runtime can use its tokenizer and template
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -121,8 +126,7 @@ def _version(folder: Path) -> str | None:
 
 
 def _check(folder: Path) -> dict[str, str]:
-    """The files of weights and their checksums, as published. Those of others have none: of them
-    it is known that they are there."""
+    """Verify the weight files; return their SHA-256 by name, "" if none was published."""
     published: dict[str, str] = {}
     if (folder / _MANIFEST).is_file():
         published = _read_json(folder / _MANIFEST).get("sha256", {})
@@ -134,7 +138,7 @@ def _check(folder: Path) -> dict[str, str]:
         if not (folder / file).is_file():
             raise ModelError(f"{folder}: {file} is missing")
         if published and _sha256(folder / file) != published.get(file):
-            raise ModelError(f"{folder / file}: not what was published: its sha256 differs")
+            raise ModelError(f"{folder / file}: differs from the published file (SHA-256)")
     return {file: published.get(file, "") for file in files}
 
 
@@ -159,7 +163,7 @@ def _write(found: Found, out: Path, weights: Sequence[str], dtype: Dtype | None)
         index = _read_json(out / _INDEX)
         _write_json(out / _INDEX, index | {"metadata": {"total_size": num_bytes}})
     config = _read_json(out / "config.json")
-    config.pop("torch_dtype", None)  # its name of old
+    config.pop("torch_dtype", None)  # the former name of "dtype"
     if most := kinds.most_common(1)[0][0]:
         config["dtype"] = most
     _write_json(out / "config.json", config)
@@ -170,7 +174,7 @@ def _write(found: Found, out: Path, weights: Sequence[str], dtype: Dtype | None)
 
 
 def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
-    """The same tensors in the same order, those of floating point as `dtype`."""
+    """Copy a safetensors file, casting floating-point tensors to `dtype`."""
     wanted = next(short for short, name in _NAMES.items() if name == dtype)
     with source.open("rb") as file, target.open("wb") as out:
         tensors = _header(file, source)
@@ -181,7 +185,9 @@ def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
         for name in order:
             kind, (start, end) = tensors[name]["dtype"], tensors[name]["data_offsets"]
             if kind.startswith("F") and kind not in _NAMES:
-                raise ModelError(f"{source}: {name} is of type {kind}, which cannot be cast")
+                raise ModelError(
+                    f"{source}: {name} has dtype {kind}, which cannot be cast: omit --dtype"
+                )
             size = end - start
             if kind in _NAMES:
                 size = size // _WIDTHS[kind] * _WIDTHS[wanted]
@@ -202,10 +208,10 @@ _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 
 def _cast(data: bytes, old: str, new: str) -> bytes:
-    """Little-endian numbers of one type as those of another, rounded to the nearest, to even."""
+    """Cast little-endian floats from dtype `old` to `new`, rounding half to even."""
     if old == new:
         return data
-    import numpy as np  # transformers brings it
+    import numpy as np  # a dependency of transformers
 
     if old == "BF16":
         wide = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
@@ -215,7 +221,7 @@ def _cast(data: bytes, old: str, new: str) -> bytes:
         return wide.tobytes()
     bits = wide.view("<u4")
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    # Rounding would make the largest NaN a zero.
+    # Rounding would turn the largest NaN into a zero.
     return np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype("<u2").tobytes()
 
 
@@ -227,23 +233,23 @@ def _chunks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
 
 
 def _header(file: BinaryIO, path: Path) -> dict[str, dict[str, Any]]:
-    """What safetensors says of its tensors, by name; the file then stands at their data."""
+    """Read a safetensors header, by tensor name, and leave the file at the start of the data."""
     size = int.from_bytes(file.read(8), "little")
     try:
         if not 0 < size <= _MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {size} bytes")
+            raise ValueError(f"its header has {size} bytes")
         header: dict[str, dict[str, Any]] = json.loads(file.read(size))
     except ValueError as error:
-        raise ModelError(f"{path}: no safetensors file: {error}") from error
+        raise ModelError(f"{path}: not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
     if path.stat().st_size < 8 + size + end:
-        raise ModelError(f"{path}: it ends too early")
+        raise ModelError(f"{path}: the file is truncated")
     return header
 
 
 def _add_card(found: Found, out: Path, sha256: Mapping[str, str]) -> None:
-    """README.md: of a run what it was told and how it ended; of another model its own."""
+    """Write README.md: a run's settings and last metrics, or a copy of the model's own."""
     if found.run is None:
         if (found.folder / "README.md").is_file():
             shutil.copyfile(found.folder / "README.md", out / "README.md")
@@ -252,7 +258,7 @@ def _add_card(found: Found, out: Path, sha256: Mapping[str, str]) -> None:
     config = (found.run / "config.toml").read_text("utf-8").strip()
     lines = [
         *("---", "library_name: transformers", "pipeline_tag: text-generation", "---"),
-        *(f"# {name}", "", f"Trained by agentloop; version {found.version or 'unknown'} of it."),
+        *(f"# {name}", "", f"Trained with agentloop; weight version {found.version or 'unknown'}."),
         *_metrics_table(found.run / "metrics.jsonl"),
         *("", "## Settings", "", "```toml", config, "```"),
     ]
@@ -263,7 +269,7 @@ def _add_card(found: Found, out: Path, sha256: Mapping[str, str]) -> None:
 
 
 def _metrics_table(path: Path) -> Iterator[str]:
-    """The last row of each kind: of steps, and of evaluations."""
+    """Yield Markdown tables of the last step and of the last evaluation."""
     last: dict[bool, dict[str, Any]] = {}
     for row in _rows(path):
         last[any(name.startswith("held_out/") for name in row)] = row
@@ -280,7 +286,7 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
     for line in path.read_text("utf-8").splitlines():
         try:
             yield json.loads(line)
-        except ValueError:  # half a line, of a run that was killed
+        except ValueError:  # an incomplete line of a run that was killed
             continue
 
 
@@ -290,7 +296,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {error}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: an object is expected")
+        raise ModelError(f"{path}: expected a JSON object")
     return value
 
 
@@ -312,19 +318,23 @@ def _sync(path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="agentloop export",
-        description="Make a model folder that transformers and SGLang load, of a run's weights.",
+        description="Export a run's weights as a model folder that transformers and SGLang load.",
     )
     parser.add_argument(
-        "source", type=Path, metavar="RUN", help="a run's folder, such as runs/first, or a model's"
+        "source", type=Path, metavar="RUN", help="a run's folder, such as runs/first, or a model"
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], help="type of the weights (as published)"
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="dtype of the weights (default: as published)",
     )
-    parser.add_argument("--step", type=int, metavar="N", help="weights of that step (the newest)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="export the weights of this step (default: newest)"
+    )
     parser.add_argument("--json", action="store_true", help="print what was exported as JSON")
     options = parser.parse_args(arguments)
     try:

@@ -1,6 +1,6 @@
-"""`agentloop ls`: the runs below a folder.
+"""`agentloop ls`: list the runs in a folder.
 
-runs/ ──each run's files──> summaries, the newest first ──> a table, or JSON
+runs/ ──each run's files──> summaries, newest first ──> a table or JSON
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _OPTIONAL = ("checkpoints", "size", "stage", "kind")
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 _MAX_SHOWN = 3  # checkpoints
 _PATIENCE_S = 2.0
-_USUAL = Path("runs")
+_DEFAULT_FOLDER = Path("runs")
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="agentloop ls",
-        description="List the runs below a folder, the one that wrote something down last first: "
-        "its age is the time since then. Nothing is written, and no run is disturbed.",
+        description="List the runs in a folder, most recently active first; the age is the time "
+        "since a run last wrote to its folder. Nothing is modified.",
     )
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=_USUAL, help="where they are (runs)"
+        "folder", nargs="?", type=Path, default=_DEFAULT_FOLDER, help="the folder (default: runs)"
     )
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of objects")
     options = parser.parse_args(arguments)
     return console.run(lambda: _ls(options.folder.expanduser(), as_json=options.json))
 
@@ -67,7 +67,7 @@ async def _ls(folder: Path, *, as_json: bool) -> int:
     with console.Progress("Looking for runs", after_s=_PATIENCE_S) as progress:
 
         def look() -> list[RunSummary]:
-            if folder == _USUAL and not folder.exists():
+            if folder == _DEFAULT_FOLDER and not folder.exists():
                 return []
             found = []
             for path in find_runs(folder):
@@ -100,7 +100,7 @@ def _print(runs: Sequence[RunSummary], folder: Path) -> None:
             str(run.kind),
             str(run.state),
             run.stage or "-",
-            _of(run.step, run.num_steps),
+            _step(run.step, run.num_steps),
             mean(run.reward),
             mean(run.held_out_reward),
             percent(run.tool_errors),
@@ -116,7 +116,7 @@ def _print(runs: Sequence[RunSummary], folder: Path) -> None:
             print(console.printable(f"{row[0]}: {problem}"))
 
 
-def _of(step: int | None, num_steps: int | None) -> str:
+def _step(step: int | None, num_steps: int | None) -> str:
     if step is None:
         return "-" if num_steps is None else f"0/{num_steps}"
     return str(step) if num_steps is None else f"{step}/{num_steps}"
@@ -128,7 +128,7 @@ def _checkpoints(steps: Sequence[int]) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Such as 512 B, 1.4 MiB."""
+    """Format a size, such as 512 B or 1.4 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -137,7 +137,7 @@ def size(num_bytes: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """In the largest unit that it is one of, at least: 59 s, 3 min, 2 h, 5 d."""
+    """Format a duration in its largest unit: 59 s, 3 min, 2 h, 5 d."""
     for length, unit in _UNITS:
         if seconds >= length:
             return f"{int(seconds // length)} {unit}"

@@ -1,22 +1,23 @@
-"""Plain data as JSON, and back, whatever a model wrote into it.
+"""JSON that round-trips plain data, whatever text or numbers a model has written into it.
 
-All that is kept or sent, and that a model may have a hand in, goes through here:
+All stored or transmitted data that a model may influence is encoded and decoded here:
 
     loads(dumps(value)) == value
 
-for None, booleans, integers, finite floats, text, lists, and dictionaries whose keys are text.
-orjson alone does not give that: it refuses half of a surrogate pair and integers of more than 64
-bits, and reads the latter as floats. It is tried first, since it is fast, and nearly always enough.
+for None, booleans, integers, finite floats, strings, lists, and dictionaries with string keys.
+orjson alone does not guarantee that: it rejects lone surrogates and integers of more than 64 bits,
+and reads the latter as floats. It is tried first because it is fast and nearly always sufficient.
 
-What JSON has no form for:
+Values that JSON cannot represent:
 
-- A float that is not finite is written as null. Where that matters, refuse it before, as
-  `decode_call` does. Files that hold NaN or Infinity can be read.
-- A tuple becomes a list, a dataclass a dictionary, a key that is not text the text of it, and
-  anything else what `default` makes of it.
-- Two halves of a surrogate pair that stand side by side are read as the character they make.
+- A float that is not finite is written as null. Where that matters, reject it earlier, as
+  `decode_call` does. Files with NaN or Infinity can be read.
+- A tuple becomes a list, a dataclass a dictionary, a key that is not a string is converted to one,
+  and any other value is converted by `default`.
+- Two adjacent surrogates that form a pair are read as the character that they encode.
 
-Such a half has no UTF-8; where that is needed, as by tokenizers, `valid_text` replaces it.
+A lone surrogate cannot be encoded as UTF-8; `valid_text` replaces it where that is needed, as for
+tokenizers.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ __all__ = ["ValidText", "dumps", "loads", "valid_text"]
 
 
 def valid_text(text: str) -> str:
-    """Return `text` with a question mark for each half of a surrogate pair."""
+    """Return `text` with each lone surrogate replaced by a question mark."""
     return text.encode("utf-8", "replace").decode()
 
 
 ValidText = Annotated[
     str, BeforeValidator(lambda value: valid_text(value) if isinstance(value, str) else value)
 ]
-"""A field of a pydantic model that takes any text, by `valid_text`."""
+"""A type for pydantic fields that accepts any string, made valid by `valid_text`."""
 
 
 def dumps(value: Any, *, default: Callable[[Any], Any] | None = str) -> bytes:
     """Return `value` as JSON in UTF-8, on one line.
 
     Args:
-        default: called with what is not plain data; None: that is an error.
+        default: converts values that are not plain data; None: such a value is an error.
 
     Raises:
-        TypeError: it holds what is not plain data, and `default` is None.
-        ValueError: it is nested too deeply, or an integer has more digits than Python writes
-            (`sys.get_int_max_str_digits()`).
+        TypeError: `value` contains something other than plain data, and `default` is None.
+        ValueError: `value` is nested too deeply, or contains an integer with more digits than
+            Python converts (`sys.get_int_max_str_digits()`).
     """
     try:
         return orjson.dumps(value, default=default)
@@ -62,16 +63,16 @@ def dumps(value: Any, *, default: Callable[[Any], Any] | None = str) -> bytes:
         try:
             return json.dumps(_plain(value, default), separators=(",", ":")).encode()
         except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
+            raise ValueError("the JSON is nested too deeply") from error
 
 
 def loads(data: bytes | str) -> Any:
-    """Return what JSON says.
+    """Parse JSON.
 
     Raises:
-        json.JSONDecodeError: it is not JSON.
-        ValueError: it holds an integer of more digits than Python reads, or is nested too deeply,
-            or is not text.
+        json.JSONDecodeError: `data` is not JSON.
+        ValueError: `data` contains an integer with more digits than Python converts, is nested too
+            deeply, or is not valid UTF-8.
     """
     try:
         return from_json(data)
@@ -79,11 +80,11 @@ def loads(data: bytes | str) -> Any:
         try:
             return json.loads(data)
         except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
+            raise ValueError("the JSON is nested too deeply") from error
 
 
 def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:
-    """Return what `json.dumps` writes as orjson would, without any help."""
+    """Convert `value` so that `json.dumps` writes it the way orjson would."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):

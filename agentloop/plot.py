@@ -1,4 +1,4 @@
-"""`agentloop plot`: metrics of runs, as pictures."""
+"""`agentloop plot`: plot the metrics of runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from agentloop.training.plots import PANELS, plot_runs
 
 __all__ = ["main"]
 
-_USUAL = (Path("plots.png"), Path("plots.svg"))
+_DEFAULT_OUT = (Path("plots.png"), Path("plots.svg"))
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="agentloop plot",
-        description="Draw the metrics of runs over their steps, one run over another.",
+        description="Plot the metrics of one or more runs over their steps.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="what can be drawn:\n"
+        epilog="panels:\n"
         + "\n".join(f"  {name:<12} {panel.title}" for name, panel in PANELS.items())
-        + "\nand every metric in metrics.jsonl by its name, such as learner/grad_norm",
+        + "\nor the name of any metric in metrics.jsonl, such as learner/grad_norm",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
     parser.add_argument(
@@ -34,18 +34,18 @@ def main(arguments: list[str]) -> int:
         action="append",
         type=Path,
         metavar="FILE",
-        help="a .png or .svg file; may be given again (plots.png and plots.svg, here)",
+        help="a .png or .svg file; may be repeated (default: plots.png and plots.svg)",
     )
     parser.add_argument(
         "--what",
         type=_names,
         default=(),
         metavar="NAME,...",
-        help="what to draw, such as reward,tool_errors (what is usual)",
+        help="panels to draw, such as reward,tool_errors (default: the common ones)",
     )
     options = parser.parse_args(arguments)
     runs = [run.expanduser() for run in options.runs]
-    return console.run(lambda: _plot(runs, options.out or _USUAL, options.what))
+    return console.run(lambda: _plot(runs, options.out or _DEFAULT_OUT, options.what))
 
 
 async def _plot(runs: list[Path], out: Sequence[Path], what: Sequence[str]) -> int:
@@ -61,5 +61,5 @@ async def _plot(runs: list[Path], out: Sequence[Path], what: Sequence[str]) -> i
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise argparse.ArgumentTypeError(f"{text!r}: names, separated by commas, are expected")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected names separated by commas")
     return names

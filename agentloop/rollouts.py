@@ -1,6 +1,7 @@
-"""`agentloop rollouts`: servers and sandbox of this machine, for a training run on another one.
+"""`agentloop rollouts`: generate rollouts on this machine for a training run on another one.
 
-What is rolled out, and how it is rewarded, the trainer says; how, on this machine, is told here.
+The trainer determines the tasks, sampling and rewards; the settings here configure this machine's
+servers and sandbox.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ __all__ = ["RolloutsSettings", "main", "roll_out"]
 
 
 class RolloutsSettings(pydantic.BaseModel):
-    """What is this machine's own affair."""
+    """The settings of one rollout machine; the trainer provides all others."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
     model: str | None = pydantic.Field(
-        None, description="The model's folder on this machine; none: where the trainer has it."
+        None, description="The model's folder on this machine; none: the trainer's path."
     )
     servers: list[str] = pydantic.Field(
         default_factory=list,
-        description='URLs of SGLang servers that run already; none: start "server.count" of them.',
+        description="URLs of running SGLang servers; none: start as many as server.count says.",
     )
     log_dir: Path | None = pydantic.Field(
-        None, description="Where the servers' logs go; none: a temporary folder."
+        None, description="Folder for the servers' logs; none: a temporary one."
     )
     server: ServerSettings = pydantic.Field(default_factory=ServerSettings)
     router: RouterSettings = pydantic.Field(default_factory=RouterSettings)
@@ -57,10 +58,10 @@ class RolloutsSettings(pydantic.BaseModel):
 
 
 async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> None:
-    """Until the run is over, wherever its trainer is.
+    """Generate rollouts until the run is over.
 
     Raises:
-        AgentLoopError: what it cannot go on from, by its name.
+        AgentLoopError: a failure that this machine cannot recover from.
     """
     fleet = settings.fleet
     if not fleet.redis or not fleet.run:
@@ -73,7 +74,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> No
         roc = RocSettings.model_validate(recipe["roc"])
         reward = RewardSettings.model_validate(recipe["reward"])
         async with Scorer(reward) as scorer:
-            await scorer.ready()  # what it lacks it says now, not when the servers run
+            await scorer.ready()  # report missing packages before the servers start
         async with (
             Runtime(_settings_of(settings, recipe), progress=progress) as runtime,
             Scorer(reward, pool=runtime.pool) as scorer,
@@ -112,7 +113,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> No
 
 
 def _settings_of(settings: RolloutsSettings, recipe: Mapping[str, Any]) -> Settings:
-    """The machine's own, and what the whole fleet has in common."""
+    """Combine this machine's settings with those of the trainer's `recipe`."""
     names = ("chat", "tools", "tool_timeout_s", "sampling", "budget")
     common = {name: recipe[name] for name in names}
     own = {name: getattr(settings, name) for name in type(settings).model_fields if name != "fleet"}
@@ -123,18 +124,18 @@ def _settings_of(settings: RolloutsSettings, recipe: Mapping[str, Any]) -> Setti
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop rollouts",
-        description="Roll out for a training run, with the servers and the sandbox of this "
-        "machine: any number of machines, which may come and go.",
+        description="Generate rollouts for a training run, with this machine's servers and "
+        "sandbox. Any number of machines may take part, and may join and leave at any time.",
     )
-    parser.add_argument("--redis", metavar="URL", help="where the trainer is met: its fleet.redis")
+    parser.add_argument("--redis", metavar="URL", help="URL of Redis: the trainer's fleet.redis")
     parser.add_argument("--run", metavar="RUN", help="the name of the run")
     console.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
         print(console.settings_text(RolloutsSettings))
         return 0
-    told = {"fleet.redis": options.redis, "fleet.run": options.run}
-    overrides = [f"{name}={value}" for name, value in told.items() if value is not None]
+    flags = {"fleet.redis": options.redis, "fleet.run": options.run}
+    overrides = [f"{name}={value}" for name, value in flags.items() if value is not None]
     work = partial(_rollouts, [*options.settings, *overrides])
     return console.run(work, explain=options.explain)
 

@@ -1,10 +1,10 @@
-"""The composer: servers, router, sandbox and tools as one thing that runs rollouts.
+"""The runtime: combines servers, router, sandbox and tools, and runs rollouts on them.
 
     async with Runtime() as runtime:
         trajectory = await runtime.rollout("What is 37 times 48?")
 
-Resources start side by side and each lives in a task of its own, which also leaves it: a server
-or pool that fails for good ends the runtime, loudly, with everything that it had started.
+Resources start concurrently. Each is entered and left in a task of its own, so a server or pool
+that fails for good ends the runtime with an error and stops everything that it has started.
 """
 
 from __future__ import annotations
@@ -65,37 +65,37 @@ log = logging.getLogger(__name__)
 _BUILT_IN = {tool.name: tool for tool in (PythonCode, JupyterCode)}
 
 AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
-"""A tool, a Python function, the name of a built-in one, or a JSON schema for the caller to run."""
+"""A tool, a Python function, a built-in tool's name, or the schema of a tool the caller runs."""
 
 Task = TypeVar("Task", bound=str | Sequence[Message])
-"""A question, or a conversation in OpenAI's terms."""
+"""A question, or a conversation as OpenAI messages."""
 
 Progress = Callable[[str], None]
 
 
 class Settings(pydantic.BaseModel):
-    """Everything that a runtime can be told. Each section belongs to the part of that name."""
+    """The settings of a runtime. Each section belongs to the component that it configures."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
     model: str | None = pydantic.Field(
         None,
-        description="A model folder or hub name; none: what the servers have, else the small "
-        "model that ships with agentloop.",
+        description="A model folder or hub name; none: the model of `servers`, or the small model "
+        "that ships with agentloop.",
     )
     servers: list[str] = pydantic.Field(
         default_factory=list,
-        description='URLs of SGLang servers that run already; none: start "server.count" of them.',
+        description="URLs of running SGLang servers; none: start as many as server.count says.",
     )
     tools: list[str] = pydantic.Field(
         default_factory=lambda: [PythonCode.name, JupyterCode.name],
-        description="The built-in tools that a rollout has unless it names its own.",
+        description="Built-in tools of rollouts that do not name their own tools.",
     )
     tool_timeout_s: float = pydantic.Field(
-        4.0, gt=0, description="Run time of a call of a built-in tool."
+        4.0, gt=0, description="Time limit of one call of a built-in tool."
     )
     log_dir: Path | None = pydantic.Field(
-        None, description="Where the servers' logs go; none: a temporary folder."
+        None, description="Folder for the servers' logs; none: a temporary one."
     )
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     server: ServerSettings = pydantic.Field(default_factory=ServerSettings)
@@ -125,12 +125,14 @@ class Settings(pydantic.BaseModel):
     def _are_built_in(cls, tools: list[str]) -> list[str]:
         for tool in tools:
             if tool not in _BUILT_IN:
-                raise ValueError(f"{tool!r} is not built in; there are {', '.join(_BUILT_IN)}")
+                raise ValueError(
+                    f"{tool!r} is not a built-in tool; choose from {', '.join(_BUILT_IN)}"
+                )
         return tools
 
 
 class RolloutStream:
-    """What happens in one rollout, to iterate over; then `trajectory` is there."""
+    """The events of one rollout, to iterate over; `trajectory` is set at the end."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -168,13 +170,13 @@ class Runtime:
     ) -> None:
         """
         Args:
-            settings: a `Settings`, or the path of a TOML file; else the defaults and what the
-                environment says (`AGENTLOOP_...`).
-            progress: told in plain words what is being started.
+            settings: a `Settings` or the path of a TOML file; None: the defaults and the
+                environment (`AGENTLOOP_...`).
+            progress: called with a line of text whenever something is started.
             overrides: top-level settings, such as `servers=["http://..."]`.
 
         Raises:
-            SettingsError: names the setting.
+            SettingsError: a setting is unknown or invalid; the message names it.
         """
         if not isinstance(settings, Settings):
             settings = load_settings(Settings, [] if settings is None else [settings])
@@ -205,14 +207,15 @@ class Runtime:
         """Run one rollout to its end.
 
         Args:
-            messages: a question, or a conversation in OpenAI's terms.
-            tools: what the model may call; none: the built-in tools of the settings.
-            options: what ends a turn besides the model's end-of-turn token.
-            group: a name for all that have the same messages and tools: they share KV cache.
+            messages: a question, or a conversation as OpenAI messages.
+            tools: tools that the model may call; None: the built-in tools of the settings.
+            options: conditions that end a turn besides the model's end-of-turn token.
+            group: a name shared by rollouts with the same messages and tools, which then share
+                KV cache.
             on_event: called with each event as it happens; must not block.
 
         Raises:
-            RequestError: the request is at fault. What fails later is in the trajectory.
+            RequestError: the request is invalid. Later failures are recorded in the trajectory.
         """
         parts = self._parts
         rollout = Rollout(
@@ -243,15 +246,22 @@ class Runtime:
         with_text: bool = True,
         at_gate: Callable[[], None] = lambda: None,
     ) -> list[Trajectory]:
-        """Run `size` rollouts of one task side by side, once there is KV room for what they will
-        grow to. The trajectories' ids are `name.0`, `name.1`, ...; with a seed, each has its own,
-        which the group's name has a part in.
-        `at_gate` is called when it has its prompt, and stands in line. Once `enough` have ended by
-        themselves the others are stopped: which are those that take long. Without `with_text`
-        events of tokens say how many there are, and not what they say: that costs less.
+        """Run `size` rollouts of one task concurrently.
+
+        Wait first until the servers have KV capacity for the size that the group is expected to
+        reach. Takes the arguments of `rollout`, and:
+
+        Args:
+            name: the trajectories' ids are `name.0`, `name.1`, ...; with `sampling.seed`, each
+                rollout's seed is derived from the name and its index.
+            enough: stop the remaining rollouts, the slowest ones, when this many have ended by
+                themselves.
+            with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
+                which costs less.
+            at_gate: called when the prompt is encoded and the group begins to wait for capacity.
 
         Raises:
-            RequestError: the request is at fault. What fails later is in the trajectories.
+            RequestError: the request is invalid. Later failures are recorded in the trajectories.
         """
         if size < 1:
             raise RequestError(f"size: at least 1, not {size}")
@@ -296,7 +306,7 @@ class Runtime:
                     for index, key in enumerate(group.keys):
                         tasks.start_soon(run, key, group.name, index)
         except ExceptionGroup as errors:
-            # What a server refuses, it refuses all siblings alike: one says it.
+            # A server refuses all siblings for the same reason: report it once.
             if errors.split(RequestError)[1] is None:
                 raise _first(errors) from None
             raise
@@ -311,19 +321,20 @@ class Runtime:
         max_open: int = 1024,
         **options: Any,
     ) -> AsyncIterator[AsyncIterator[FinishedGroup[Task]]]:
-        """Run a group of `size` rollouts for each task of `source`; groups come as they finish.
+        """Run a group of `size` rollouts for each task of `source`, yielding groups as they finish.
 
             async with runtime.groups(questions, size=8) as groups:
                 async for group in groups: ...
 
-        The source is asked for its next task only when there is KV room for one more group, and
-        while fewer than `max_open` groups are in flight or unread. Leaving early cancels the rest.
-        Takes the options of `run_group`. A source that raises ends the iteration with its error.
+        The next task is taken from the source only when there is KV capacity for one more group
+        and fewer than `max_open` groups are in flight or unread. Leaving the context early cancels
+        the rest. Takes the options of `run_group`. An error raised by the source ends the
+        iteration.
         """
         if size < 1:
             raise RequestError(f"size: at least 1, not {size}")
         if "name" in options:
-            raise RequestError("name: each group has its own")
+            raise RequestError("name: cannot be set: each group gets a name of its own")
         try:
             async with finished_groups(
                 source,
@@ -343,26 +354,30 @@ class Runtime:
             del self._open[rollout.id]
 
     def cancel(self, rollout_id: str) -> bool:
-        """End a rollout now; its trajectory says so, and has no reward. False: it is not in
-        flight."""
+        """Cancel a rollout and return whether it was in flight.
+
+        Its trajectory ends with `StopReason.CANCELLED` and gets no reward.
+        """
         rollout = self._open.get(rollout_id)
         if rollout is not None:
             rollout.cancel()
         return rollout is not None
 
     async def add_server(self, url: str) -> None:
-        """One more SGLang server, from now on.
+        """Add a running SGLang server.
 
         Raises:
-            ValueError: it is there already.
-            ServerUnavailable, ServerRefused: it cannot be used.
+            ValueError: the server was added before.
+            ServerUnavailable, ServerRefused: the server cannot be used.
         """
         parts = self._parts
         stall_s = self.settings.router.stall_timeout_s
         await parts.router.add(SGLangServer(url, parts.session, stall_timeout_s=stall_s))
 
     def retire_server(self, url: str) -> None:
-        """It takes nothing new; what runs there ends, and then it is forgotten. It goes on running.
+        """Remove a server: it gets no new requests and is dropped when its last one has ended.
+
+        The server process keeps running.
 
         Raises:
             KeyError: there is no such server.
@@ -373,9 +388,9 @@ class Runtime:
     async def stream(
         self, messages: str | Sequence[Message], *, on_event: Emit = ignore, **options: Any
     ) -> AsyncIterator[RolloutStream]:
-        """Run one rollout while reading what happens; leaving early cancels it.
+        """Run one rollout and iterate over its events; leaving the context early cancels it.
 
-        Takes the options of `rollout`. Iterating raises what the rollout raised.
+        Takes the options of `rollout`. An error of the rollout is raised by the iteration.
         """
         feed = Feed()
 
@@ -398,7 +413,7 @@ class Runtime:
                     yield RolloutStream(feed)
                 finally:
                     tasks.cancel_scope.cancel()
-                    feed.close()  # whoever reads on finds its end
+                    feed.close()  # a reader that keeps iterating must come to an end
         except BaseExceptionGroup as group:
             raise sole(group) from None
 
@@ -412,7 +427,7 @@ class Runtime:
 
     @property
     def processes(self) -> Sequence[ServerProcess]:
-        """The servers that this runtime has started itself."""
+        """The server processes that this runtime has started."""
         return self._parts.processes
 
     @property
@@ -431,14 +446,14 @@ class Runtime:
 
     def _tools(self, tools: Sequence[AnyTool] | None) -> list[Tool]:
         if isinstance(tools, str):
-            raise RequestError(f"tools: a list is expected, not {tools!r}")
+            raise RequestError(f"tools: expected a list, not {tools!r}")
         return [self._tool(tool) for tool in (self.settings.tools if tools is None else tools)]
 
     def _tool(self, tool: AnyTool) -> Tool:
         if isinstance(tool, str):
             if tool not in _BUILT_IN:
                 known = ", ".join(_BUILT_IN)
-                raise RequestError(f"tools: {tool!r} is not built in; there are {known}")
+                raise RequestError(f"tools: {tool!r} is not a built-in tool; choose from {known}")
             return _BUILT_IN[tool](self._parts.pool, timeout_s=self.settings.tool_timeout_s)
         if isinstance(tool, Mapping):
             return CallerTool(tool)
@@ -485,7 +500,7 @@ class Runtime:
             model = self.settings.model or (None if urls else SMALL)
             chat: ChatFormat | None = None
             if model is not None:
-                # Servers take long to start: what is wrong with a model is said before.
+                # Report problems with the model before the servers start, which takes long.
                 chat = await self._load_chat(model)
             if not urls:
                 processes = await stack.enter_async_context(
@@ -524,7 +539,7 @@ class Runtime:
             tasks.cancel_scope.cancel()
 
     async def _load_chat(self, model: Path | str) -> ChatFormat:
-        """Raises ModelError: its tokenizer or template cannot be used."""
+        """Load the model's chat format. Raises ModelError if it cannot be used."""
         return await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
 
     def _log_dir(self, stack: AsyncExitStack) -> Path:
@@ -539,27 +554,27 @@ def _conversation(messages: str | Sequence[Message]) -> Sequence[Message]:
 
 @contextmanager
 def _folder_kept_on_error() -> Iterator[Path]:
-    """A temporary folder for logs. An error may name a log in it: then it stays."""
+    """Yield a temporary folder for logs; keep it if an error's message mentions it."""
     folder = Path(tempfile.mkdtemp(prefix="agentloop-"))
     keep = False
     try:
         yield folder
     except Exception as error:
-        keep = str(folder) in _all_said(error)
+        keep = str(folder) in _messages(error)
         raise
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _all_said(error: BaseException) -> str:
+def _messages(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
-        return " ".join(map(_all_said, error.exceptions))
+        return " ".join(map(_messages, error.exceptions))
     return str(error)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One of the errors in a group."""
+    """Return the first leaf error of nested groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,7 +1,7 @@
-"""What the page shows of a run: its parts, as they come, and what it may ask of them.
+"""The web page of a training or evaluation run, and the other readers of its events.
 
-From the run's first moment there is a page; servers, sandbox and loop appear on it when they are
-there. The readers of the run's events stand here, too.
+The page is served from the run's start; servers, sandbox and training loop appear on it as they
+become available. Visitors may cancel rollouts and control the loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _SAVE_S = 600.0
 
 
 class Scene:
-    """Set `runtime` and `loop` when they are there; `emit` tells all readers of an event."""
+    """The readers of a run's events; `emit` passes an event to all of them.
+
+    Set `runtime` and `loop` as soon as they exist.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,12 @@ class Scene:
         kind: Literal["train", "sft", "evaluate"] = "train",
         has_runtime: bool = True,
     ) -> None:
-        """Without a runtime, ever, nobody can be asked, and nothing can be cancelled."""
+        """
+        Args:
+            readers: further readers of the events.
+            has_runtime: whether there will be a runtime; without one, visitors can neither ask
+                questions nor cancel rollouts.
+        """
         self.folder = folder
         self._kind = kind
         self._has_runtime = has_runtime
@@ -96,10 +104,10 @@ class Scene:
         sinks: SinksSettings | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[None]:
-        """Events also go where the settings say: to a collector, the run's folder, other sinks.
+        """Pass events to the configured exporters: traces, the journal and sinks such as wandb.
 
         Raises:
-            SettingsError: a package that this needs is not installed.
+            SettingsError: a package that an exporter needs is not installed.
         """
         path = self.folder.path
         async with AsyncExitStack() as stack:
@@ -121,10 +129,10 @@ class Scene:
 
     @asynccontextmanager
     async def shown(self, settings: ServeSettings) -> AsyncIterator[None]:
-        """Serve the page, at another port where the one of the settings is taken.
+        """Serve the page, on another port if the configured one is taken.
 
         Raises:
-            SettingsError: the address cannot be listened on.
+            SettingsError: the address cannot be bound.
         """
         about = {
             "kind": self._kind,
@@ -163,8 +171,8 @@ class Scene:
                         page.add_to(app)
                         app.router.add_get("/metrics", self._scraped)
                         async with serving(app, bound) as url:
-                            token_said = f" (control token: {page.control_token})"
-                            self._progress.say(f"Watch it: {url}/{token_said if self.can else ''}")
+                            token_text = f" (control token: {page.control_token})"
+                            self._progress.say(f"Watch it: {url}/{token_text if self.can else ''}")
                             async with self._ending(live):
                                 yield
                     tasks.cancel_scope.cancel()
@@ -175,13 +183,13 @@ class Scene:
     async def _ending(self, live: Live) -> AsyncIterator[None]:
         """Tell the page's readers how the block ended."""
         path = self.folder.path
-        again = f"To look at it later: agentloop view {path}"
-        resume = f"agentloop {self._kind} --resume {path} goes on with it"
+        again = f"To view it later: agentloop view {path}"
+        resume = f"to continue: agentloop {self._kind} --resume {path}"
         try:
             yield
         except Exception as error:
-            said = str(error).partition("\n")[0] or type(error).__name__
-            await live.end("failed", f"The run has failed: {said}. {again}")
+            message = str(error).partition("\n")[0] or type(error).__name__
+            await live.end("failed", f"The run has failed: {message}. {again}")
             raise
         except BaseException:
             await live.end("stopped", f"The run was stopped; {resume}. {again}")
@@ -192,46 +200,48 @@ class Scene:
             await live.end("finished", f"The run has finished. {again}")
 
     def leave(self) -> None:
-        """The loop and the runtime are about to be gone: what they have done stays to be seen; what
-        visitors have asked is not answered any more."""
+        """Detach from the loop and the runtime before they end, cancelling answers to visitors.
+
+        The page keeps showing what they have done.
+        """
         self._last_chat = self._chat
         self._was_draining |= self.loop is not None and self.loop.is_draining
         self.runtime = self.loop = None
         for scope in self._answers:
             scope.cancel()
 
-    # --- what a visitor may do --------------------------------------------------------------------
+    # --- actions of visitors ----------------------------------------------------------------------
 
     @property
     def can(self) -> Sequence[str]:
-        """See `agentloop.observe.page.Control`."""
+        """Implement `agentloop.observe.page.Control`."""
         if self._kind == "train":
             return ("pause", "resume", "drain", "cancel", "checkpoint")
         return ("cancel",) if self._has_runtime else ()
 
     async def do(self, what: str, rollout: str | None) -> str:
-        """See `agentloop.observe.page.Control`."""
+        """Implement `agentloop.observe.page.Control`."""
         if what == "cancel":
             if rollout is None:
-                raise RequestError("rollout: which one is to be cancelled?")
+                raise RequestError("rollout: name the rollout to cancel")
             if self.runtime is None or not self.runtime.cancel(rollout):
                 raise RequestError(f"rollout: {rollout!r} is not in flight here")
-            return f"{rollout} is cancelled: it has no reward"
+            return f"{rollout} was cancelled and gets no reward"
         loop = self.loop
         if loop is None:
-            raise RequestError("do: the run has not begun to roll out yet")
+            raise RequestError("do: the run has not started its rollouts yet")
         match what:
             case "pause":
                 loop.pause()
-                return "no further groups are begun; what runs goes on"
+                return "no further groups are started; those in flight continue"
             case "resume":
                 loop.pause(False)
                 if loop.is_draining:
-                    return "no groups are begun: it is drained, and the run ends soon"
-                return "groups are begun again"
+                    return "no groups are started: the run is being drained and ends soon"
+                return "groups are started again"
             case "drain":
                 loop.drain()
-                return "no further groups are begun; when those in flight have ended the run ends"
+                return "no further groups are started; the run ends when those in flight have ended"
             case _:
                 with anyio.move_on_after(_SAVE_S):
                     return f"a checkpoint of step {await loop.save()} is being written"
@@ -249,7 +259,7 @@ class Scene:
         if scope.cancelled_caught:
             raise ServerError("the run has ended")
 
-    # --- what is asked of the parts ---------------------------------------------------------------
+    # --- state shown on the page ------------------------------------------------------------------
 
     @property
     def _chat(self) -> ChatFormat | None:

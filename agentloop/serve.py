@@ -3,9 +3,9 @@
     POST /v1/chat/completions   the agent answers, running its own tools; streamed or whole
     POST /v1/rollouts           prompts in, trajectories out as NDJSON, each as it finishes
     GET  /v1/models  /v1/waits  /healthz  /health  /metrics  /openapi.json
-    GET  /                      the page: what goes on, live; its own routes are in observe/page.py
+    GET  /                      a live web page; its own routes are in observe/page.py
 
-A request lives in its handler's task: a client that leaves cancels what it asked for.
+A request lives in its handler's task: when the client disconnects, its rollouts are cancelled.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 
 class RolloutsRequest(pydantic.BaseModel):
-    """`POST /v1/rollouts`."""
+    """The body of `POST /v1/rollouts`."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -81,15 +81,15 @@ class RolloutsRequest(pydantic.BaseModel):
     n: int = pydantic.Field(1, ge=1, le=1024)
     tools: list[str | FunctionTool] | None = None
     sampling: Sampling = pydantic.Field(
-        default_factory=lambda: Sampling(), description="What it leaves out is the service's own."
+        default_factory=lambda: Sampling(), description="Fields left out have the service's values."
     )
     budget: Budget = pydantic.Field(
-        default_factory=lambda: Budget(), description="What it leaves out is the service's own."
+        default_factory=lambda: Budget(), description="Fields left out have the service's values."
     )
 
 
 class RoomWait(TypedDict):
-    """A rollout waits for room on a server."""
+    """A rollout that waits for KV capacity on a server."""
 
     rollout_id: str
     why: str
@@ -97,7 +97,7 @@ class RoomWait(TypedDict):
 
 
 class Waits(TypedDict):
-    """`GET /v1/waits`."""
+    """The response to `GET /v1/waits`."""
 
     still_s: float
     waits: list[Wait]
@@ -106,7 +106,7 @@ class Waits(TypedDict):
 
 
 class App:
-    """The handlers. They know a runtime, and how its errors look over HTTP."""
+    """The HTTP handlers of a runtime; they also map its errors to HTTP responses."""
 
     def __init__(self, runtime: Runtime, settings: Settings) -> None:
         self._runtime = runtime
@@ -120,7 +120,7 @@ class App:
             num_refused=lambda: self._num_refused,
         )
         self._stalls = Stalls()
-        self._places = anyio.CapacityLimiter(settings.serve.max_rollouts)
+        self._slots = anyio.CapacityLimiter(settings.serve.max_rollouts)
         self._created = int(time.time())
         self._is_paused = False
         self._num_refused = 0
@@ -165,12 +165,12 @@ class App:
         )
 
     def seen(self, event: Event) -> None:
-        """Tell it of the events of rollouts that others start, too: metrics, and who waits."""
+        """Handle an event; also call it for rollouts that others start, to count them."""
         self._readers(event)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While it serves: the page is fed, and the log says when nothing moves, who waits."""
+        """Run the background tasks of the service: page updates, stall detection and traces."""
         async with _unwrapped_tasks() as tasks:
             s = self._settings.serve
             tasks.start_soon(self._stalls.watch, s.stall_after_s, self._servers_in_words)
@@ -189,21 +189,21 @@ class App:
 
     @property
     def can(self) -> Sequence[str]:
-        """See `agentloop.observe.page.Control`."""
+        """Implement `agentloop.observe.page.Control`."""
         return ("pause", "resume", "cancel")
 
     async def do(self, what: str, rollout: str | None) -> str:
-        """See `agentloop.observe.page.Control`."""
+        """Implement `agentloop.observe.page.Control`."""
         if what == "cancel":
             if rollout is None:
-                raise RequestError("rollout: which one is to be cancelled?")
+                raise RequestError("rollout: name the rollout to cancel")
             if not self._runtime.cancel(rollout):
                 raise RequestError(f"rollout: {rollout!r} is not in flight")
-            return f"{rollout} is cancelled"
+            return f"{rollout} was cancelled"
         self._is_paused = what == "pause"
         if self._is_paused:
-            return "nothing new is begun: new requests are refused with 503"
-        return "requests are taken again"
+            return "paused: new requests are refused with status 503"
+        return "resumed: new requests are accepted"
 
     async def _ask(self, question: str) -> str:
         assert self._asks is not None
@@ -211,21 +211,21 @@ class App:
         return await self._asks(question)
 
     async def _answer(self, question: str, emit: Emit) -> None:
-        async with self._places:  # no deadline: `asking` has one for its start
+        async with self._slots:  # no deadline: `asking` has one for its start
             await self._runtime.rollout(question, on_event=emit)
 
     def _check_open(self) -> None:
-        """Raises ServerError: it is paused."""
+        """Raise ServerError if the service is paused."""
         if self._is_paused:
             self._num_refused += 1
-            raise ServerError("paused by whoever runs it; ask again later")
+            raise ServerError("the service is paused by its operator; try again later")
 
     def _moment(self) -> dict[str, Any]:
         return {
             "paused": self._is_paused,
             "refusals": self._num_refused,
-            "places": self._places.total_tokens,
-            "places_used": self._places.borrowed_tokens,
+            "places": self._slots.total_tokens,
+            "places_used": self._slots.borrowed_tokens,
         }
 
     def _servers_in_words(self) -> str:
@@ -266,7 +266,7 @@ class App:
             for index in range(len(writers)):
                 tasks.start_soon(self._complete, asked, index, trajectories)
         choices = [(writer, trajectories[index]) for index, writer in enumerate(writers)]
-        if asked.logprobs:  # of many tokens, and more for each: seconds
+        if asked.logprobs:  # building them takes seconds for many tokens
             return await anyio.to_thread.run_sync(lambda: _json(completion(choices)))
         return _json(completion(choices))
 
@@ -274,7 +274,7 @@ class App:
         self, asked: ChatRequest, index: int, trajectories: dict[int, Trajectory]
     ) -> None:
         options = self._options(asked, index)
-        async with self._places:  # no deadline: until another rollout ends, which has its own
+        async with self._slots:  # no deadline: until another rollout ends, which has its own
             trajectory = await self._runtime.rollout(asked.messages, on_event=self.seen, **options)
         trajectories[index] = _scorable(trajectory)
 
@@ -284,7 +284,7 @@ class App:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        tell = partial(self._send, request, response)
+        send = partial(self._send, request, response)
         chunks_in, chunks = anyio.create_memory_object_stream[Chunk](0)
         trajectories: dict[int, Trajectory] = {}
 
@@ -292,7 +292,7 @@ class App:
             writer, options = writers[index], self._options(asked, index)
             async with (
                 out,
-                self._places,  # no deadline: until another rollout ends, which has its own
+                self._slots,  # no deadline: until another rollout ends, which has its own
                 self._runtime.stream(asked.messages, on_event=self.seen, **options) as stream,
             ):
                 async for event in stream:  # no deadline: the rollout has one, and then ends this
@@ -310,22 +310,22 @@ class App:
                         tasks.start_soon(write, index, chunks_in.clone())
                 async with chunks:
                     async for chunk in chunks:  # no deadline: the rollouts have theirs
-                        if not response.prepared:  # what is wrong with the request has a status
+                        if not response.prepared:  # before this, an error can still set the status
                             await response.prepare(request)
-                        await tell(chunk)
+                        await send(chunk)
         except AgentLoopError as error:
             if not response.prepared:
                 raise
-            await tell(_told(error)[1])
+            await send(_error_response(error)[1])
             return response
         if asked.stream_options and asked.stream_options.include_usage:
             ended = [trajectories[index] for index in range(len(writers))]
-            await tell(writers[0].usage(ended))
+            await send(writers[0].usage(ended))
         await self._write(request, response, b"data: [DONE]\n\n")
         return response
 
     def _writers(self, asked: ChatRequest) -> list[ChunkWriter]:
-        """One for each choice."""
+        """Return a chunk writer for each choice."""
         chat = self._runtime.chat
         frame = chunk_frame(f"chatcmpl-{uuid.uuid4().hex}", self._runtime.model_name)
         return [
@@ -361,7 +361,7 @@ class App:
             line: RolloutLine = {"index": index, "sample": sample}
             try:
                 # no deadline: until another rollout ends, which has its own
-                async with self._places:
+                async with self._slots:
                     trajectory = await self._runtime.rollout(
                         asked.prompts[index],
                         tools=asked.tools,
@@ -371,7 +371,7 @@ class App:
                         on_event=self.seen,
                     )
                 line["trajectory"] = trajectory.to_dict()
-            except (RequestError, ServerError) as error:  # too late for a status
+            except (RequestError, ServerError) as error:  # the status has been sent already
                 line["error"] = str(error)
             return line
 
@@ -398,15 +398,15 @@ class App:
 
     async def healthz(self, request: web.Request) -> web.Response:
         servers = self._runtime.router.view()
-        well = any(server.healthy for server in servers)
+        is_healthy = any(server.healthy for server in servers)
         body: Health = {
-            "status": "ok" if well else "no server is healthy",
+            "status": "ok" if is_healthy else "no server is healthy",
             "servers": {"healthy": sum(s.healthy for s in servers), "all": len(servers)},
         }
-        return _json(body, status=200 if well else 503)
+        return _json(body, status=200 if is_healthy else 503)
 
     async def waits(self, request: web.Request) -> web.Response:
-        """Who waits for what, and since when; and the servers, as the router knows them."""
+        """List everything that waits, with reasons and durations, and the state of the servers."""
         body: Waits = {
             "still_s": self._stalls.still_s,
             "waits": self._stalls.waits(),
@@ -433,30 +433,36 @@ class App:
         except TimeoutError:
             raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
         except web.RequestPayloadError:
-            raise web.HTTPBadRequest(text="the body is not encoded as it says") from None
+            raise web.HTTPBadRequest(text="the body does not match its Content-Encoding") from None
 
     async def _send(self, request: web.Request, response: web.StreamResponse, body: Any) -> None:
         await self._write(request, response, b"data: " + dumps(body) + b"\n\n")
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """A client that reads nothing is one that has left: it holds a rollout's place, and what
-        the rollout has told since."""
+        """Write to the client within the deadline.
+
+        A client that does not read is treated as disconnected, since it occupies a rollout slot
+        and the buffered response.
+
+        Raises:
+            ConnectionResetError: the client did not read in time.
+        """
         try:
             with anyio.fail_after(self._settings.serve.io_timeout_s):
                 await response.write(data)
         except TimeoutError:
             if request.transport is not None:
-                request.transport.abort()  # to close it would be to wait for it
-            raise ConnectionResetError("the client reads nothing") from None
+                request.transport.abort()  # close() would wait for the client
+            raise ConnectionResetError("the client does not read the response") from None
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # One task serves all requests of a connection: none inherits the last one's.
+        # One task serves all requests of a connection: do not inherit the previous request's span.
         caller_span.set(CallerSpan.parse(request.headers.get("traceparent", "")))
         try:
             return await handler(request)
         except (RequestError, ServerError) as error:
-            status, body = _told(error)
+            status, body = _error_response(error)
             return _json(body, status=status)
         except web.HTTPException as error:
             if error.status < 400:
@@ -469,11 +475,11 @@ class App:
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = error.headers["Allow"]
             return answer
-        except ConnectionError as error:  # the client has left: nobody reads this
+        except ConnectionError as error:  # the client has disconnected and will not read this
             return _json(error_body(str(error), "invalid_request_error"), status=408)
-        except Exception:  # a mistake of ours: the client gets the same form, the log the rest
+        except Exception:  # a bug: the client gets a well-formed error, the log the traceback
             log.exception("%s %s failed", request.method, request.path)
-            return _json(error_body("an error of the server's own", "server_error"), status=500)
+            return _json(error_body("internal server error", "server_error"), status=500)
 
     def _options(self, asked: ChatRequest, index: int) -> dict[str, Any]:
         sampling = _override(self._settings.sampling, asked.sampling_overrides(), "sampling")
@@ -492,16 +498,16 @@ class App:
     def _check_model(self, name: str | None) -> None:
         have = self._runtime.model_name
         if name not in (None, have):
-            raise UnknownModel(f"model: {name!r} does not exist here; this server has {have!r}")
+            raise UnknownModel(f"model: {name!r} is not served here; this server has {have!r}")
 
     def _not_offered(self, request: web.Request) -> str:
         offered = ", ".join(f"{one.method.upper()} {one.path}" for one in self._operations)
-        return f"{request.method} {request.path} is not offered; there are {offered}"
+        return f"{request.method} {request.path} does not exist; available: {offered}"
 
 
 @asynccontextmanager
 async def listening(app: App, bound: socket.socket) -> AsyncIterator[str]:
-    """Serve on a socket that is bound, until the context is left; yields the URL."""
+    """Serve on a bound socket until the context is left; yield the URL."""
     async with serving(app.build(), bound) as url, app.running():
         yield url
 
@@ -509,11 +515,11 @@ async def listening(app: App, bound: socket.socket) -> AsyncIterator[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop serve",
-        description="Serve the agent over HTTP. No arguments are needed: it then serves the small "
-        "model that ships with agentloop, on 127.0.0.1:8000.",
+        description="Serve the agent over HTTP. Without arguments, serve the small model that "
+        "ships with agentloop on 127.0.0.1:8000.",
     )
     parser.add_argument(
-        "--ask", metavar="QUESTION", help="once ready, ask this and show the answer"
+        "--ask", metavar="QUESTION", help="ask this question when ready and show the answer"
     )
     console.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(sys.argv[1:] if arguments is None else arguments)
@@ -544,14 +550,14 @@ async def _serve_on(bound: socket.socket, app: App, runtime: Runtime, question: 
             messages: list[Message] = [{"role": "user", "content": question}]
             print(f"\n> {question}")
             await chat.ask(runtime, messages, Console(), also=app.seen)
-            print("\nStill serving; Ctrl-C ends it.", flush=True)
-        await anyio.sleep_forever()  # no deadline: until it is told to stop
+            print("\nStill serving; press Ctrl-C to stop.", flush=True)
+        await anyio.sleep_forever()  # no deadline: serves until it is stopped
     return 0
 
 
 @asynccontextmanager
 async def _unwrapped_tasks() -> AsyncIterator[anyio.abc.TaskGroup]:
-    """A task group whose sole error comes out as itself."""
+    """Open a task group that raises its first error by itself instead of an exception group."""
     try:
         async with anyio.create_task_group() as tasks:
             yield tasks
@@ -562,8 +568,8 @@ async def _unwrapped_tasks() -> AsyncIterator[anyio.abc.TaskGroup]:
         raise error from None
 
 
-def _told(error: AgentLoopError) -> tuple[int, ErrorBody]:
-    """The status and the body of an error."""
+def _error_response(error: AgentLoopError) -> tuple[int, ErrorBody]:
+    """Return the HTTP status and the body for an error."""
     if not isinstance(error, RequestError):
         return 503, error_body(str(error), "server_error")
     named = re.match(r"([a-z_][\w.\[\]]*): ", str(error))
@@ -574,23 +580,23 @@ def _told(error: AgentLoopError) -> tuple[int, ErrorBody]:
 
 
 def _scorable(trajectory: Trajectory) -> Trajectory:
-    """Raises ServerError: it says nothing about the model."""
+    """Return the trajectory; raise ServerError if it was cancelled or failed without an answer."""
     if trajectory.stop_reason is StopReason.CANCELLED:
-        raise ServerError("the rollout was cancelled by whoever runs the service")
+        raise ServerError("the rollout was cancelled by the service's operator")
     if trajectory.stop_reason.infrastructure:
         raise ServerError(f"the rollout failed: {trajectory.error}")
     return trajectory
 
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
-    """Give every answer an id: the caller's own, where it is a plain one."""
+    """Set X-Request-Id on a response: the caller's own if it is well-formed, else a new one."""
     given = request.headers.get("X-Request-Id", "")
     is_plain = re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII)
     response.headers["X-Request-Id"] = given if is_plain else f"req_{uuid.uuid4().hex}"
 
 
 def _override(base: Any, overrides: dict[str, Any], name: str) -> Any:
-    """Raises RequestError, which names the field."""
+    """Return `base` with `overrides` validated and set. Raises RequestError naming the field."""
     if not overrides:
         return base
     try:
@@ -602,7 +608,7 @@ def _override(base: Any, overrides: dict[str, Any], name: str) -> Any:
 
 
 def _with(base: M, overrides: M) -> M:
-    """`base` with the fields that `overrides` was given."""
+    """Return `base` with the fields that are set in `overrides`."""
     return base.model_copy(update=overrides.model_dump(exclude_unset=True))
 
 

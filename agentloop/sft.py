@@ -1,4 +1,4 @@
-"""`agentloop sft`: dialogues in; a model out that says what the assistant in them says."""
+"""`agentloop sft`: fine-tune a model on dialogues, to imitate the assistant in them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ S = TypeVar("S", bound=pydantic.BaseModel)
 
 
 class StartSettings(pydantic.BaseModel):
-    """A supervised start: dialogues, and how they are imitated."""
+    """Settings of supervised fine-tuning: the dialogues and the training."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -76,12 +76,12 @@ class StartSettings(pydantic.BaseModel):
 
 
 class SftSettings(StartSettings):
-    """Everything that a supervised run can be told."""
+    """All settings of a supervised run."""
 
     model: Path = pydantic.Field(
         SMALL,
-        description="Folder of the model to start from; with learner.init = random it needs a "
-        "configuration and a tokenizer alone.",
+        description="Folder of the model to start from; with learner.init = random only its "
+        "configuration and tokenizer are used.",
     )
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     run: RunSettings = pydantic.Field(default_factory=RunSettings)
@@ -96,11 +96,10 @@ class SftSettings(StartSettings):
 async def sft(
     settings: SftSettings, progress: console.Progress, *, resume: Path | None = None
 ) -> Path:
-    """Run it to the end, or on to the end from where the run at `resume` is; returns the folder of
-    the new model.
+    """Fine-tune a model, or continue the run at `resume`; return the folder of the new model.
 
     Raises:
-        AgentLoopError: what it cannot go on from, by its name.
+        AgentLoopError: a failure that the run cannot recover from.
     """
     model = model_folder(settings.model)
     samples = await samples_of(settings, model, settings.chat, progress)
@@ -108,7 +107,7 @@ async def sft(
     folder = RunFolder.again(resume) if resume else RunFolder.of(settings.run, config)
     tuning = await anyio.to_thread.run_sync(FineTuning, settings.loop, samples, folder)
     if resume:
-        folder.tell(config)  # not before: what is refused leaves the run as it was
+        folder.tell(config)  # only now: rejected settings must leave the run unchanged
     try:
         scene = Scene(folder, progress, kind="sft", has_runtime=False)
         with folder.noting_failure():
@@ -122,7 +121,7 @@ async def sft(
 
 
 def model_folder(path: Path | str) -> Path:
-    """Raises SettingsError: there is no model in it."""
+    """Return the absolute path of a model folder. Raises SettingsError if it holds no model."""
     folder = Path(path).expanduser().resolve()
     if not (folder / "config.json").is_file():
         raise SettingsError(f"model: {not_a_model(folder)}")
@@ -148,17 +147,17 @@ def require_learner(settings: LearnerSettings) -> None:
 async def samples_of(
     settings: StartSettings, model: Path, chat: ChatSettings, progress: console.Progress
 ) -> list[Sample]:
-    """The dialogues as `model` would read them. Raises DataError."""
+    """Read the dialogues and encode them as samples for `model`. Raises DataError."""
     progress("Reading the dialogues")
     chat_format = await anyio.to_thread.run_sync(ChatFormat.load, model, chat)
     read = partial(
         read_samples, chat_format, settings.data, max_tokens=settings.learner.micro_batch_tokens
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
-    left_out = f", {num_left_out} left out as too long" if num_left_out else ""
+    left_out = f", {num_left_out} skipped as too long" if num_left_out else ""
     progress.say(
         f"{len(samples)} samples{left_out}, {sum(len(s.ids) for s in samples)} tokens, "
-        f"{sum(sum(s.mask) for s in samples)} of them to learn"
+        f"{sum(sum(s.mask) for s in samples)} of them trained on"
     )
     return samples
 
@@ -172,8 +171,11 @@ async def imitate(
     progress: console.Progress,
     emit: Emit = ignore,
 ) -> Path:
-    """Start a learner of `model`, train it, stop it; returns the new model's folder. Where the
-    model is done already, nothing is started. `emit` is told of each step's metrics."""
+    """Train `model` on the samples of `tuning` and return the folder of the new model.
+
+    The learner is started and stopped here, and not started if the new model exists already.
+    `emit` is called with the metrics of each step.
+    """
     if tuning.model is not None:
         return tuning.model
     learner_settings = settings.learner.model_copy(
@@ -196,25 +198,28 @@ async def imitate(
 
 
 def how_to_go_on(command: str, path: Path) -> str:
-    """What people who stopped the run at `path` are told."""
+    """Return the message for a stopped run: its newest checkpoint and how to continue."""
     found = {path: "", path / "start": " of the supervised start"}
     steps = ((max(checkpoints_in(one), default=None), of) for one, of in found.items())
-    there = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
+    newest = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
     return (
-        f"Stopped; there is {there or 'no checkpoint yet'}. It goes on by: "
+        f"Stopped; there is {newest or 'no checkpoint yet'}. Continue with: "
         f"agentloop {command} --resume {shown(path)}"
     )
 
 
 def shown(path: Path) -> str:
-    """From here, where it is below."""
+    """Return a path relative to the working directory if it is inside it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
-    """Settings as `arguments` say, and below them those of the run that goes on, where one does.
-    Raises SettingsError."""
+    """Load settings from `arguments`, on top of those of the run to resume, if there is one.
+
+    Raises:
+        SettingsError: a setting is invalid, or `resume` is not a run's folder.
+    """
     files, overrides = console.split_settings(arguments)
     if resume is not None:
         config = resume / "config.toml"
@@ -229,14 +234,15 @@ def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop sft",
-        description="Train a model on dialogues: what the assistant says in them, calls included.",
+        description="Fine-tune a model on dialogues: on everything the assistant writes in them, "
+        "tool calls included.",
     )
     console.add_settings_arguments(parser)
     parser.add_argument(
         "--resume",
         metavar="RUN",
         type=Path,
-        help="go on with the run in this folder, with its settings; others may be set behind it",
+        help="continue the run in this folder with its settings; further arguments override them",
     )
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:

@@ -1,6 +1,6 @@
-"""`agentloop train`: a model, tasks and settings in; a run's folder and a better model out.
+"""`agentloop train`: train a model on tasks by reinforcement learning.
 
-supervised start, where the settings have one ──> stages of rollouts and learning ──> plots
+supervised start (optional) ──> stages of rollouts and learning ──> plots
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ from agentloop.training.undo import finish_undo, undo
 __all__ = ["TrainSettings", "main", "train"]
 
 StageName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-_MIN_TEMPERATURE = 1e-5  # SGLang takes what is below for greedy
+_MIN_TEMPERATURE = 1e-5  # SGLang samples greedily below it
 
 
 class TrainSettings(Settings):
-    """Everything that a training run can be told, and all that serving can be."""
+    """All settings of a training run, on top of those of a runtime."""
 
     start: StartSettings | None = pydantic.Field(
-        None, description="A supervised start, before the rollouts."
+        None, description="Supervised fine-tuning before the rollouts."
     )
     stages: dict[StageName, StageSettings] = pydantic.Field(
-        default_factory=dict, description="Stages by their names, one after the other."
+        default_factory=dict, description="Stages by name, run in this order."
     )
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
@@ -92,12 +92,12 @@ class TrainSettings(Settings):
     sinks: SinksSettings = pydantic.Field(default_factory=lambda: SinksSettings())
     page: bool = pydantic.Field(
         True,
-        description="Whether the run is shown as a page, at serve.host and serve.port, or at a "
-        "free port where that one is taken.",
+        description="Whether to serve a web page of the run, at serve.host and serve.port, or at "
+        "a free port if that one is taken.",
     )
 
     def as_one_stage(self) -> TrainSettings:
-        """With the steps of all stages, each with the largest budget of any of them."""
+        """Merge all stages into one with the sum of their steps and the largest budget of any."""
         if not self.stages:
             return self
         budgets = [stage.budget(self.budget) for stage in self.stages.values()]
@@ -119,16 +119,19 @@ async def train(
     resume: Path | None = None,
     from_step: int | None = None,
 ) -> Path:
-    """Run it to the end, or on to the end from where the run at `resume` is, or was after a step;
-    returns its folder.
+    """Run a training run to its end and return its folder.
+
+    Args:
+        resume: folder of a run to continue.
+        from_step: with `resume`, go back to the checkpoint of this step first.
 
     Raises:
-        AgentLoopError: what it cannot go on from, by its name.
+        AgentLoopError: a failure that the run cannot recover from.
     """
-    config = to_toml(settings)  # as it was told: so it can be told again, with something changed
+    config = to_toml(settings)  # as given, so that --resume can load it and change something
     settings = _whole(settings)
     async with Scorer(settings.reward) as scorer:
-        await scorer.ready()  # what it lacks it says now, not when the servers run
+        await scorer.ready()  # report missing packages before the servers start
     opened = partial(TaskSource.open, settings.tasks)
     if resume is None:
         tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
@@ -142,9 +145,7 @@ async def train(
                     f"--resume: {folder.path}: there are rollouts or checkpoints, and no group in "
                     "queue.sqlite, the run's journal: without it nobody knows what was learned from"
                 )
-            await anyio.to_thread.run_sync(
-                folder.metrics
-            )  # damage is told now, not with servers up
+            await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
             cursor = (await queue.noted("cursor") or {}).get("tasks")
             tasks = await anyio.to_thread.run_sync(opened, cursor, abandon_on_cancel=True)
@@ -152,7 +153,7 @@ async def train(
                 await undo(folder, queue, from_step)
                 if (cursor := (await queue.noted("cursor") or {}).get("tasks")) is not None:
                     tasks.go_to(cursor)
-            folder.tell(config)  # not before: what is refused leaves the run as it was
+            folder.tell(config)  # only now: rejected settings must leave the run unchanged
         tell_run(folder.path)
         with folder.noting_failure():
             await _run(settings, tasks, queue, Scene(folder, progress), progress)
@@ -168,7 +169,7 @@ async def _run(
     scene: Scene,
     progress: console.Progress,
 ) -> None:
-    """Run the supervised start, where there is one, and the stages, watched by everyone."""
+    """Run the supervised start, if there is one, and the stages, with page and exporters."""
     folder = scene.folder
     elsewhere = scene.told_elsewhere(
         settings.otel,
@@ -192,16 +193,16 @@ async def _run(
 async def _start(
     settings: TrainSettings, start: StartSettings, scene: Scene, progress: console.Progress
 ) -> Path:
-    """The model that the rollouts begin with; it is made once, and gone on with where it was."""
+    """Make the model that the rollouts start from, unless it exists, and return its folder."""
     folder = scene.folder
     made = folder.path / "start" / "model"
-    if not (made / "config.json").is_file():  # it appears when it is whole
+    if not (made / "config.json").is_file():  # the folder is renamed into place when complete
         model, chat = settings.learner.model, settings.chat
         samples = await samples_of(start, model, chat, progress)
         part = folder.within("start")
         tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
         await imitate(start, model, chat, tuning, part, progress, scene.measured_start)
-    checkpoints = made.with_name("checkpoints")  # nothing goes on from them any more
+    checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made
 
@@ -257,7 +258,7 @@ async def _roll_out_and_learn(
 
 
 class _Watch:
-    """Over the run's loop and its progress: see `agentloop.training.standing.Watch`."""
+    """A watch over the event loop and the run's progress: `agentloop.training.standing.Watch`."""
 
     def __init__(self, settings: WatchdogSettings, stalls: Stalls) -> None:
         self.moved = stalls.moved
@@ -292,10 +293,13 @@ def _servers_in_words(runtime: Runtime) -> str:
 async def _rolling_out(
     settings: TrainSettings, scene: Scene, progress: console.Progress
 ) -> AsyncIterator[tuple[RollsOut, Serving, Callable[[], str]]]:
-    """Whoever rolls out, and serves the weights for it, and how these are, in words: a fleet, or
-    this process."""
+    """Start what generates rollouts: a fleet if `fleet.redis` is set, otherwise a runtime here.
+
+    Yields:
+        What rolls out, what serves the weights, and a function that describes the servers' state.
+    """
     s, folder = settings, scene.folder
-    # Servers and router reckon with the longest rollouts of any stage.
+    # Size servers and router for the longest rollouts of any stage.
     served = s.as_one_stage().model_copy(update={"log_dir": folder.path / "logs"})
     if s.fleet.redis:
         async with Fleet.open(
@@ -309,7 +313,7 @@ async def _rolling_out(
         return
     async with Runtime(served, progress=progress) as runtime, AsyncExitStack() as stack:
         scene.runtime = runtime
-        stack.callback(scene.leave)  # also where the learner does not start
+        stack.callback(scene.leave)  # also if the learner fails to start
         async with Scorer(s.reward, pool=runtime.pool) as scorer:
             serving = Served(runtime.router)
             rollouts = Rollouts(
@@ -327,7 +331,7 @@ async def _rolling_out(
 
 
 def recipe_of(settings: TrainSettings) -> dict[str, Any]:
-    """What runtimes elsewhere must have in common with the trainer (agentloop/rollouts.py)."""
+    """Return the settings that runtimes on other machines take from the trainer."""
     names = {"model", "chat", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
     loop = settings.loop.model_dump(
         include={"group_size", "seed", "shuffle_rewards", "enough_of_group"}
@@ -431,7 +435,8 @@ def _whole(settings: TrainSettings) -> TrainSettings:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop train",
-        description="Train a model by rollouts: groups of them, Resample-on-Correct, GRPO.",
+        description="Train a model by reinforcement learning: groups of rollouts, "
+        "Resample-on-Correct, GRPO.",
     )
     console.add_settings_arguments(parser)
     parser.add_argument(
@@ -446,65 +451,65 @@ def main(arguments: list[str]) -> int:
         "--resume",
         metavar="RUN",
         type=Path,
-        help="go on with the run in this folder, with its settings; others may be set behind it",
+        help="continue the run in this folder with its settings; further arguments override them",
     )
     parser.add_argument(
         "--from",
         dest="from_step",
         metavar="STEP",
         type=int,
-        help="with --resume: go back to the checkpoint of this step; what came after is put aside",
+        help="with --resume: go back to the checkpoint of this step; later results are set aside",
     )
     parser.add_argument(
         "--restarts",
         metavar="N",
         type=int,
         default=3,
-        help="how often in ten minutes the process is started again where it was killed, and goes "
-        "on with its run (default: 3)",
+        help="restart the process and resume its run when it is killed, up to N times in ten "
+        "minutes (default: 3)",
     )
     options = parser.parse_intermixed_args(arguments)
     if options.from_step is not None and options.resume is None:
-        parser.error("--from: it goes with --resume")
+        parser.error("--from: requires --resume")
     if options.json and not options.dry_run:
-        parser.error("--json: it goes with --dry-run")
+        parser.error("--json: requires --dry-run")
     if options.list_settings:
         print(console.settings_text(TrainSettings))
         return 0
     if options.restarts < 0:
-        parser.error(f"argument --restarts: 0 at least, not {options.restarts}")
+        parser.error(f"argument --restarts: must be at least 0, not {options.restarts}")
     if options.dry_run:
         return console.run(lambda: _plan(options.settings, options.resume, as_json=options.json))
     if options.restarts > 0 and not is_child():
         command = [sys.executable, "-m", "agentloop", "train"]
         flags = ["--explain"] if options.explain else []
-        overrides = console.split_settings(options.settings)[1]  # a password may be in them
+        overrides = console.split_settings(options.settings)[1]  # may contain a password
         return revived([*command, *flags], arguments, options.restarts, _say, again=overrides)
     work = partial(_train, options.settings, options.resume, options.from_step)
     return console.run(work, explain=options.explain)
 
 
 async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = False) -> int:
-    """Of a model whose weights need not be there."""
+    """Print the plan of a run. The model's weights need not exist."""
     settings = told(TrainSettings, arguments, resume)
     start, stages = settings.start, settings.stages
     refused, missing = _refusal(settings), _missing(settings)
     changes = start.learner.config if start is not None else settings.learner.config
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
-        said = {**made.data(), "refused": refused or None, "missing": missing or None}
-        console.print_json(said)
+        data = {**made.data(), "refused": refused or None, "missing": missing or None}
+        console.print_json(data)
         return 2 if refused else 0
     if start is not None:
-        data = [*map(str, start.data.paths)]
-        data += [f"{start.data.teacher:,} of the teacher"] if start.data.teacher else []
-        print(f"start      {start.loop.epochs} epoch(s) of dialogues: {', '.join(data)}")
+        sources = [*map(str, start.data.paths)]
+        sources += [f"{start.data.teacher:,} of the teacher"] if start.data.teacher else []
+        print(f"start      {start.loop.epochs} epoch(s) of dialogues: {', '.join(sources)}")
     for name, stage in stages.items():
         budget = stage.budget(settings.budget)
         print(
             f"stage      {name}: {stage.steps} steps, {budget.max_turns} turns and "
             f"{budget.max_response_tokens:,} tokens at most"
-            + (f", on what is hard of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
+            + (f", on the hard ones of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
         )
     print(made.text(), end="")
     if missing:
@@ -556,7 +561,7 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
     _require_machine(settings)
     with console.Progress("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
-        progress.say(f"The run is in {folder}; plots.png shows what became of it. Ask its model:")
+        progress.say(f"The run is in {folder}; plots.png shows its metrics. Ask its model:")
         progress.say(f'  agentloop chat --run {shown(folder)} "What is 37 times 48?"')
     return 0
 

@@ -1,8 +1,8 @@
-"""The nouns of the runtime: what one rollout leaves behind.
+"""The record of a rollout: trajectory, turns, tool calls and their results.
 
-Token ids are the truth. A trajectory is `prompt_ids` followed, per turn, by what the model
-sampled (`output_ids`) and by what the runtime appended (`observation_ids`); each turn's prompt
-is exactly what stands before it. Text is decoded from ids for people, and never tokenised again.
+Token ids are authoritative. A trajectory is `prompt_ids` followed, per turn, by the ids that the
+model sampled (`output_ids`) and the ids that the runtime appended (`observation_ids`); a turn's
+prompt is exactly the ids before it. Text is decoded from ids for people and never tokenized again.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ __all__ = [
 ]
 
 Message = Mapping[str, Any]
-"""A chat message in the terms of OpenAI and Hugging Face: role, content, tool_calls, ..."""
+"""A chat message as OpenAI and Hugging Face define it: role, content, tool_calls, ..."""
 
 
 class StopReason(StrEnum):
-    """How a rollout ended."""
+    """The reason why a rollout ended."""
 
-    ANSWERED = "answered"  # a turn without a tool call
-    STOP_SEQUENCE = "stop_sequence"  # the answer came to one that the caller had named
-    CALLER_TOOLS = "caller_tools"  # it called tools that the caller runs
+    ANSWERED = "answered"  # by a turn without a tool call
+    STOP_SEQUENCE = "stop_sequence"  # the answer reached a stop sequence of the caller
+    CALLER_TOOLS = "caller_tools"  # the model called tools that the caller runs
     TURN_BUDGET = "turn_budget"
     TOKEN_BUDGET = "token_budget"  # response tokens, or the model's context
     TIME_BUDGET = "time_budget"  # wall time: see `Trajectory.used_its_time`
-    INFRASTRUCTURE = "infrastructure"  # broken by us, not by the model: has no reward
-    STRAGGLER = "straggler"  # stopped by us, for enough of its group had ended: has no reward
-    CANCELLED = "cancelled"  # by a person: has no reward
+    INFRASTRUCTURE = "infrastructure"  # failed for reasons other than the model: no reward
+    STRAGGLER = "straggler"  # stopped because enough of its group had ended: no reward
+    CANCELLED = "cancelled"  # by a person: no reward
 
     @property
     def infrastructure(self) -> bool:
-        """Whether the rollout says nothing about the model and must not be scored."""
+        """True if the rollout says nothing about the model and must not be scored."""
         return self in (StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED)
 
 
 class TurnEnd(StrEnum):
-    """How one generation ended."""
+    """The reason why a generation ended."""
 
-    STOP = "stop"  # the model's end-of-turn token, or what the caller has named as an end
+    STOP = "stop"  # the model's end-of-turn token, or a stop sequence of the caller
     LENGTH = "length"
     ABORT = "abort"  # by the server, by a budget of time, or by a failure
 
 
 class CallStatus(StrEnum):
-    """How a tool call ended. The first block speaks about the model, the last about us."""
+    """The outcome of a tool call: for reasons of the model, then for reasons of the runtime."""
 
     OK = "ok"
     ERROR = "error"  # the tool or the program raised
@@ -68,13 +68,13 @@ class CallStatus(StrEnum):
     UNKNOWN_TOOL = "unknown_tool"
     BAD_ARGUMENTS = "bad_arguments"
 
-    CALLER = "caller"  # left to the caller to run
-    CANCELLED = "cancelled"  # the turn was cut short: its calls do not count
+    CALLER = "caller"  # left for the caller to run
+    CANCELLED = "cancelled"  # the turn was cut off, so its calls do not count
     INFRASTRUCTURE = "infrastructure"
 
     @property
     def failed(self) -> bool:
-        """Whether the model is to blame: what Resample-on-Correct counts as a failed call."""
+        """True if the model is to blame; Resample-on-Correct counts it as a failed call."""
         return self not in (
             CallStatus.OK,
             CallStatus.CALLER,
@@ -84,7 +84,7 @@ class CallStatus(StrEnum):
 
     @property
     def ran(self) -> bool:
-        """Whether there was a tool that could begin to run."""
+        """True if the call was valid, so that a tool could start to run."""
         return self not in (
             CallStatus.MALFORMED,
             CallStatus.UNKNOWN_TOOL,
@@ -97,9 +97,9 @@ class CallStatus(StrEnum):
 class ToolCall:
     """A tool call as the model wrote it.
 
-    `start` and `end` delimit it, markers included, in the turn's `output_ids` (where the opening
-    marker is text of several tokens, `start` is the last of them). Where it could not be decoded,
-    `error` says why, for the model to read, and `name` may be empty.
+    `start` and `end` delimit the call, markers included, in the turn's `output_ids`; if the opening
+    marker spans several tokens, `start` is the last of them. If the call could not be decoded,
+    `error` explains why to the model, and `name` may be empty.
     """
 
     id: str
@@ -113,10 +113,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What came of a call.
+    """The result of a tool call.
 
-    `content` is what the model reads. Times are seconds on the clock of the trajectory
-    (0 = its start); `started_s` is when the tool began to run, after any queue.
+    `content` is the text that the model reads. Times are in seconds since the start of the
+    trajectory; `started_s` is the time at which the tool started to run, after any queueing.
     """
 
     call_id: str
@@ -139,14 +139,14 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class Turn:
-    """One generation and what the runtime answered to it.
+    """A generation, with its tool calls and their results.
 
-    Lengths: `output_ids` and `logprobs` are equally long; `versions` covers them without gaps.
-    `calls` and `results` are in the order of the calls; `results` is shorter only where the
-    turn was cut off. Times are seconds on the clock of the trajectory.
+    `output_ids` and `logprobs` have the same length, and `versions` covers them without gaps.
+    `calls` and `results` are in the order of the calls; `results` is shorter only if the turn was
+    cut off. Times are in seconds since the start of the trajectory.
 
-    `top_logprobs` has, where they were asked for, the likeliest tokens in the place of each
-    output token, as (log-probability, id), the likeliest first; else it is empty.
+    `top_logprobs`, if requested, lists for each output token the most likely tokens at its
+    position as (log-probability, id), most likely first; otherwise it is empty.
     """
 
     output_ids: list[int] = field(default_factory=list)
@@ -157,7 +157,9 @@ class Turn:
     results: list[ToolResult] = field(default_factory=list)
     observation_ids: list[int] = field(default_factory=list)
     text: str = ""
-    servers: list[str] = field(default_factory=list)  # more than one: it went on elsewhere
+    servers: list[str] = field(
+        default_factory=list
+    )  # several if the turn was moved to another server
     cached_tokens: int = 0
     started_s: float = 0.0
     first_token_s: float | None = None
@@ -168,11 +170,11 @@ class Turn:
 
 @dataclass(slots=True)
 class Trajectory:
-    """The record of one rollout. See the module's docstring for what its ids mean.
+    """The record of one rollout. The module's docstring describes its ids.
 
-    `answer` is what a person would read as the answer: the last turn's text without thoughts,
-    tool calls and markup. It is empty until the rollout has ended, and where it was cut off in a
-    thought.
+    `answer` is the answer as a person would read it: the last turn's text without reasoning, tool
+    calls and markup. It is empty until the rollout has ended, and if it was cut off while
+    reasoning.
     """
 
     id: str
@@ -198,7 +200,7 @@ class Trajectory:
 
     @property
     def mask(self) -> list[int]:
-        """1 exactly where `ids` was sampled from the policy, else 0."""
+        """1 for each id that was sampled from the policy, otherwise 0."""
         mask = [0] * len(self.prompt_ids)
         for turn in self.turns:
             mask += [1] * len(turn.output_ids)
@@ -261,11 +263,11 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What the model wrote in its last turn, markers included."""
+        """The text of the last turn, markers included."""
         return self.turns[-1].text if self.turns else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: the turns, and the ids with what stands beside each."""
+        """Return plain data for JSON: all fields, and `ids` with their per-token lists."""
         return {
             **asdict(self),
             "ids": self.ids,

@@ -1,4 +1,4 @@
-"""`agentloop view RUN`: the page of a run's folder; it may have ended, or go on elsewhere."""
+"""`agentloop view RUN`: serve or export the web page of a run's folder, active or ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NUM_EXPORTED = 500
 
 
 class ViewSettings(pydantic.BaseModel):
-    """What looking at a run can be told."""
+    """The settings of `agentloop view`."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -44,7 +44,7 @@ class ViewSettings(pydantic.BaseModel):
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop view",
-        description="Show a run's folder as a page: its curves, groups and trajectories.",
+        description="Show a run as a web page: its curves, groups and trajectories.",
     )
     parser.add_argument("run", type=Path, help="the run's folder, such as runs/latest")
     parser.add_argument(
@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         type=int,
         default=_NUM_EXPORTED,
-        help=f"with --export: texts of so many rollouts, the newest (default: {_NUM_EXPORTED})",
+        help="with --export: include the texts of the newest N rollouts "
+        f"(default: {_NUM_EXPORTED})",
     )
     console.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
@@ -66,7 +67,7 @@ def main(arguments: list[str]) -> int:
         print(console.settings_text(ViewSettings))
         return 0
     if options.rollouts < 0:
-        parser.error(f"argument --rollouts: 0 at least, not {options.rollouts}")
+        parser.error(f"argument --rollouts: must be at least 0, not {options.rollouts}")
     if options.export is not None:
         return console.run(lambda: _export(options.run, options.export, options.rollouts))
     return console.run(lambda: _view(options.run, options.settings))
@@ -79,8 +80,8 @@ async def _view(run: Path, arguments: list[str]) -> int:
         app = web.Application(middlewares=[Guard(settings.serve).middleware])
         Page(archive, io_timeout_s=settings.serve.io_timeout_s).add_to(app)
         async with serving(app, bound) as url:
-            print(f"{archive.folder.name} is shown at {url}/; Ctrl-C ends it.", flush=True)
-            await anyio.sleep_forever()  # no deadline: until it is told to stop
+            print(f"{archive.folder.name} is shown at {url}/; press Ctrl-C to stop.", flush=True)
+            await anyio.sleep_forever()  # no deadline: serves until it is stopped
     return 0
 
 
@@ -98,25 +99,25 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
         keys = [row["id"] for row in whole["rollouts"]][-num_rollouts:] if num_rollouts else []
         for number, key in enumerate(keys, 1):
             progress(f"Reading rollout {number} of {len(keys)}")
-            with contextlib.suppress(NotThere):  # it is damaged
+            with contextlib.suppress(NotThere):  # the rollout's record is damaged
                 bodies[f"api/rollouts/{_quoted(key)}"] = await archive.rollout(key)
-    num_told = sum(path.startswith("api/rollouts/") for path in bodies)
+    num_texts = sum(path.startswith("api/rollouts/") for path in bodies)
     html = await anyio.to_thread.run_sync(one_file, bodies)
     try:
         await anyio.Path(out).write_text(html, "utf-8")
     except OSError as error:
         raise SettingsError(f"--export: {out}: {error.strerror or error}") from error
-    print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {num_told} rollouts with their texts")
+    print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {num_texts} rollouts with their texts")
     return 0
 
 
 def _quoted(name: str) -> str:
-    """As the page asks for it: like JavaScript's `encodeURIComponent`."""
+    """Quote a name as the page does, with JavaScript's `encodeURIComponent`."""
     return quote(name, safe="!~*'()")
 
 
 async def _opened(run: Path) -> Archive:
-    """Raises SettingsError: it is not a run."""
+    """Open a run's folder. Raises SettingsError if it is not one."""
     return await anyio.to_thread.run_sync(_open, run)
 
 
@@ -138,13 +139,13 @@ def _open(run: Path) -> Archive:
 
 
 def _chat_of(folder: Path, config: Path) -> ChatFormat | None:
-    """Of the model that the run has left, or had; None: it is nowhere to be found."""
+    """Return the chat format of the run's newest or initial model, or None if both are missing."""
     try:
-        told: Mapping[str, Any] = tomllib.loads(config.read_text("utf-8"))
+        values: Mapping[str, Any] = tomllib.loads(config.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise SettingsError(f"{config}: {error}") from error
-    chat = ChatSettings.model_validate(told.get("chat", {}))
-    candidates = [told.get("model"), str(SMALL)]
+    chat = ChatSettings.model_validate(values.get("chat", {}))
+    candidates = [values.get("model"), str(SMALL)]
     with contextlib.suppress(SettingsError):
         candidates.insert(0, str(RunFolder.model_in(folder)))
     for model in candidates:

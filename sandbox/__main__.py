@@ -1,4 +1,4 @@
-"""`python -m sandbox doctor`: which walls stand here. `python -m sandbox run`: one program."""
+"""`python -m sandbox doctor`: check the isolation on this machine. `run`: run one program."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sandbox.pool import Pool
 from sandbox.settings import PoolSettings
 
 tell = partial(print, file=sys.stderr, flush=True)
-# All but tab and newline; also those of eight bits, to which terminals listen as well.
+# All control characters but tab and newline, including the 8-bit ones that terminals interpret.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def for_terminal(text: str) -> str:
-    """Text of a program's, which can't command the terminal: control characters are spelled out."""
+    """Return a program's text with control characters spelled out, safe to print on a terminal."""
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -48,9 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     actions = parser.add_subparsers(dest="action", required=True)
     check = actions.add_parser(
         "doctor",
-        help="a table of the layers that hold on this machine; status 1 if calls are not isolated",
+        help="list the layers of isolation on this machine; status 1 if calls are not isolated",
     )
-    check.add_argument("--json", action="store_true", help="the same for programs")
+    check.add_argument("--json", action="store_true", help="print the result as JSON")
     one = actions.add_parser("run", help="run the program on standard input")
     one.add_argument("--backend", default="auto", choices=["auto", "docker", "process"])
     one.add_argument("--allow-weak-isolation", action="store_true")

@@ -1,4 +1,4 @@
-"""What travels over HTTP: the service's own requests and results, and how a refusal looks."""
+"""Requests, results and errors of the HTTP service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 MAX_BATCH = 65_536
-MAX_ERRORS = 100  # of which the first is named
+MAX_ERRORS = 100  # with more invalid fields, none of them is named
 
 
 def _integral(value: Any) -> Any:
@@ -22,11 +22,17 @@ def _integral(value: Any) -> Any:
 
 
 Integer = Annotated[int, pydantic.BeforeValidator(_integral)]
-"""What JSON Schema calls an integer: also 1.0, but no boolean and no string."""
+"""An integer in the sense of JSON Schema: also 1.0, but not a boolean or a string."""
 
 
 class Refused(SandboxError):
-    """A request that is not carried out: an HTTP status, a kind for programs, words for people."""
+    """A request is refused.
+
+    Attributes:
+        status: the HTTP status.
+        kind: identifier of the error, for programs.
+        field: name of the invalid field, if any.
+    """
 
     def __init__(self, status: int, kind: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -35,8 +41,11 @@ class Refused(SandboxError):
 
 
 class ValueCounter:
-    """Counts the values in a JSON text as it arrives, names included: ten million empty lists are a
-    short text, and long to parse. Of a text that is not JSON, the beginning is counted."""
+    """Counts the values in a JSON text as it arrives, names included.
+
+    A short text may take long to parse, such as ten million empty lists. If the text is not JSON,
+    only its valid beginning is counted.
+    """
 
     def __init__(self) -> None:
         self.num = 0
@@ -44,7 +53,7 @@ class ValueCounter:
         self._escapes_next = False
 
     def feed(self, data: bytes) -> int:
-        """How many there are so far."""
+        """Process more data and return the number of values so far."""
         if not data:
             return self.num
         if self._escapes_next:
@@ -61,7 +70,7 @@ class ValueCounter:
 
 
 def has_more_values(text: bytes, most: int) -> bool:
-    """Whether there are more than `most`, found without a look at all of a long text."""
+    """Return whether a text has more than `most` values, without reading all of a long one."""
     if len(text) <= most:
         return False
     counter = ValueCounter()
@@ -70,17 +79,17 @@ def has_more_values(text: bytes, most: int) -> bool:
 
 
 class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
-    """`POST /v1/run`, `POST /v1/sessions/{id}/run`: one program, or one cell."""
+    """The body of `POST /v1/run` and `POST /v1/sessions/{id}/run`: one program, or one cell."""
 
     code: str
     stdin: str = ""
     timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
-        default=None, description="Wall time of the program in seconds. Default: the pool's."
+        default=None, description="Wall time limit in seconds. Default: the pool's."
     )
     memory_mib: Annotated[int, Field(ge=1), pydantic.BeforeValidator(_integral)] | None = Field(
         default=None,
-        description="What the program's processes may hold together. Default, and the most: the "
-        "pool's.",
+        description="Memory limit of all processes of the program together, in MiB. Default and "
+        "maximum: the pool's.",
     )
 
 
@@ -100,11 +109,11 @@ class LinkRequest(RunRequest, extra="ignore"):
 
 
 class SessionRequest(pydantic.BaseModel, extra="forbid"):
-    """`POST /v1/sessions`: nothing can be chosen."""
+    """The body of `POST /v1/sessions`, which has no fields."""
 
 
 class BatchRequest(pydantic.BaseModel, extra="forbid", strict=True):
-    """`POST /v1/run/batch`: the answer has a line for each call, as each finishes."""
+    """The body of `POST /v1/run/batch`; the response has a line per call, as each finishes."""
 
     calls: Annotated[
         list[RunRequest], Field(min_length=1, max_length=MAX_BATCH), pydantic.FailFast()
@@ -112,13 +121,13 @@ class BatchRequest(pydantic.BaseModel, extra="forbid", strict=True):
 
 
 def max_values(model: type[pydantic.BaseModel]) -> int:
-    """How many values a request of this kind may have: some for each of its calls."""
+    """Return the largest number of JSON values in a request of this kind."""
     is_batch = any(field in model.model_fields for field in ("calls", "submissions"))
     return 16 * MAX_BATCH if is_batch else 1000
 
 
 def parse(model: type[Model], body: bytes | bytearray) -> Model:
-    """A checked request. Raises Refused, which names the first field that is wrong."""
+    """Parse and validate a request. Raises Refused, naming the first invalid field."""
     try:
         return check(model, orjson.loads(body))
     except orjson.JSONDecodeError as error:
@@ -126,12 +135,12 @@ def parse(model: type[Model], body: bytes | bytearray) -> Model:
 
 
 def check(model: type[Model], fields: Any) -> Model:
-    """Like parse, of what is no JSON any more."""
+    """Validate a request that is already decoded. Raises Refused like `parse`."""
     try:
         return model.model_validate(fields)
     except pydantic.ValidationError as error:
-        if error.error_count() > MAX_ERRORS:  # to list them all takes seconds
-            why = f"{error.error_count()} fields are wrong"
+        if error.error_count() > MAX_ERRORS:  # listing all of them takes seconds
+            why = f"{error.error_count()} fields are invalid"
             raise Refused(400, "bad_request", why) from None
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"])) or None
@@ -140,11 +149,11 @@ def check(model: type[Model], fields: Any) -> Model:
 
 
 def to_json(body: Any) -> bytes:
-    """Also a CallResult, as it is."""
+    """Encode a body, which may be a CallResult, as JSON."""
     return orjson.dumps(body)
 
 
 def to_line(index: int, result: CallResult) -> bytes:
-    """A line of a batch's answer: the call's place in the request, then its result."""
+    """Encode a line of a batch's response: the call's index in the request and its result."""
     fields = {name: getattr(result, name) for name in CallResult.__slots__}
     return orjson.dumps({"index": index, **fields}, option=orjson.OPT_APPEND_NEWLINE)

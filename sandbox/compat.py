@@ -1,13 +1,13 @@
-"""Two protocols that others speak, so that their clients need no change.
+"""The protocols of two other sandbox services, so that their clients work unchanged.
 
 Code Judge (github.com/0xWJ/code-judge): submissions with a `type`, judged by comparing standard
-output with `expected_output`, both stripped. Its own client takes no field that it does not know,
-and models have been trained on its texts: both are kept to the letter. SandboxFusion
+output with `expected_output`, both stripped. Its client rejects unknown fields, and models have
+been trained on its texts, so both are reproduced exactly. SandboxFusion
 (github.com/bytedance/SandboxFusion): `/run_code`.
 
-Not covered: other languages than Python, Code Judge's `options`, SandboxFusion's `files`,
-`fetch_files` and notebooks. Each is refused in the words of its protocol, never ignored. Both
-services hold a program's output in memory, whole; here it is bounded (MAX_OUTPUT_BYTES).
+Not covered: languages other than Python, Code Judge's `options`, SandboxFusion's `files`,
+`fetch_files` and notebooks. Each is refused as its protocol does, never ignored. Both services
+keep a program's whole output in memory; here it is bounded (MAX_OUTPUT_BYTES).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sandbox.results import CallResult, CallStatus
 from sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
 MAX_OUTPUT_BYTES = 64 << 20  # a program that writes more has failed
-KEEP_BYTES = 64 * 1024  # at least; what else is kept is to be compared
-TIMEOUT_LINE = "Suicide from timeout.\n"  # what Code Judge's programs write as their time is up
+KEEP_BYTES = 64 * 1024  # at least; more if expected_output is longer
+TIMEOUT_LINE = "Suicide from timeout.\n"  # written by Code Judge's programs on a timeout
 
 
 def new_id() -> str:
@@ -32,7 +32,7 @@ def new_id() -> str:
 
 
 class Submission(pydantic.BaseModel, strict=True):
-    """Code Judge's `/run` and `/judge`."""
+    """The body of Code Judge's `/run` and `/judge`."""
 
     sub_id: str | None = None
     type: Literal["python", "cpp", "math"]
@@ -43,7 +43,7 @@ class Submission(pydantic.BaseModel, strict=True):
 
 
 class BatchSubmission(pydantic.BaseModel, strict=True):
-    """Code Judge's `/run/batch` and its like."""
+    """The body of Code Judge's `/run/batch` and similar paths."""
 
     sub_id: str | None = None
     type: Literal["batch"] = "batch"
@@ -61,11 +61,14 @@ _REASONS = {
 
 
 def refused_submission(submission: Submission, *, with_output: bool) -> dict[str, Any] | None:
-    """The answer to what isn't run here, or None. With output, standard error says why."""
+    """Return the response to a submission that cannot be run here, or None.
+
+    With output, standard error has the reason.
+    """
     if submission.type != "python":
-        why = f"the type {submission.type!r} is not offered here, only 'python'"
+        why = f"the type {submission.type!r} is not supported here, only 'python'"
     elif submission.options:
-        why = "options are not offered here"
+        why = "options are not supported here"
     elif _size(submission.expected_output) > MAX_KEPT_BYTES:
         why = f"expected_output has more than {MAX_KEPT_BYTES} bytes"
     else:
@@ -74,7 +77,7 @@ def refused_submission(submission: Submission, *, with_output: bool) -> dict[str
 
 
 def output_limits(submission: Submission) -> OutputLimits:
-    """As much is kept as is to be compared: an output of which less is left cannot be equal."""
+    """Return output limits that keep as much output as the comparison needs."""
     wanted = KEEP_BYTES + _size(submission.expected_output)
     return OutputLimits(MAX_OUTPUT_BYTES, min(wanted, MAX_KEPT_BYTES))
 
@@ -82,7 +85,7 @@ def output_limits(submission: Submission) -> OutputLimits:
 def judged(
     submission: Submission, result: CallResult, *, with_output: bool, num_chars: int
 ) -> dict[str, Any]:
-    """A result in Code Judge's words, with the first `num_chars` of each stream."""
+    """Convert a result to Code Judge's format, with the first `num_chars` of each stream."""
     expected = submission.expected_output
     stdout = result.stdout
     if result.status is CallStatus.TIMEOUT:
@@ -106,7 +109,7 @@ def _answer(
     cost: float = 0.0,
     output: tuple[str, str] | None,
 ) -> dict[str, Any]:
-    """The fields of Code Judge's SubmissionResult (JudgeResult without output), and no others."""
+    """Return exactly the fields of Code Judge's SubmissionResult (JudgeResult without output)."""
     answer = {
         "sub_id": submission.sub_id or new_id(),
         "success": success,
@@ -122,7 +125,7 @@ def _size(text: str | None) -> int:
 
 
 class RunCodeRequest(pydantic.BaseModel, strict=True):
-    """SandboxFusion's `/run_code`."""
+    """The body of SandboxFusion's `/run_code`."""
 
     code: str
     language: str = "python"
@@ -135,18 +138,18 @@ class RunCodeRequest(pydantic.BaseModel, strict=True):
 
 
 def refused_code(request: RunCodeRequest) -> dict[str, Any] | None:
-    """The answer to what isn't run here, or None."""
+    """Return the response to a request that cannot be run here, or None."""
     if request.language != "python":
-        why = f"language: {request.language!r} is not offered here, only 'python'"
+        why = f"language: {request.language!r} is not supported here, only 'python'"
     elif request.files or request.fetch_files:
-        why = "files, fetch_files: not offered here"
+        why = "files, fetch_files: not supported here"
     else:
         return None
     return _fusion("SandboxError", why, None)
 
 
 def memory_mib(request: RunCodeRequest, most: int) -> int | None:
-    """What the program may hold; `most` is the pool's own limit, which always holds."""
+    """Return the memory limit of a request in MiB; `most`, the pool's limit, always applies."""
     return min(request.memory_limit_MB, most) if request.memory_limit_MB > 0 else None
 
 
@@ -154,12 +157,14 @@ RUN_CODE_OUTPUT = OutputLimits(MAX_OUTPUT_BYTES, MAX_KEPT_BYTES)
 
 
 def run_code_answer(result: CallResult) -> dict[str, Any]:
-    """A result in SandboxFusion's words. Its clients compare the output, so one whose middle is
-    left out is no answer."""
+    """Convert a result to SandboxFusion's format.
+
+    Truncated output is an error, since clients compare the output.
+    """
     if result.status.infrastructure:
         return _fusion("SandboxError", result.error.message if result.error else "", None)
     if result.ok and result.stdout_bytes > MAX_KEPT_BYTES:
-        why = f"the output has {result.stdout_bytes} bytes; the most is {MAX_KEPT_BYTES}"
+        why = f"the output has {result.stdout_bytes} bytes; the maximum is {MAX_KEPT_BYTES}"
         return _fusion("SandboxError", why, None)
     timed_out = result.status is CallStatus.TIMEOUT
     code = result.exit_code if result.exit_code is not None else -(result.signal or 1)
@@ -185,6 +190,6 @@ def _fusion(status: str, message: str, run: dict[str, Any] | None) -> dict[str, 
 
 
 def _stderr(result: CallResult) -> str:
-    """What the program wrote; where it never ran, why."""
+    """Return the program's standard error, or the reason why it never ran."""
     failed = result.status.infrastructure and result.error
     return failed.message if failed else result.stderr

@@ -1,11 +1,11 @@
-"""Connections of the service: how many there may be, and how long one may do nothing.
+"""Bounds on the service's connections: their number and their idle time.
 
-    made ──> waits for a request ──> has one ──> waits for the next ...
-                 └── too long, or in the way of a new one: closed
+    opened ──> waits for a request ──> has one ──> waits for the next ...
+                 └── after a timeout, or to make place for a new connection: closed
 
-`Connections` decides; `Doors` carries it out. Each door stands between the event loop and aiohttp's
-handler of a connection, for aiohttp bounds neither their number nor the time that a request's head
-may take. A request that has come is the service's: its own deadlines end it.
+`Connections` decides and `Doors` acts. A door is a protocol between the event loop and aiohttp's
+handler of a connection, since aiohttp bounds neither the number of connections nor the time that
+the head of a request may take. Requests in progress are subject to the service's own deadlines.
 """
 
 from __future__ import annotations
@@ -29,26 +29,31 @@ SWEEP_EVERY_S = 0.25
 class _Wait:
     until: float
     has_begun: bool
-    """Something of the next request has come."""
+    """Whether part of the next request has arrived."""
 
 
 class Connections:
-    """Which connections wait for a request, and which of them must go. Pure: the time is told."""
+    """Decides which waiting connections must be closed. Pure: the time is an argument."""
 
     def __init__(self, most: int, request_s: float, idle_s: float) -> None:
-        """`request_s`: for a request's head, from its first byte or the connection's begin.
-        `idle_s`: between two requests."""
+        """
+        Args:
+            most: largest number of connections.
+            request_s: time limit of a request's head, from its first byte or from the start of the
+                connection.
+            idle_s: time limit between two requests.
+        """
         self._most = most
         self._request_s = request_s
         self._idle_s = idle_s
-        self._waiting: dict[Hashable, _Wait] = {}  # first, the one that has waited longest
+        self._waiting: dict[Hashable, _Wait] = {}  # longest wait first
         self._busy: set[Hashable] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._busy)
 
     def opened(self, key: Hashable, now: float) -> Hashable | None:
-        """Count a new connection; the one that has to make room for it, if any."""
+        """Count a new connection; return the one to close in exchange, if any."""
         in_the_way = None
         if len(self) >= self._most and self._waiting:
             in_the_way = next(iter(self._waiting))
@@ -57,7 +62,7 @@ class Connections:
         return in_the_way
 
     def received(self, key: Hashable, now: float) -> None:
-        """Bytes have come. The first of a request start its time; the others prolong nothing."""
+        """Note the arrival of bytes. Only the first bytes of a request start its time limit."""
         wait = self._waiting.get(key)
         if wait is not None and not wait.has_begun:
             wait.has_begun, wait.until = True, now + self._request_s
@@ -67,7 +72,7 @@ class Connections:
             self._busy.add(key)
 
     def ended(self, key: Hashable, now: float) -> None:
-        """A request has its answer."""
+        """Note that a request has been answered."""
         if key in self._busy:
             self._busy.remove(key)
             self._waiting[key] = _Wait(now + self._idle_s, has_begun=False)
@@ -80,13 +85,15 @@ class Connections:
         return [key for key, wait in self._waiting.items() if wait.until <= now]
 
     def prolong(self, key: Hashable, now: float) -> None:
-        """One that is overdue still takes its last answer."""
+        """Prolong a connection that is overdue but still reading its last response."""
         self._waiting[key].until = now + self._request_s
 
 
 class Doors:
-    """Makes the protocols of a server: `async with Doors(...) as doors: create_server(doors, ...)`.
-    Connections that wait for too long are closed for as long as the block lasts."""
+    """A protocol factory: `async with Doors(...) as doors: create_server(doors, ...)`.
+
+    Closes connections that wait for too long while the context is open.
+    """
 
     def __init__(self, connections: Connections, make_handler: Callable[[], asyncio.Protocol]):
         self._connections = connections
@@ -101,7 +108,9 @@ class Doors:
 
     async def __aexit__(self, *exc: object) -> None:
         self._group.cancel_scope.cancel()
-        await self._group.__aexit__(None, None, None)  # the block's error comes as it is
+        await self._group.__aexit__(
+            None, None, None
+        )  # without arguments, so that the block's error is raised unwrapped
 
     def __call__(self) -> asyncio.Protocol:
         return _Door(self, self._make_handler())
@@ -120,7 +129,7 @@ class Doors:
 
     @contextlib.contextmanager
     def request(self, key: Hashable) -> Iterator[None]:
-        """Say that a connection has a request, for the time of the block."""
+        """Mark a connection as busy with a request while the context is open."""
         self._connections.began(key)
         try:
             yield
@@ -149,15 +158,15 @@ class Doors:
 
 
 def _num_unsent(transport: asyncio.Transport) -> int:
-    """Bytes that the other side has not taken, here or in the kernel."""
+    """Return the number of bytes that the peer has not received, here and in the kernel."""
     in_kernel = bytearray(4)
-    with contextlib.suppress(OSError):  # it is closed
+    with contextlib.suppress(OSError):  # the socket is closed
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
     return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
 
 class _Door(asyncio.Protocol):
-    """Hands everything on to the handler, which is the connection's key."""
+    """Forwards all events to the handler, which is the connection's key."""
 
     def __init__(self, doors: Doors, handler: asyncio.Protocol) -> None:
         self._doors = doors

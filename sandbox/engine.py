@@ -22,7 +22,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 
 def local_engine() -> str:
-    """Where this user's engine listens: DOCKER_HOST, the rootless socket, or the system's."""
+    """Return the address of this user's engine: DOCKER_HOST, the rootless or the system socket."""
     if host := os.environ.get("DOCKER_HOST"):
         return host
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -33,7 +33,7 @@ def local_engine() -> str:
 
 
 def is_local(engine: str) -> bool:
-    """True if the engine shares our file system, so that a socket can be bind-mounted."""
+    """Return whether the engine shares our file system, so that sockets can be bind-mounted."""
     return (engine or local_engine()).startswith("unix://")
 
 
@@ -45,16 +45,19 @@ async def connect(
     timeout_s: float = ANSWER_TIMEOUT_S,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> AsyncIterator[aiodocker.Docker]:
-    """Connect to an engine and wait until it has answered once, for at most `timeout_s`.
+    """Connect to an engine and wait until it responds, for at most `timeout_s` seconds.
 
-    certs: the directory of ca.pem, cert.pem and key.pem, for TLS over tcp. Empty: as Docker's own
-    client does it, TLS if DOCKER_TLS_VERIFY is set, by DOCKER_CERT_PATH (else ~/.docker).
+    The number of connections is unlimited: an attached stream holds one for a worker's life, and
+    with the default limit of 100 the next request of any kind would hang.
 
-    The connectors are unlimited: an attached stream holds a connection for a worker's life, and
-    with the default of 100 the hundred-and-first request of any kind would hang.
+    Args:
+        certs: directory of ca.pem, cert.pem and key.pem, for TLS over tcp. Empty: like Docker's
+            client, TLS if DOCKER_TLS_VERIFY is set, from DOCKER_CERT_PATH or ~/.docker.
 
-    Raises NoEngine where nothing listens, SandboxUnavailable for an engine that does not answer in
-    time, refuses or breaks the connection.
+    Raises:
+        NoEngine: nothing listens at the address.
+        SandboxUnavailable: the engine does not respond in time, or refuses or breaks the
+            connection.
     """
     engine = engine or local_engine()
     scheme, _, where = engine.partition("://")
@@ -69,7 +72,9 @@ async def connect(
         )
         url = f"{'https' if context else 'http'}://{where}"
     else:
-        raise SandboxUnavailable(f"an engine is unix:///path or tcp://host:port, not {engine!r}")
+        raise SandboxUnavailable(
+            f"an engine must be unix:///path or tcp://host:port, not {engine!r}"
+        )
     timeout = aiohttp.ClientTimeout(REQUEST_TIMEOUT_S)
     docker = aiodocker.Docker(url=url, connector=connector, timeout=timeout)
     try:
@@ -87,8 +92,11 @@ async def connect(
 async def _until_it_answers(
     docker: aiodocker.Docker, engine: str, timeout_s: float, on_progress: Callable[[str], None]
 ) -> None:
-    """Ask until an answer comes, each time with twice the patience: an engine that is starting may
-    never answer the first request, and a slow one answers a later one."""
+    """Send requests with doubling timeouts until one is answered.
+
+    An engine that is starting may never answer the first request, and a slow one needs a longer
+    timeout.
+    """
     began = anyio.current_time()
     patience_s = ANSWER_TIMEOUT_S
     while True:
@@ -114,10 +122,10 @@ async def _until_it_answers(
 
 
 def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
-    """What is wrong with an engine, in words for people."""
-    # aiodocker wraps what aiohttp says, without naming it as the cause.
+    """Return an error that explains what is wrong with an engine."""
+    # aiodocker wraps aiohttp's error without setting it as the cause.
     origin = error.__context__ if isinstance(error, aiodocker.DockerError) else error
-    where = f"no Docker Engine answers at {engine}"
+    where = f"no Docker Engine responds at {engine}"
     match origin:
         case OSError(errno=errno.ENOENT):
             return NoEngine(f"{where}: there is no such socket")
@@ -138,29 +146,29 @@ def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
 
 
 def what_it_said(error: Exception) -> str:
-    """An engine's error without aiodocker's number before it."""
+    """Return an engine's error message without aiodocker's status number."""
     return error.message if isinstance(error, aiodocker.DockerError) else str(error)
 
 
 def _advice(error: str) -> str:
     if "HTTP request to an HTTPS server" in error:
-        return "it wants TLS: set engine_certs, or DOCKER_TLS_VERIFY and DOCKER_CERT_PATH"
+        return "it requires TLS: set engine_certs, or DOCKER_TLS_VERIFY and DOCKER_CERT_PATH"
     if "CERTIFICATE_VERIFY_FAILED" in error or "certificate verify failed" in error:
-        return "its certificate is not one that ca.pem vouches for under this name"
+        return "its certificate is not valid for this name according to ca.pem"
     if "certificate" in error:
-        return "it does not accept cert.pem, or there is none"
+        return "it rejects cert.pem, or there is none"
     if "WRONG_VERSION_NUMBER" in error or "wrong version number" in error.lower():
-        return "it does not speak TLS there"
+        return "it does not use TLS at that address"
     return "is it installed and running, and may this user reach it?"
 
 
 def _tls(certs: str) -> ssl.SSLContext:
-    """The client's certificates, where Docker's own client looks for them unless named."""
+    """Load the client's certificates from `certs`, or from where Docker's client looks for them."""
     folder = Path(certs or os.environ.get("DOCKER_CERT_PATH") or "~/.docker").expanduser()
     try:
         context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         context.load_cert_chain(str(folder / "cert.pem"), str(folder / "key.pem"))
-    except OSError as error:  # a file that is missing or no certificate
+    except OSError as error:  # a file is missing or not a certificate
         raise SandboxUnavailable(
             f"TLS to an engine needs ca.pem, cert.pem and key.pem in {folder}: {error}"
         ) from error
@@ -168,7 +176,7 @@ def _tls(certs: str) -> ssl.SSLContext:
 
 
 def _watchful_socket(address: Any) -> socket.socket:
-    """A connection to a machine that vanishes ends within half a minute, idle or not."""
+    """Create a socket that detects a vanished peer within half a minute, idle or not."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     try:

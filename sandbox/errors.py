@@ -1,12 +1,12 @@
-"""What can go wrong with the sandbox itself. A failing program is never an exception.
+"""Errors of the sandbox itself. A failing program is never an exception.
 
 SandboxError
   SandboxUnavailable   no worker could be started
-    NoEngine           no Docker Engine listens where it should
-  Overloaded           no room to wait in (sessions; calls get the status `overloaded`)
-  SessionLost          the process behind a session is gone, and its variables with it; by whose
-                       doing, its LostBy says
-  ProtocolError        the other side of a connection broke the framing
+    NoEngine           no Docker Engine listens at the address
+  Overloaded           too many callers wait for a session (calls get the status `overloaded`)
+  SessionLost          the process behind a session is gone, with its variables; LostBy tells
+                       the cause
+  ProtocolError        the peer of a connection violated the framing
 """
 
 from __future__ import annotations
@@ -15,35 +15,37 @@ import enum
 
 
 class SandboxError(Exception):
-    """Base of everything that the sandbox raises."""
+    """Base class of all errors that the sandbox raises."""
 
 
 class SandboxUnavailable(SandboxError):
-    """No worker could be started; the message says what is missing."""
+    """The pool could not start any worker; the message explains why."""
 
 
 class NoEngine(SandboxUnavailable):
-    """Nothing listens where the Docker Engine should. One that is there but fails is another
-    matter: it is never replaced by something weaker."""
+    """A Docker Engine's address on which nothing listens.
+
+    This is distinct from an engine that fails, which is never replaced by a weaker backend.
+    """
 
 
 class Overloaded(SandboxError):
-    """The bound on what may wait is reached."""
+    """Too many callers are waiting."""
 
 
 class LostBy(enum.StrEnum):
-    """By whose doing a session was lost."""
+    """The cause of a session's loss."""
 
-    PROGRAM = "program"  # its own code: it ended its process, or reached a limit
-    CALLER = "caller"  # who closed it, or gave up a cell while it ran
-    INFRASTRUCTURE = "infrastructure"  # its worker, or calls beside it: says nothing about its code
+    PROGRAM = "program"  # its own code ended the process, or reached a limit
+    CALLER = "caller"  # the caller closed it, or cancelled a cell while it ran
+    INFRASTRUCTURE = "infrastructure"  # its worker or other calls; says nothing about its code
 
 
 class SessionLost(SandboxError):
-    """The session's process has ended, and its variables are gone.
+    """A session's process has ended, and its variables are gone.
 
     Attributes:
-        by: whose doing it was. Only PROGRAM may count against the code that ran in it.
+        by: the cause. Only PROGRAM may count against the code that ran in the session.
     """
 
     def __init__(self, message: str, by: LostBy = LostBy.INFRASTRUCTURE) -> None:
@@ -52,4 +54,4 @@ class SessionLost(SandboxError):
 
 
 class ProtocolError(SandboxError):
-    """A frame that can't be one: too long, or not the JSON that was agreed."""
+    """A frame is invalid: too long, or not JSON as the protocol defines it."""

@@ -1,4 +1,4 @@
-"""A settings class as flags, with a help in the words of those who type them."""
+"""Command-line flags from a settings class, with a readable --help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 from pydantic_settings import BaseSettings, CliSettingsSource
 
-# What pydantic calls a type, and what is typed for it.
+# pydantic's names of types, and the placeholders shown for them.
 WORDS = {
     "str": "TEXT",
     "{SecretStr,null}": "TEXT",
@@ -23,8 +23,10 @@ WORDS = {
 
 
 def flags_of(settings: type[BaseSettings]) -> CliSettingsSource[Any]:
-    """The flags of a settings class: call the answer with arguments, and give that to the class as
-    `_cli_settings_source`."""
+    """Return the flags of a settings class.
+
+    Call the result with the arguments, and pass that to the class as `_cli_settings_source`.
+    """
     source = CliSettingsSource[Any](settings)
     source.root_parser.usage = "%(prog)s [--SETTING VALUE | SETTING=VALUE ...]"
     for action in source.root_parser._actions:
@@ -38,7 +40,7 @@ def flags_of(settings: type[BaseSettings]) -> CliSettingsSource[Any]:
 
 
 def _default(model: type[pydantic.BaseModel], path: list[str]) -> str:
-    """In brackets; nothing where there is none."""
+    """Return the default of a setting in brackets, or "" if it has none."""
     name, *rest = path
     field = model.model_fields.get(name)
     if field is None:

@@ -1,9 +1,9 @@
-"""Who may talk to the service: tokens, Host and Origin.
+"""Access control of the service: token, Host and Origin.
 
-On loopback no token is needed, so a page in the user's own browser must not get through: an exact
-check of Host stops DNS rebinding, and one of Origin stops cross-site requests. With a token Host is
-not checked, since a page that reaches the server under another name does not know the token; so the
-server may be reached by any name that leads to it. Paths that want no token hold nothing secret.
+On loopback no token is needed, so web pages in the user's browser must be kept out: an exact check
+of Host stops DNS rebinding, and one of Origin stops cross-site requests. With a token Host is not
+checked, since a page that reaches the server under another name does not know the token; so the
+server may be reached under any name. Paths that need no token expose nothing secret.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ OPEN_PATHS = frozenset({"/healthz", "/ping"})
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether it tells of more than what somebody sent that is no HTTP: that has its 400, and a
-    port scanner would fill the log."""
+    """Return whether a log record is worth keeping.
+
+    Records about input that is not HTTP are dropped: it is answered with status 400, and a port
+    scanner would flood the log.
+    """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, http_exceptions.HttpProcessingError | web.RequestPayloadError)
 
 
 http_log = logging.getLogger("sandbox.http")
-"""For aiohttp's servers."""
+"""Logger for aiohttp's servers."""
 http_log.addFilter(_is_ours)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name stays on this machine."""
+    """Return whether an address or name is on loopback."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def url_at(host: str, port: int) -> str:
-    """Where a browser on this machine finds what listens there."""
+    """Return the URL at which a browser on this machine reaches a listening address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Guard:
-    """Decides on a request before any handler sees it."""
+    """Decides whether a request is admitted, before any handler sees it."""
 
     def __init__(
         self,
@@ -52,7 +55,11 @@ class Guard:
         *,
         open_paths: Callable[[str], bool] = OPEN_PATHS.__contains__,
     ) -> None:
-        """`open_paths` says which paths want no token."""
+        """
+        Args:
+            allowed_hosts: names of the server besides its own address.
+            open_paths: returns whether a path needs no token.
+        """
         self._open_paths = open_paths
         self._token = token.encode() if token else None
         self._allowed = {name.lower() for name in allowed_hosts}
@@ -61,19 +68,19 @@ class Guard:
             self._names |= {"localhost", "127.0.0.1", "::1"}
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        """None for a welcome request, else a status and the reason."""
+        """Return None if a request is admitted, otherwise an HTTP status and the reason."""
         host, origin = headers.get("Host"), headers.get("Origin")
         if self._token is None and not self._knows(host):
             return 403, (
-                f"Host {host!r} is not one of this server's: add its name to allowed_hosts, or "
-                "set a token"
+                f"Host {host!r} is not a name of this server: add it to allowed_hosts, or set a "
+                "token"
             )
         if origin is not None and not self._knows_origin(origin, host or ""):
             return 403, f"Origin {origin!r} may not use this server"
         if self._open_paths(path) or self._token is None:
             return None
         scheme, _, given = headers.get("Authorization", "").partition(" ")
-        # Bytes of a header that are no UTF-8 arrive as surrogates.
+        # Header bytes that are not UTF-8 arrive as surrogates.
         sent = given.strip().encode("utf-8", "surrogatepass")
         if scheme.lower() == "bearer" and secrets.compare_digest(sent, self._token):
             return None
@@ -83,15 +90,17 @@ class Guard:
         return _name_of(host or "") in self._names
 
     def _knows_origin(self, origin: str, host: str) -> bool:
-        """Its own, port and all: another program on this machine may have a page at another port.
-        Or one of those that are allowed by their names."""
+        """Return whether an origin is the server's own, including the port, or an allowed name.
+
+        The port matters because another program on this machine may serve a page at another one.
+        """
         scheme, separator, rest = origin.partition("://")
         is_ours = rest.lower() == host.lower() or _name_of(rest) in self._allowed
         return bool(separator) and scheme in ("http", "https") and is_ours
 
 
 def _name_of(host: str) -> str:
-    """The name or address of a Host header, without its port."""
+    """Return the name or address of a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

@@ -1,4 +1,4 @@
-"""What the service holds in memory for its clients, counted."""
+"""Accounting of the memory that the service holds for its clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 
 class HeldBytes:
-    """Bytes by their owner, and a bound on all of them together."""
+    """Bytes held per owner, with a bound on their sum."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -14,8 +14,7 @@ class HeldBytes:
         self.total = 0
 
     def hold(self, owner: Hashable, num_bytes: int) -> bool:
-        """Say how much an owner has now. False, and nothing changes, where more would be held than
-        may be."""
+        """Set the bytes held for an owner; return False, changing nothing, if over the bound."""
         more = num_bytes - self._of.get(owner, 0)
         if more > 0 and self.total + more > self._most:
             return False

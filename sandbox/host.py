@@ -1,4 +1,4 @@
-"""The host's end of a link (remote.py): a pool on another machine sends its calls here."""
+"""The host's end of a link (remote.py), over which a pool on another machine sends calls."""
 
 from __future__ import annotations
 
@@ -24,35 +24,39 @@ from sandbox.sessions import Sessions
 log = logging.getLogger("sandbox")
 
 LOAD_EVERY_S = 0.25
-MAX_REASON_BYTES = 123  # of a WebSocket's close frame
+MAX_REASON_BYTES = 123  # limit of a WebSocket's close frame
 
 
 class _Frames(FrameReader):
-    """Of a client, whose frames may be anything."""
+    """A frame reader for clients, which are not trusted."""
 
     @staticmethod
     def _parse(body: bytes) -> dict[str, Any]:
         if has_more_values(body, most := max_values(LinkRequest)):
-            raise ProtocolError(f"a frame has at most {most} values")
+            raise ProtocolError(f"a frame may have at most {most} values")
         return FrameReader._parse(body)
 
 
 class Guest:
-    """One connected client: its calls, its sessions. All of them end with the connection."""
+    """A connected client with its calls and sessions, which end with the connection."""
 
     def __init__(self, pool: Pool, hold: Callable[[int], bool]) -> None:
-        """`hold` is told how many bytes are held for the client, and says whether they may be."""
+        """
+        Args:
+            hold: called with the number of bytes held for the client; returns whether it is
+                within the bound.
+        """
         self._pool = pool
         self._hold = hold
-        self._num_held = 0  # of its open calls
+        self._num_held = 0  # bytes held for open calls
         self._outbox = Outbox()
         self._scopes: dict[int, anyio.CancelScope] = {}
-        self._cells: dict[int, anyio.CancelScope] = {}  # by session; also of one that is opened
-        # As many again wait here as can run, so that no slot waits for the network.
+        self._cells: dict[int, anyio.CancelScope] = {}  # by session, including those being opened
+        # Admit twice as many calls as there are slots, so that no slot waits for the network.
         self._num_slots = 2 * pool.stats()["slots"]
 
     async def serve(self, socket: web.WebSocketResponse) -> None:
-        """Until the client leaves, or sends what is no frame: then it is told why, and closed."""
+        """Serve the client until it leaves; close the connection, with a reason, on a bad frame."""
         reader = _Frames()
         why = ""
         async with Sessions(self._pool) as self._sessions, anyio.create_task_group() as self._group:
@@ -60,20 +64,20 @@ class Guest:
             self._greet()
             self._group.start_soon(self._tell_load)
             try:
-                # no deadline: until the client leaves; its heartbeat tells
+                # no deadline: until the client leaves, which the heartbeat detects
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         for frame in reader.feed(message.data):
                             self._on_frame(frame)
                         if not self._hold(len(reader) + self._num_held):
-                            raise ProtocolError("this host holds all that it may (max_held_mib)")
-                        await anyio.lowlevel.checkpoint()  # others' turn: there may be many more
+                            raise ProtocolError("this host's memory is used up (max_held_mib)")
+                        await anyio.lowlevel.checkpoint()  # yield: there may be many more frames
             except ProtocolError as error:
                 why = str(error)
             finally:
                 self._group.cancel_scope.cancel()
         if why:
-            log.warning("a client's connection is closed: %s", why)
+            log.warning("closing a client's connection: %s", why)
             reason = why.encode("ascii", "replace")[:MAX_REASON_BYTES]
             await socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=reason)
 
@@ -102,14 +106,14 @@ class Guest:
     def _on_frame(self, frame: dict[str, Any]) -> None:
         match frame:
             case {"op": "run", "id": int(call_id)} if call_id in self._scopes:
-                raise ProtocolError(f"the id {call_id} is that of a call which is still open")
+                raise ProtocolError(f"the id {call_id} belongs to a call that is still open")
             case {"op": "run", "id": int(call_id)} if len(self._scopes) < 2 * self._num_slots:
                 scope = self._scopes[call_id] = anyio.CancelScope()
                 if isinstance(session := frame.get("session"), int):
                     self._cells[session] = scope
                 self._group.start_soon(self._call, call_id, frame, scope)
             case {"op": "run", "id": int(call_id)}:
-                self._done(call_id, CallStatus.OVERLOADED, "more calls than slots were told")
+                self._done(call_id, CallStatus.OVERLOADED, "more calls than announced slots")
             case {"op": "kill", "id": int(call_id)}:
                 if call_id in self._scopes:
                     self._scopes[call_id].cancel()
@@ -118,9 +122,7 @@ class Guest:
                     self._cells[session].cancel()
                 self._sessions.close(session)
             case _:
-                raise ProtocolError(
-                    f"a frame that the protocol does not know: {reprlib.repr(frame)}"
-                )
+                raise ProtocolError(f"unknown frame: {reprlib.repr(frame)}")
 
     async def _call(self, call_id: int, frame: dict[str, Any], scope: anyio.CancelScope) -> None:
         size = sum(len(text) for text in frame.values() if isinstance(text, str))
@@ -163,7 +165,7 @@ class Guest:
 
 
 def _fields(result: CallResult) -> dict[str, Any]:
-    """The inverse of CallResult.from_frame."""
+    """Return a result as a frame's fields, the inverse of CallResult.from_frame."""
     fields = {name: getattr(result, name) for name in CallResult.__slots__}
     if result.status.infrastructure:
         del fields["run_s"]

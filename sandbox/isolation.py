@@ -1,4 +1,4 @@
-"""Which walls a worker must have before a pool uses it without being told to."""
+"""The layers of isolation that a pool requires of a worker by default."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 from collections.abc import Mapping
 
 NEEDED = ("processes apart", "network", "root", "uid")
-"""Layers that keep a call apart from other calls, the network and the disk. A backend that has no
-such layer under that name, as containers have, has it by its nature."""
+"""Layers that isolate a call from other calls, the network and the disk. A backend that does not
+list one of them, such as containers, provides it inherently."""
 
 _IS_MISSING = re.compile(r"no\b")
 
 
 def missing_walls(layers: Mapping[str, str]) -> list[str]:
-    """The layers that a call needs and does not have, each with the reason."""
+    """Return the required layers that are missing, each with the reason."""
     found = [(name, layers.get(name, "")) for name in NEEDED]
     return [f"{name}: {text}" for name, text in found if _IS_MISSING.match(text)]
 
 
 def refusal(missing: list[str]) -> str:
-    """Why a pool does not start, and what to do about it."""
+    """Return the message of a pool that refuses to start, with advice."""
     return (
         f"calls would not be isolated here ({'; '.join(missing)}). Install a Docker Engine that "
         "this user may use, or allow user namespaces. For code that you trust, set "

@@ -1,7 +1,7 @@
-"""The supervisor's side of one worker: who is waiting for which answer.
+"""The supervisor's end of a worker's connection: its open calls and sessions.
 
-Decisions are synchronous: a frame that arrives settles its call and frees its slot in the same
-step, and the owner (the pool) is told by a callback. There is no reader task to fall behind.
+Decisions are synchronous: an arriving frame settles its call and frees its slot in the same step,
+and a callback notifies the owner (the pool). There is no reader task that could fall behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sandbox.errors import LostBy, ProtocolError, SandboxUnavailable
 from sandbox.protocol import FrameReader, encode
 
 BEAT_S = 5.0
-MAX_SILENT_BEATS = 3  # then a worker counts as hung
+MAX_SILENT_BEATS = 3  # after that a worker is considered hung
 
 _ids = itertools.count(1)
 
@@ -27,7 +27,7 @@ def next_id() -> int:
 
 
 class Pending:
-    """A call that a worker has and has not answered. `reply` stays None if the worker is lost."""
+    """A call in progress on a worker. `reply` stays None if the worker is lost."""
 
     __slots__ = ("done", "reply")
 
@@ -37,24 +37,24 @@ class Pending:
 
 
 class OpenSession:
-    """A session that its owner has not closed yet."""
+    """A session that is open on a worker."""
 
     __slots__ = ("has_begun", "lost_by")
 
     def __init__(self) -> None:
-        self.has_begun = False  # the cell that opens it has been sent
+        self.has_begun = False  # whether its first cell has been sent
         self.lost_by: LostBy | None = None
 
 
 class Link:
-    """Frames to and from one worker, over whatever carries bytes."""
+    """The protocol state of one worker's connection, independent of the transport."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
         self.ready = anyio.Event()
         self.lost = anyio.Event()
         self.hello: dict[str, Any] = {}
-        self.why = ""  # set when the worker told why it dies, or when we know
+        self.why = ""  # the reason for its loss, if known
         self.pending: dict[int, Pending] = {}
         self.sessions: dict[int, OpenSession] = {}
         self.write: Callable[[bytes], None] = lambda data: None
@@ -63,8 +63,11 @@ class Link:
         self._heard = False
 
     def submit(self, message: dict[str, Any]) -> Pending:
-        """Send a call; its answer arrives in the Pending. Raises ProtocolError for one that is
-        longer than a frame can be."""
+        """Send a call; its reply arrives in the Pending.
+
+        Raises:
+            ProtocolError: the call is too long for a frame.
+        """
         session = self.sessions.get(message.get("session", 0))
         data = encode({**message, "opens": True} if session and not session.has_begun else message)
         if session:
@@ -81,20 +84,21 @@ class Link:
             self.write(encode(message))
 
     def open_session(self, session_id: int) -> OpenSession:
-        """Take note of a session: its process is started by its first cell."""
+        """Register a session; its first cell will start its process."""
         session = self.sessions[session_id] = OpenSession()
         return session
 
     def close_session(self, session_id: int) -> None:
-        """End a session's process; what the worker says of it from now on is ignored."""
+        """End a session's process and ignore further messages about it."""
         session = self.sessions.pop(session_id)
         if session.has_begun:
             self.tell({"op": "close", "session": session_id})
 
     async def watch(self) -> None:
-        """Return when the worker is lost; lose it if it says nothing for some beats in a row.
+        """Wait until the worker is lost; declare it lost if it is silent for several heartbeats.
 
-        Beats are counted, not seconds: where our own loop was held up, there was no time to hear.
+        Heartbeats are counted, not seconds, because a blocked event loop would have received
+        nothing.
         """
         num_silent = 0
         while not self.lost.is_set():
@@ -104,7 +108,7 @@ class Link:
                 await self.lost.wait()
             num_silent = 0 if self._heard else num_silent + 1
             if num_silent == MAX_SILENT_BEATS:
-                self.lose(f"it said nothing for {MAX_SILENT_BEATS * BEAT_S:g} s")
+                self.lose(f"it was silent for {MAX_SILENT_BEATS * BEAT_S:g} s")
 
     def feed(self, data: bytes) -> None:
         self._heard = True
@@ -115,7 +119,7 @@ class Link:
             self.lose(str(error))
 
     def lose(self, why: str) -> None:
-        """The worker is gone: every open call is settled without an answer."""
+        """Mark the worker as lost and settle all open calls without a reply."""
         if self.lost.is_set():
             return
         self.why = self.why or why
@@ -141,9 +145,9 @@ class Link:
 
     def _on_session_lost(self, message: dict[str, Any]) -> None:
         session = self.sessions.get(message["session"])
-        if session is not None and session.lost_by is None:  # else it is told again
+        if session is not None and session.lost_by is None:  # keep the first cause
             session.lost_by = LostBy(message.get("by", LostBy.INFRASTRUCTURE))
-        if "id" in message:  # a cell that has not run
+        if "id" in message:  # of a cell that was not run
             self._settle(message["id"], None)
 
     def _settle(self, call_id: int, reply: dict[str, Any] | None) -> None:
@@ -155,7 +159,7 @@ class Link:
 
 
 class SocketProtocol(asyncio.Protocol):
-    """A Link over a socket: bytes go straight from the loop into the frame reader."""
+    """The asyncio protocol of a Link over a socket, which passes bytes to the frame reader."""
 
     def __init__(self, link: Link, greeting: bytes = b"") -> None:
         self._link = link
@@ -163,7 +167,7 @@ class SocketProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, made: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, made)  # uvloop's is one, but not by inheritance
+        transport = cast(asyncio.Transport, made)  # uvloop's transport does not inherit from it
         if self._transport is not None:  # one worker, one connection
             transport.abort()
             return
@@ -183,18 +187,18 @@ class SocketProtocol(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close it, also where the other end has not read what was written."""
+        """Close the connection at once, discarding data that the peer has not read."""
         if self._transport is not None:
             self._transport.abort()
 
 
 async def wait_ready(link: Link, timeout_s: float) -> None:
-    """Until the worker says that it is ready. Raises SandboxUnavailable with what is known."""
+    """Wait until the worker is ready. Raises SandboxUnavailable, with the reason if known."""
     with anyio.move_on_after(timeout_s):
         async with anyio.create_task_group() as group:
 
             async def fail_early() -> None:
-                await link.lost.wait()  # no deadline: it ends with the wait beside it
+                await link.lost.wait()  # no deadline: cancelled when the other wait ends
                 group.cancel_scope.cancel()
 
             group.start_soon(fail_early)

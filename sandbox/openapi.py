@@ -1,4 +1,4 @@
-"""The service's OpenAPI document, made from the models that check its requests."""
+"""The service's OpenAPI document, generated from the models that validate its requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SESSION = {"name": "id", "in": "path", "required": True, "schema": {"type": "st
 
 @cache
 def document() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """Return the service's OpenAPI 3.1 document."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "sandbox", "version": "1", "description": "Runs untrusted Python."},
@@ -41,10 +41,10 @@ def _schemas() -> dict[str, Any]:
         ref_template=template,
     )
     schemas: dict[str, Any] = made["$defs"]
-    for name in ("CallResult", "CallError"):  # an answer has every field, also where one is unset
+    for name in ("CallResult", "CallError"):  # responses include unset fields, too
         schemas[name] |= _object(schemas[name]["properties"])
     text = {"type": "string"}
-    field = {"type": ["string", "null"], "description": "The request's, which is wrong"}
+    field = {"type": ["string", "null"], "description": "Name of the invalid field"}
     error = _object({"type": text, "message": text, "field": field})
     schemas["Error"] = _object({"error": error})
     schemas["Opened"] = _object({"id": text, "idle_s": {"type": "number"}})
@@ -57,7 +57,7 @@ def _paths() -> dict[str, Any]:
     paths = {
         "/v1/run": _post("Run a program", "RunRequest", result),
         "/v1/run/batch": _post(
-            "Run programs; a line for each, with its `index`, as it finishes",
+            "Run programs; the response has a line for each, with its `index`, as it finishes",
             "BatchRequest",
             {"type": "array", "items": _ref("Line")},
             answer_type="application/x-ndjson",
@@ -66,7 +66,7 @@ def _paths() -> dict[str, Any]:
             "Open a session", "SessionRequest", _ref("Opened"), code="201", required=False
         ),
         "/v1/sessions/{id}/run": _post(
-            "Run a cell in a session; 410 if its process is gone, perhaps with this cell",
+            "Run a cell in a session; 410 if its process is gone, possibly because of this cell",
             "RunRequest",
             result,
         )
@@ -78,21 +78,21 @@ def _paths() -> dict[str, Any]:
                 "responses": {"204": {"description": "Done"}, "default": _refused()},
             },
         },
-        "/v1/stats": _get("Workers, slots, what is busy and what waits"),
-        "/healthz": _get("200 while a worker is up"),
+        "/v1/stats": _get("Numbers of workers, slots, and running and waiting calls"),
+        "/healthz": _get("Health check: 200 while a worker is up"),
         "/run_code": _post("SandboxFusion's", "RunCodeRequest", _OBJECT),
-        "/status": _get("Code Judge's"),
-        "/ping": _get("Code Judge's"),
+        "/status": _get("Code Judge"),
+        "/ping": _get("Code Judge"),
     }
     for path in ("/run", "/judge"):
-        paths[path] = _post("Code Judge's", "Submission", _OBJECT)
+        paths[path] = _post("Code Judge", "Submission", _OBJECT)
         for form in ("batch", "long-batch"):
-            paths[f"{path}/{form}"] = _post("Code Judge's", "BatchSubmission", _OBJECT)
+            paths[f"{path}/{form}"] = _post("Code Judge", "BatchSubmission", _OBJECT)
     return paths
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose every property is there."""
+    """Return an object schema with all properties required."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
@@ -113,7 +113,7 @@ def _post(
     required: bool = True,
     answer_type: str = "application/json",
 ) -> dict[str, Any]:
-    done = {"description": "An answer, however the program ended", **_content(answer, answer_type)}
+    done = {"description": "The result, however the program ended", **_content(answer, answer_type)}
     return {
         "post": {
             "summary": summary,
@@ -129,4 +129,4 @@ def _get(summary: str) -> dict[str, Any]:
 
 
 def _refused() -> dict[str, Any]:
-    return {"description": "No answer of a program", **_content(_ref("Error"))}
+    return {"description": "The request was refused", **_content(_ref("Error"))}

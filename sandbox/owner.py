@@ -1,4 +1,4 @@
-"""Who a container or a directory belongs to, so that what a killed process left can be reaped."""
+"""Ownership tags of containers and directories, so that leftovers of dead processes are reaped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SWEEP_TIMEOUT_S = 10.0
 
 
 def _start_time(pid: int) -> str | None:
-    """Clock ticks from boot to the start of the process: a pid with it is never used twice."""
+    """Return the clock ticks from boot to the process's start, which make its pid unique."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -30,13 +30,13 @@ def boot_id() -> str:
 
 
 def own_tag() -> str:
-    """pid and start time of this process, with its pid namespace."""
+    """Return a tag of this process: pid, start time and pid namespace."""
     space = os.stat("/proc/self/ns/pid").st_ino
     return f"{os.getpid()}-{_start_time(os.getpid())}-{space}"
 
 
 def is_dead(tag: str) -> bool:
-    """True only if we can know: a tag of another pid namespace is none of our business."""
+    """Return whether the tagged process is dead; False for another pid namespace, as unknown."""
     try:
         pid, start, space = tag.split("-")
         foreign = int(space) != os.stat("/proc/self/ns/pid").st_ino
@@ -46,13 +46,15 @@ def is_dead(tag: str) -> bool:
 
 
 def make_dir() -> Path:
-    """A directory that nobody else can enter."""
+    """Create a directory that no other user can enter."""
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_tag()}-"))
 
 
 def remove_tree(path: Path) -> None:
-    """Remove all of a worker's directory, whatever modes a call has set in it, and first what
-    still runs as an owner of something in it. Follows no link, raises nothing."""
+    """Remove a worker's directory, whatever modes calls have set in it.
+
+    Processes of the users that own files in it are killed first. Never follows links or raises.
+    """
     with contextlib.suppress(OSError):
         _end_owners(path)
         remove_below(str(path))
@@ -60,7 +62,7 @@ def remove_tree(path: Path) -> None:
 
 
 def _end_owners(path: Path) -> None:
-    """Kill what a call left running: without a pid namespace it may survive a killed worker."""
+    """Kill leftover processes of calls, which can outlive a worker without a pid namespace."""
     if os.getuid() != 0:
         return
     with os.scandir(path) as entries:
@@ -74,12 +76,12 @@ def _end_owners(path: Path) -> None:
 def _is_ours(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # another pool was quicker
+    except FileNotFoundError:  # another pool has removed it
         return False
 
 
 def reap_dirs() -> int:
-    """Remove the directories that dead owners left behind; how many there were."""
+    """Remove the directories of dead owners and return their number."""
     num = 0
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         tag = path.name.removeprefix(PREFIX).rpartition("-")[0]

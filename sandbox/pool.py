@@ -1,20 +1,20 @@
 """The pool: calls in, answers out, over workers that come and go.
 
-    run() ──> waiting room (first in, first out) ──> the least busy worker ──> answer
+    run() ──> slot queue (first in, first out) ──> the least busy worker ──> result
                   ▲                                        │
-                  └── a slot is free: the worker answered, ┘ or a fresh worker took its place
+                  └── a slot is free: the worker replied, ─┘ or was replaced by a fresh one
 
-`_keep` (one task per place) starts a worker, waits until it is lost or has run its share, and
-starts the next: the pool never shrinks for good. What it produces is slots; callers wait for
-them in `_Room`; a worker's answer, or its loss, sets the callers of its calls free. A worker that
-has run its share while sessions live on it steps aside: it keeps those, and a fresh worker takes
-its place for everything else.
+`_keep` (one task per worker) starts a worker, waits until it is lost or has run its share of calls,
+and starts the next, so the pool never shrinks for good. Workers provide slots, for which callers
+wait in `_SlotQueue`; a worker's reply, or its loss, wakes the callers of its calls. A worker that
+has run its share while sessions are open on it is replaced by a fresh one but keeps running for its
+sessions.
 
-A call whose worker was lost, or failed it, runs once more: alone, on a worker that runs no other
-call meanwhile. So no neighbour can harm it a second time, and what happens then tells who was to
-blame. If that worker is lost as well, the call has ended two of them, and is `killed`: a program
-must not be able to make its own failure look like ours. If workers that had nothing to do with it
-were lost at the same moment, it is not to blame, and is a `sandbox_error`.
+A call whose worker is lost or fails is run once more, alone on a worker that runs no other call
+meanwhile. So no other call can harm it a second time, and the second run shows the cause. If that
+worker is lost as well, the call has ended two workers and gets the status `killed`: a program must
+not be able to make its own failure look like a failure of infrastructure. But if unrelated workers
+were lost at the same moment, the call is not to blame and gets the status `sandbox_error`.
 """
 
 from __future__ import annotations
@@ -53,40 +53,43 @@ from sandbox.settings import OutputLimits, PoolSettings
 
 log = logging.getLogger("sandbox")
 
-GRACE_S = 5.0  # what a worker may take beyond a call's own time before it counts as hung
+GRACE_S = 5.0  # time beyond a call's time limit after which its worker is considered hung
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
 SESSION_GONE = {
-    LostBy.PROGRAM: "the session's process has ended, by what ran in it; its variables are gone",
-    LostBy.CALLER: "the session's process was killed with a cell that its caller gave up; its "
+    LostBy.PROGRAM: "the session's process was ended by the code that ran in it; its variables are "
+    "gone",
+    LostBy.CALLER: "the session's process was killed with a cell that its caller cancelled; its "
     "variables are gone",
-    LostBy.INFRASTRUCTURE: "the session's process has ended, which was not by what ran in it; its "
-    "variables are gone",
+    LostBy.INFRASTRUCTURE: "the session's process has ended, not because of the code that ran in "
+    "it; its variables are gone",
 }
 MAX_TIMEOUT_S = 3600.0
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
-QUIET_S = 30.0  # workers that don't start are told of once in this time
-SAME_MOMENT_S = 1.0  # workers that are lost within it may have been lost to one cause
+QUIET_S = 30.0  # failures to start workers are logged at most this often
+SAME_MOMENT_S = 1.0  # workers lost within this time may have a common cause
 
-# Worker ids are unique among all pools of all processes that use an engine.
+# Worker ids must be unique among all pools of all processes that use an engine.
 _token = secrets.token_hex(3)
 _numbers = itertools.count()
 
 
 class _Worker:
-    """What the pool knows of a worker that is up. A host is one, too: it says what it has."""
+    """The pool's state of a running worker, or of a host, which announces its own capacity."""
 
     def __init__(self, link: Link, settings: PoolSettings) -> None:
         self.link = link
-        told = link.hello
-        self.num_slots = self.free = int(told.get("slots", settings.slots_per_worker))
-        self.num_seats = self.free_seats = int(told.get("seats", settings.sessions_per_worker))
-        self.grace_s = float(told.get("grace_s", GRACE_S))
-        self.num_left = math.inf if "slots" in told else settings.recycle_after
-        self.proven = False  # it has answered a call: not one of those that fail at once
+        hello = link.hello
+        self.num_slots = self.free = int(hello.get("slots", settings.slots_per_worker))
+        self.max_sessions = self.free_sessions = int(
+            hello.get("seats", settings.sessions_per_worker)
+        )
+        self.grace_s = float(hello.get("grace_s", GRACE_S))
+        self.num_left = math.inf if "slots" in hello else settings.recycle_after
+        self.proven = False  # has replied to a call, so it does not fail at once
         self.retiring = False
-        self.runs_alone = False  # one call, and no other beside it
-        self.drained = anyio.Event()  # it has run its share, and nothing runs or lives on it
-        self.vacant = anyio.Event()  # another may take its place
+        self.runs_alone = False  # reserved for a single call
+        self.drained = anyio.Event()  # has run its share, without calls and sessions left
+        self.vacant = anyio.Event()  # may be replaced
 
     @property
     def alive(self) -> bool:
@@ -94,14 +97,14 @@ class _Worker:
 
     @property
     def aside(self) -> bool:
-        """Its place is another's: it lives on for its sessions alone."""
+        """True if it was replaced and keeps running only for its sessions."""
         return self.alive and self.vacant.is_set()
 
     @property
     def num_sessions(self) -> int:
-        return self.num_seats - self.free_seats
+        return self.max_sessions - self.free_sessions
 
-    def see_if_drained(self) -> None:
+    def check_drained(self) -> None:
         if self.retiring and self.free == self.num_slots and not self.num_sessions:
             self.drained.set()
 
@@ -110,16 +113,16 @@ class _Worker:
         return self.alive and not self.retiring
 
     @property
-    def has_seat(self) -> bool:
-        return self.open and not self.runs_alone and self.free_seats > 0
+    def can_open_session(self) -> bool:
+        return self.open and not self.runs_alone and self.free_sessions > 0
 
     @property
     def is_host(self) -> bool:
         return isinstance(self.link, HostLink)
 
     @property
-    def room(self) -> int:
-        """Free slots, less what a host has to do for others."""
+    def num_available(self) -> int:
+        """Free slots, minus a host's calls for other clients; -1 if it takes no calls."""
         others = self.link.others if isinstance(self.link, HostLink) else 0
         is_open = self.open and not self.runs_alone
         return max(min(self.free, 1), self.free - others) if is_open else -1
@@ -129,21 +132,21 @@ class _Waiter:
     __slots__ = ("alone", "granted", "only", "worker")
 
     def __init__(self, only: _Worker | None, alone: bool) -> None:
-        self.only = only  # a session's cell can run in one place only
-        self.alone = alone  # a call that wants a worker for itself
+        self.only = only  # the only worker that can run it: a session's cell
+        self.alone = alone  # needs a worker for itself
         self.granted = anyio.Event()
         self.worker: _Worker | None = None
 
 
-class _Room:
-    """Who waits for a slot, and who gets the next. No I/O, no await in any decision."""
+class _SlotQueue:
+    """The queue of calls that wait for a slot. Pure: no I/O and no await."""
 
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
         self.waiting: OrderedDict[_Waiter, None] = OrderedDict()
 
     def enter(self, only: _Worker | None, alone: bool) -> _Waiter:
-        """At the end of the queue; `alone`, at its head: such a call had its turn before."""
+        """Enqueue a call; one that is to run `alone` goes first, since it has waited before."""
         waiter = _Waiter(only, alone)
         self.waiting[waiter] = None
         self.waiting.move_to_end(waiter, last=not alone)
@@ -151,29 +154,29 @@ class _Room:
         return waiter
 
     def leave(self, waiter: _Waiter) -> None:
-        """A caller gave up: out of the queue, or its slot back if it was just granted."""
+        """Remove a cancelled call from the queue, or free its slot if it was just granted."""
         if waiter.worker is not None:
             self.free(waiter.worker)
             return
         self.waiting.pop(waiter, None)
         if waiter.alone:
-            self.serve()  # no worker is to be emptied for it any more
+            self.serve()  # a worker that was being emptied for it can take calls again
 
     def free(self, worker: _Worker) -> None:
         worker.free += 1
         if worker.alive:
             worker.runs_alone = False
-        worker.see_if_drained()
+        worker.check_drained()
         self.serve()
 
     def serve(self) -> None:
-        """Hand out free slots, oldest waiter first."""
+        """Grant free slots, oldest call first."""
         passed_over: list[_Waiter] = []
-        emptying: list[_Worker] = []  # for calls that wait to be alone: they take nothing else
+        emptying: list[_Worker] = []  # workers that take no calls until they are empty
         while self.waiting:
             waiter, _ = self.waiting.popitem(last=False)
             if waiter.alone:
-                worker = self.worker_for_one(emptying)
+                worker = self.reserve_worker(emptying)
             else:
                 worker = self.slot_for(waiter.only, emptying)
             if worker is not None:
@@ -182,9 +185,9 @@ class _Room:
                 waiter.worker = worker
                 waiter.granted.set()
             elif waiter.only is not None and not waiter.only.alive:
-                waiter.granted.set()  # nothing left to wait for: it sees the loss
+                waiter.granted.set()  # its worker is lost: wake it to report that
             elif waiter.only is not None or waiter.alone:
-                passed_over.append(waiter)  # others needn't wait for what it waits for
+                passed_over.append(waiter)  # others can be served before it
             else:
                 passed_over.append(waiter)
                 break
@@ -193,24 +196,27 @@ class _Room:
             self.waiting.move_to_end(waiter, last=False)
 
     def slot_for(self, only: _Worker | None, emptying: Sequence[_Worker] = ()) -> _Worker | None:
-        """The worker that would take a call now: `only` that one, or the least busy."""
+        """Return the worker that can take a call now: `only`, if given, or the least busy one."""
         if only is not None:
             is_open = only.alive and not only.runs_alone and only not in emptying
             return only if only.free > 0 and is_open else None
         able = self.workers
         if emptying:
             able = [worker for worker in able if worker not in emptying]
-        best = max(able, key=lambda w: w.room, default=None)
-        return best if best is not None and best.room > 0 else None
+        best = max(able, key=lambda w: w.num_available, default=None)
+        return best if best is not None and best.num_available > 0 else None
 
-    def worker_for_one(self, emptying: list[_Worker]) -> _Worker | None:
-        """A worker that runs nothing else now, nor until the call has ended. If there is none, the
-        one that is next to be empty joins `emptying`. A host has its own ways: any slot there."""
+    def reserve_worker(self, emptying: list[_Worker]) -> _Worker | None:
+        """Reserve an idle worker for a single call.
+
+        If there is none, add the one with the fewest calls to `emptying` and return None. With
+        hosts only, return any worker with a free slot, since hosts isolate calls themselves.
+        """
         local = [worker for worker in self.workers if worker.open and not worker.is_host]
         if not local:
             return self.slot_for(None)
         able = [worker for worker in local if not worker.runs_alone and worker not in emptying]
-        best = max(able, key=lambda w: (w.free - w.num_slots, w.free_seats), default=None)
+        best = max(able, key=lambda w: (w.free - w.num_slots, w.free_sessions), default=None)
         if best is None:
             return None
         if best.free < best.num_slots:
@@ -221,13 +227,14 @@ class _Room:
 
 
 class Pool:
-    """Runs untrusted Python, each call in a process of its own, confined.
+    """Runs untrusted Python, each call in a confined process of its own.
 
         async with Pool() as pool:
             result = await pool.run("print(6 * 7)")
 
-    Entering starts the workers (seconds; the image is built on the first use of Docker) and
-    raises SandboxUnavailable where none comes up. `on_progress` gets lines for people meanwhile.
+    Entering starts the workers, which takes seconds; the image is built on the first use of Docker.
+    It raises SandboxUnavailable if no worker starts. `on_progress` is called with lines of text
+    meanwhile.
     """
 
     def __init__(
@@ -238,15 +245,15 @@ class Pool:
     ) -> None:
         self.settings = settings or PoolSettings()
         self._on_progress = on_progress
-        self._room = _Room()
-        self._seat_freed = anyio.Event()
-        self._num_wait_seat = 0
+        self._queue = _SlotQueue()
+        self._session_freed = anyio.Event()
+        self._num_session_waiters = 0
         self._counts: dict[str, int] = dict.fromkeys(CallStatus, 0)
         self._num_replaced = 0
-        self._why = ""  # no worker came up, last
+        self._why = ""  # why the last worker that failed did not start
         self._quiet_until = -math.inf
-        self._num_untold = 0
-        # When workers were lost that ran no call alone, and which.
+        self._num_unlogged = 0
+        # Times of losses of workers that were not reserved for a single call.
         self._losses: deque[tuple[float, _Worker]] = deque(maxlen=64)
         self._open = False
         self._backends: list[Backend]
@@ -263,20 +270,20 @@ class Pool:
             async with anyio.create_task_group() as starting:
                 for backend in self._backends:
                     starting.start_soon(self._group.start, self._keep, backend)
-            if self._room.workers:
+            if self._queue.workers:
                 self._stack = stack.pop_all()
                 self._open = True
                 return self
-        raise SandboxUnavailable(self._why or "no worker came up")
+        raise SandboxUnavailable(self._why or "no worker started")
 
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
-        for waiter in self._room.waiting:
+        for waiter in self._queue.waiting:
             waiter.granted.set()  # without a worker
         await self._stack.__aexit__(None, None, None)
 
     async def _choose_backends(self, stack: AsyncExitStack) -> list[Backend]:
-        """One for each worker that is to be kept."""
+        """Return a backend for each worker to keep running."""
         settings = self.settings
         hosts: list[Backend] = [HostBackend(url, settings) for url in settings.hosts]
         if hosts and settings.backend == "auto" and not settings.engines:
@@ -290,7 +297,7 @@ class Pool:
         try:
             return await stack.enter_async_context(docker_backend(settings, self._on_progress))
         except NoEngine as error:
-            # Who names an engine or an image means it: nothing else is put in its place.
+            # An explicitly configured engine or image is never replaced by local processes.
             named = settings.engines or settings.image or os.environ.get("DOCKER_HOST")
             if settings.backend == "docker" or named:
                 raise
@@ -298,17 +305,17 @@ class Pool:
             return ProcessBackend(settings)
 
     async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Keep one place filled for as long as the pool lives."""
+        """Keep one worker running for as long as the pool is open, replacing it when needed."""
         failures = 0
         worker: _Worker | None
         while True:
             try:
                 worker = await self._group.start(self._live, backend)
-            except Exception as error:  # any: a place that is given up is lost for good
-                self._tell_failure(error)
+            except Exception as error:  # any, since a task that ends would shrink the pool
+                self._log_failure(error)
                 failures += 1
                 worker = None
-            if task_status is not anyio.TASK_STATUS_IGNORED:  # the first has come up, or has not
+            if task_status is not anyio.TASK_STATUS_IGNORED:  # the first attempt is over
                 task_status.started()
                 task_status = anyio.TASK_STATUS_IGNORED
             if worker is not None:
@@ -318,22 +325,22 @@ class Pool:
             if failures:
                 await anyio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
 
-    def _tell_failure(self, error: Exception) -> None:
-        """To the log, but not once for every try while an engine is down."""
+    def _log_failure(self, error: Exception) -> None:
+        """Log a failure to start a worker, but not every attempt while an engine is down."""
         self._why = str(error)
         if not self._open and isinstance(error, SandboxError):
-            return  # if no worker comes up, the pool's own error says why
+            return  # the error of a pool without workers says why
         now = time.monotonic()
         if now < self._quiet_until:
-            self._num_untold += 1
+            self._num_unlogged += 1
             return
-        more = f" ({self._num_untold} more since the last line)" if self._num_untold else ""
-        # Only our own errors explain themselves.
+        more = f" ({self._num_unlogged} more since the last line)" if self._num_unlogged else ""
+        # Errors other than our own need a traceback.
         log.warning("%s%s", error, more, exc_info=not isinstance(error, SandboxError))
-        self._quiet_until, self._num_untold = now + QUIET_S, 0
+        self._quiet_until, self._num_unlogged = now + QUIET_S, 0
 
     async def _live(self, backend: Backend, task_status: anyio.abc.TaskStatus[_Worker]) -> None:
-        """One worker's life. Raises what kept it from starting, and nothing later."""
+        """Run one worker from start to end. Raises only errors of its start."""
         worker_id = f"{os.getpid()}-{_token}-{next(_numbers)}"
         worker: _Worker | None = None
         try:
@@ -347,22 +354,22 @@ class Pool:
             log.warning("worker %s: %r", worker_id, error)
 
     async def _employ(self, worker: _Worker) -> None:
-        """Give the worker calls until it is lost, or has run its share and keeps no session."""
+        """Let the worker take calls until it is lost, or has run its share and has no sessions."""
         link = worker.link
         link.on_settled = lambda: self._on_settled(worker)
-        self._room.workers.append(worker)
+        self._queue.workers.append(worker)
         try:
-            self._room.serve()
-            self._tell_seats()
+            self._queue.serve()
+            self._notify_session_waiters()
             await self._until_done(worker)
         finally:
-            self._room.workers.remove(worker)
+            self._queue.workers.remove(worker)
             if not (worker.alive or worker.runs_alone or worker.is_host):
                 self._losses.append((time.monotonic(), worker))
             link.lose("the pool closed it")
             worker.vacant.set()
-            self._room.serve()
-            self._tell_seats()
+            self._queue.serve()
+            self._notify_session_waiters()
 
     async def _until_done(self, worker: _Worker) -> None:
         async with anyio.create_task_group() as group:
@@ -379,21 +386,24 @@ class Pool:
         if worker.num_left <= 0 and not worker.retiring:
             self._retire(worker)
         was_alone = worker.runs_alone
-        self._room.free(worker)
+        self._queue.free(worker)
         if was_alone:
-            self._tell_seats()
+            self._notify_session_waiters()
 
     def _retire(self, worker: _Worker) -> None:
-        """No more calls. With sessions on it, it steps aside, unless too many have already."""
+        """Let the worker take no more calls, unless too many others are kept for their sessions.
+
+        With open sessions, it is replaced but keeps running for them.
+        """
         if not worker.num_sessions:
             worker.retiring = True
-        elif sum(w.aside for w in self._room.workers) < self.settings.workers:
+        elif sum(w.aside for w in self._queue.workers) < self.settings.workers:
             worker.retiring = True
             worker.vacant.set()
 
-    def _tell_seats(self) -> None:
-        self._seat_freed.set()
-        self._seat_freed = anyio.Event()
+    def _notify_session_waiters(self) -> None:
+        self._session_freed.set()
+        self._session_freed = anyio.Event()
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -406,48 +416,57 @@ class Pool:
         *,
         output: OutputLimits | None = None,
     ) -> CallResult:
-        """Run a program from a clean state and say how it ended; a failing program is a result.
+        """Run a program from a clean state and return how it ended; a failing program is a result.
 
-        timeout_s: wall time of the program (default: the pool's setting), not of the waiting.
-        memory_mib: what its processes may hold together (default, and the most: the pool's
-        setting).
-        output: how much it may write and what is kept of it (default: the pool's settings).
-        Cancelling the caller kills the call. Raises ValueError for a timeout that isn't above 0
-        and at most an hour, or for memory that isn't between 1 and the pool's; TypeError for code
-        that is no str; RuntimeError outside of the pool's block.
+        Cancelling the caller kills the call.
+
+        Args:
+            timeout_s: wall time limit of the program, not including the wait for a slot; at most an
+                hour (default: the pool's setting).
+            memory_mib: memory limit of all its processes together (default and maximum: the pool's
+                setting).
+            output: limits of its output (default: the pool's settings).
+
+        Raises:
+            ValueError: a limit is out of range.
+            TypeError: `code` or `stdin` is not a str, or `memory_mib` not an int.
+            RuntimeError: the pool is not open.
         """
         message = self._message(code, stdin, timeout_s, memory_mib)
         if output is not None:
             message |= output.as_dict()
-        result = self._refused(message, None) or await self._run(message, None)
+        result = self._refuse(message, None) or await self._run(message, None)
         self._counts[result.status] += 1
         return result
 
     @asynccontextmanager
     async def session(self, max_wait_s: float | None = None) -> AsyncIterator[Session]:
-        """A process whose variables last from one `run` to the next, for the time of the block.
+        """Open a session: a process that keeps its variables between runs.
 
-        Raises Overloaded where no worker has a seat for it within `max_wait_s` (default: the
-        pool's setting; 0 does not wait).
+        Args:
+            max_wait_s: longest wait for a free session (default: the pool's setting); 0: none.
+
+        Raises:
+            Overloaded: no session was free in time.
         """
         if not self._open:
             raise RuntimeError(NOT_OPEN)
         if max_wait_s is None:
             max_wait_s = self.settings.max_wait_s
-        worker = await self._take_seat(max_wait_s)
+        worker = await self._reserve_session(max_wait_s)
         session = Session(self, worker, next_id())
         try:
             yield session
         finally:
             session.closed = True
             worker.link.close_session(session.id)
-            worker.free_seats += 1
-            worker.see_if_drained()
-            self._tell_seats()
+            worker.free_sessions += 1
+            worker.check_drained()
+            self._notify_session_waiters()
 
     def stats(self) -> dict[str, Any]:
-        """Where the pool stands, for a status page."""
-        alive = [w for w in self._room.workers if w.alive]
+        """Return the state of the pool as plain data, for a status page."""
+        alive = [w for w in self._queue.workers if w.alive]
         workers = [w for w in alive if not w.aside]
         layers = {backend.name: dict(backend.layers) for backend in self._backends}
         return {
@@ -455,9 +474,9 @@ class Pool:
             "workers": len(workers),
             "slots": sum(w.num_slots for w in workers),
             "busy": sum(w.num_slots - w.free for w in alive),
-            "waiting": len(self._room.waiting),
+            "waiting": len(self._queue.waiting),
             "sessions": sum(w.num_sessions for w in alive),
-            "sessions_waiting": self._num_wait_seat,
+            "sessions_waiting": self._num_session_waiters,
             "replaced": self._num_replaced,
             "calls": {str(status): count for status, count in self._counts.items() if count},
             "layers": layers[self._backends[-1].name],
@@ -483,15 +502,15 @@ class Pool:
         more = {} if memory_mib is None else {"memory_mib": memory_mib}
         return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s} | more
 
-    def _refused(self, message: dict[str, Any], only: _Worker | None) -> CallResult | None:
-        """An answer without a run, where the call can't or mustn't be taken."""
+    def _refuse(self, message: dict[str, Any], only: _Worker | None) -> CallResult | None:
+        """Return the result of a call that is refused without a run, or None."""
         size = len(message["code"]) + len(message["stdin"])
         if size > self.settings.max_code_bytes:
             most = self.settings.max_code_bytes
-            why = f"code and stdin have {size} characters; the most is {most}"
+            why = f"code and stdin have {size} characters; the maximum is {most}"
             return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, why)
-        full = len(self._room.waiting) >= self.settings.max_waiting
-        if full and self._room.slot_for(only) is None:
+        full = len(self._queue.waiting) >= self.settings.max_waiting
+        if full and self._queue.slot_for(only) is None:
             why = f"{self.settings.max_waiting} calls are waiting already"
             return CallResult.failed(next_id(), CallStatus.OVERLOADED, why)
         return None
@@ -537,9 +556,11 @@ class Pool:
         )
 
     async def _is_to_blame(self, used: Sequence[_Worker]) -> bool:
-        """Whether a call has ended the last of the workers that it `used`, which it had to itself
-        and which is lost just now. Not if other workers were lost at the same moment: then it was
-        an engine or a machine that failed."""
+        """Return whether a call has caused the loss of the last worker it `used`, alone.
+
+        It has not if other workers were lost at the same moment, since then an engine or a machine
+        has failed.
+        """
         if used[-1].is_host or not self._open:
             return False
         since = time.monotonic() - SAME_MOMENT_S
@@ -548,28 +569,30 @@ class Pool:
         return self._open and all(worker in used for worker in others)
 
     async def _slot(self, only: _Worker | None, left_s: float, alone: bool) -> _Worker | None:
-        """A slot, in turn. None if it took too long or can't come any more."""
+        """Wait for a slot; return None if there was none in time or there will be none."""
         if not self._open:
             return None
-        waiter = self._room.enter(only, alone)
+        waiter = self._queue.enter(only, alone)
         if not waiter.granted.is_set():
             try:
                 with anyio.move_on_after(left_s):
                     await waiter.granted.wait()
             except BaseException:
-                self._room.leave(waiter)
+                self._queue.leave(waiter)
                 raise
             if waiter.worker is None:
-                self._room.leave(waiter)
+                self._queue.leave(waiter)
         return waiter.worker
 
     async def _answer(self, worker: _Worker, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Send the call and wait for its answer; None if the worker is lost. The slot is freed
-        when the worker has answered, also to a call that its caller has given up."""
+        """Send the call and wait for its reply; return None if the worker is lost.
+
+        The slot is freed when the worker has replied, even if the caller was cancelled.
+        """
         try:
             pending: Pending = worker.link.submit(message)
         except ProtocolError as error:
-            self._room.free(worker)
+            self._queue.free(worker)
             return {"status": "sandbox_error", "why": str(error), "attempt": 1}
         try:
             with anyio.move_on_after(message["timeout_s"] + worker.grace_s):
@@ -579,51 +602,53 @@ class Pool:
                 worker.link.tell({"op": "kill", "id": message["id"]})
                 self._counts[CallStatus.CANCELLED] += 1
                 if self._open:
-                    self._group.start_soon(self._see_killed, worker, pending)
+                    self._group.start_soon(self._wait_killed, worker, pending)
             raise
         if not pending.done.is_set():
-            worker.link.lose("it stopped answering")
+            worker.link.lose("it stopped responding")
         return pending.reply
 
-    async def _see_killed(self, worker: _Worker, pending: Pending) -> None:
-        """A call that was given up gives its slot back, or its worker is replaced."""
+    async def _wait_killed(self, worker: _Worker, pending: Pending) -> None:
+        """Wait for a cancelled call to free its slot, or else have its worker replaced."""
         with anyio.move_on_after(worker.grace_s):
             await pending.done.wait()
         if not pending.done.is_set():
-            worker.link.lose("it stopped answering")
+            worker.link.lose("it stopped responding")
 
     # -- sessions ---------------------------------------------------------------------------
 
-    async def _take_seat(self, max_wait_s: float) -> _Worker:
+    async def _reserve_session(self, max_wait_s: float) -> _Worker:
         with anyio.move_on_after(max_wait_s):
             while True:
-                able = [w for w in self._room.workers if w.has_seat]
+                able = [w for w in self._queue.workers if w.can_open_session]
                 if able:
-                    worker = max(able, key=lambda w: w.free_seats)
-                    worker.free_seats -= 1
+                    worker = max(able, key=lambda w: w.free_sessions)
+                    worker.free_sessions -= 1
                     return worker
-                self._num_wait_seat += 1
+                self._num_session_waiters += 1
                 try:
-                    await self._seat_freed.wait()
+                    await self._session_freed.wait()
                 finally:
-                    self._num_wait_seat -= 1
-        num_seats = sum(w.num_seats for w in self._room.workers if w.open)
+                    self._num_session_waiters -= 1
+        max_sessions = sum(w.max_sessions for w in self._queue.workers if w.open)
         within = f" within {max_wait_s:g} s" if max_wait_s else ""
         raise Overloaded(
-            f"no session is free{within}, of {num_seats}: close one, or allow more "
+            f"none of {max_sessions} sessions is free{within}: close one, or allow more "
             "(sessions_per_worker, workers)"
         )
 
 
 def _runs_again(reply: dict[str, Any], attempt: int, only: _Worker | None) -> bool:
-    """True if the worker itself failed before the program began (say, no process could be
-    forked): then once more, elsewhere. A host has done so already, and says `attempt`."""
+    """Return whether to run a call again because the worker failed before the program started.
+
+    An example is a failed fork. A host has repeated the call itself, and reports its `attempt`.
+    """
     failed = reply["status"] == CallStatus.SANDBOX_ERROR and "attempt" not in reply
     return failed and attempt == 1 and only is None
 
 
 class Session:
-    """Cells that share their variables. Made by `Pool.session()`."""
+    """A process in which cells share their variables. Created by `Pool.session()`."""
 
     def __init__(self, pool: Pool, worker: _Worker, session_id: int) -> None:
         self.id = session_id
@@ -640,10 +665,11 @@ class Session:
         timeout_s: float | None = None,
         memory_mib: int | None = None,
     ) -> CallResult:
-        """Run a cell; its last expression's value is in `result`. Cells run one after another.
+        """Run a cell; `result` holds the value of its last expression. Cells run one at a time.
 
-        Raises SessionLost if the process is gone: a cell that is killed (time, memory, output)
-        still gets its result, and the next one this error, which says by whose doing (`by`).
+        Raises:
+            SessionLost: the process is gone; `by` is the cause. A cell that is killed for exceeding
+                a limit still returns a result, and the next one raises.
         """
         pool = self._pool
         message = pool._message(code, stdin, timeout_s, memory_mib) | {"session": self.id}
@@ -660,8 +686,10 @@ class Session:
 
     @property
     def lost_by(self) -> LostBy | None:
-        """By whose doing the process is gone; None while it lives. Known as soon as the cell that
-        ended it has its result."""
+        """The cause of the session's loss, or None while its process lives.
+
+        Known as soon as the cell that ended the process has its result.
+        """
         if self.closed:
             return LostBy.CALLER
         if self._state.lost_by is None and not self.worker.alive:
@@ -670,7 +698,7 @@ class Session:
 
     @property
     def loss(self) -> SessionLost:
-        """What `run` raises for a session that is lost."""
+        """The error that `run` raises for a lost session."""
         by = self.lost_by or LostBy.INFRASTRUCTURE
         if self.closed:
             return SessionLost("the session is closed", by)

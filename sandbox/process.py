@@ -40,7 +40,7 @@ CONFINE = Path(__file__).with_name("confine.py")
 
 
 class ProcessBackend:
-    """Starts workers with this interpreter, each in a session of its own."""
+    """Starts workers with this interpreter, each in its own session."""
 
     name = "process"
 
@@ -56,8 +56,8 @@ class ProcessBackend:
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
         if lacking := not_installed(self._settings.packages):
             raise SandboxUnavailable(
-                f"calls in local processes use this Python, which lacks {', '.join(lacking)} (of "
-                f"the setting packages): {sys.executable} -m pip install {' '.join(lacking)}"
+                f"packages: calls in local processes use this Python, which lacks "
+                f"{', '.join(lacking)}: {sys.executable} -m pip install {' '.join(lacking)}"
             )
         with uid_range(self._settings, own_uids()) as uid_base:
             async with self._worker(worker_id, uid_base) as link:
@@ -79,8 +79,8 @@ class ProcessBackend:
             except BaseException:
                 near.close()
                 raise
-            # Not earlier: where a write fails as the connection is made, uvloop closes the file
-            # descriptor under the socket, which closes it again, whosever it is by then.
+            # Not earlier: if a write fails while the connection is being made, uvloop closes the
+            # file descriptor, and then the socket closes it again, when it may belong to others.
             memory = worker_bytes(self._settings, machine_bytes(), self._settings.workers)
             more = {"scratch": str(scratch), "uid_base": uid_base, "worker_bytes": memory}
             link.write(greeting(self._settings, **more))
@@ -93,13 +93,13 @@ class ProcessBackend:
         except OSError as error:
             raise SandboxUnavailable(f"the worker process did not start: {error}") from error
         finally:
-            protocol.close()  # the worker sees the end of its connection, and ends
+            protocol.close()  # ends the worker
             link.lose("the pool closed it")
-            # no deadline: _see_end has; the rest is done at once
+            # no deadline: _see_end has one; the rest does not wait
             with anyio.CancelScope(shield=True):
                 if process is not None:
                     await _see_end(process)
-                protocol.abort()  # one that was frozen, and killed, will not read any more
+                protocol.abort()  # a frozen worker that was killed will not read any more
                 await anyio.to_thread.run_sync(remove_tree, scratch)
 
     async def _start(self, far: socket.socket, scratch: Path, uid_base: int) -> anyio.abc.Process:
@@ -128,7 +128,7 @@ class ProcessBackend:
 
 
 def not_installed(packages: Iterable[str]) -> list[str]:
-    """Of some requirements, those that this interpreter's packages do not meet."""
+    """Return the requirements that this interpreter's packages do not meet."""
     return [package for package in packages if not _is_met(Requirement(package))]
 
 
@@ -149,13 +149,13 @@ def _memory_file(text: str) -> int:
 
 
 def make_scratch() -> Path:
-    """The directory of a new worker; what killed processes left of theirs is removed."""
+    """Create a worker's directory; also remove those that killed processes have left."""
     try:
         reap_dirs()
         path = make_dir()
     except OSError as error:
-        raise SandboxUnavailable(f"no scratch directory for a worker: {error}") from error
-    if os.getuid() == 0:  # every call's uid makes its own; then the worker closes it
+        raise SandboxUnavailable(f"cannot create a worker's directory: {error}") from error
+    if os.getuid() == 0:  # each call's uid creates its own in it before the worker closes it
         path.chmod(0o1777)
     return path
 

@@ -5,11 +5,11 @@ To the worker     run {id, code, stdin, timeout_s, session?, opens?}   kill {id}
 From the worker   ready {pid, python, kill_by, layers}   done {id, status, ...}   pong
                   session_lost {session, by?, id?}       fatal {why}
 
-A session begins with a cell that `opens` it, and no other cell begins one: it is answered with
-`session_lost` and its `id` where the session is not there any more. `by`: errors.LostBy.
+A session is started only by a cell with `opens`; any other cell of a session that no longer exists
+is answered with `session_lost` and its `id`. `by` is an errors.LostBy.
 
-A worker is trusted as far as its own calls go: the code inside can reach neither the connection
-nor the process that writes to it.
+A worker is trusted with respect to its own calls, since the code inside can reach neither the
+connection nor the process that writes to it.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One frame. Strings with lone surrogates pass (the worker replaces them)."""
+    """Encode a message as a frame. Lone surrogates are allowed; the worker replaces them."""
     try:
         body = orjson.dumps(message)
     except TypeError:
         body = json.dumps(message).encode()
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes; the most is {MAX_FRAME_BYTES}")
+        raise ProtocolError(f"a message of {len(body)} bytes; the maximum is {MAX_FRAME_BYTES}")
     return HEADER.pack(len(body)) + body
 
 
 class FrameReader:
-    """Bytes in, messages out."""
+    """An incremental decoder of frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def __len__(self) -> int:
-        """Bytes of a message that is not complete yet."""
+        """Return the number of bytes of the incomplete message."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that `data` completes. Raises ProtocolError where none can follow."""
+        """Return the messages that `data` completes. Raises ProtocolError on invalid frames."""
         self._buffer += data
         messages: list[dict[str, Any]] = []
         start = 0
         while len(self._buffer) - start >= HEADER.size:
             (size,) = HEADER.unpack_from(self._buffer, start)
             if size > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {size} bytes; the most is {MAX_FRAME_BYTES}")
+                raise ProtocolError(f"a frame of {size} bytes; the maximum is {MAX_FRAME_BYTES}")
             end = start + HEADER.size + size
             if len(self._buffer) < end:
                 break
@@ -71,5 +71,5 @@ class FrameReader:
         except orjson.JSONDecodeError as error:
             raise ProtocolError(f"not JSON: {error}") from error
         if not isinstance(message, dict):
-            raise ProtocolError(f"a message is an object, not {type(message).__name__}")
+            raise ProtocolError(f"a message must be an object, not {type(message).__name__}")
         return message

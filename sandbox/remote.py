@@ -1,14 +1,14 @@
 """A `sandbox.serve` host as one more worker of the pool.
 
-A host speaks the worker's own frames (protocol.py) over a WebSocket at `/v1/link`: what the pool
-does for a worker (waiting, cancelling, sessions, a second run elsewhere after a loss) it so does
-for a host. Beyond a worker's frames:
+A host uses the frames of a worker (protocol.py) over a WebSocket at `/v1/link`, so the pool treats
+it like a worker: waiting, cancelling, sessions, and a second run elsewhere after a loss. Additional
+frames and fields:
 
 From the host     ready {slots, seats, grace_s, layers}     load {others}
                   done {..., queue_s, worker_id, attempt}
 
-`others`: calls that the host has for other clients; the pool goes where the least are. A host that
-vanishes is found by its missing heartbeat, within 15 s.
+`others` is the number of calls that the host runs for other clients; the pool prefers hosts with
+few. A vanished host is detected by its missing heartbeat within 15 s.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from sandbox.settings import PoolSettings
 
 PATH = "/v1/link"
 HEARTBEAT_S = 10.0
-MAX_MESSAGE_BYTES = 256 * 1024  # longer frames go in several
-MAX_MSG_SIZE = MAX_MESSAGE_BYTES + 1  # aiohttp refuses a message of just that size
+MAX_MESSAGE_BYTES = 256 * 1024  # longer frames are split
+MAX_MSG_SIZE = MAX_MESSAGE_BYTES + 1  # aiohttp refuses messages of this size or more
 WRITE_TIMEOUT_S = 30.0
 
 
 class Outbox:
-    """Frames on their way out; those that pile up travel together. Bounded by the calls that are
-    open: each has a few frames at most."""
+    """A queue of outgoing frames, which are sent in batches.
+
+    It is bounded by the number of open calls, each of which has a few frames at most.
+    """
 
     def __init__(self) -> None:
         self._frames: list[bytes] = []
@@ -47,7 +49,7 @@ class Outbox:
     async def send_all(
         self, socket: aiohttp.ClientWebSocketResponse | aiohttp.web.WebSocketResponse
     ) -> None:
-        """Until cancelled, or the other side takes nothing for too long: then the socket closes."""
+        """Send frames until cancelled; close the socket if the peer does not read for too long."""
         try:
             while True:
                 await self._filled.wait()  # no deadline: as long as the link lives
@@ -70,11 +72,11 @@ class HostLink(Link):
         self.others = 0
 
     async def watch(self) -> None:
-        """Return when the host is lost; the WebSocket's own heartbeat finds one that is silent."""
+        """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
         await self.lost.wait()  # no deadline: as long as the host lives
 
     def submit(self, message: dict[str, Any]) -> Pending:
-        # Lone surrogates would be no JSON to the host: replaced here, as a worker does it.
+        # Replace lone surrogates, as a worker does, because the host's JSON parser rejects them.
         clean = {key: message[key].encode("utf-8", "replace").decode() for key in ("code", "stdin")}
         return super().submit({**message, **clean})
 
@@ -83,13 +85,13 @@ class HostLink(Link):
             case {"op": "load", "others": int(others)}:
                 self.others = others
             case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
-                raise ProtocolError("the host's results lack fields: is it of another version?")
+                raise ProtocolError("the host's results lack fields: does it run another version?")
             case _:
                 super()._on_message(message)
 
 
 class HostBackend:
-    """Connects to one host; its "worker" is the connection."""
+    """A backend whose workers are connections to one host."""
 
     name = "host"
 
@@ -109,13 +111,13 @@ class HostBackend:
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(sock_connect=10)) as http,
                 AsyncExitStack() as stack,
             ):
-                # A host that hangs still accepts: its kernel does.
+                # The kernel of a host that hangs still accepts connections.
                 with anyio.fail_after(self._settings.start_timeout_s):
                     socket = await stack.enter_async_context(self._connect(http))
                 async with self._linked(socket, worker_id) as link:
                     yield link
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            why = str(error) or "no answer in time"
+            why = str(error) or "no response in time"
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
                 why = "wrong token; see hosts_token"
             raise SandboxUnavailable(f"the host {self._url} gave no connection: {why}") from error
@@ -140,7 +142,9 @@ class HostBackend:
         refused: SandboxUnavailable | None = None
 
         async def read() -> None:
-            async for message in socket:  # no deadline: until the host leaves; its heartbeat tells
+            async for (
+                message
+            ) in socket:  # no deadline: until the host leaves, which the heartbeat detects
                 if message.type is aiohttp.WSMsgType.BINARY:
                     link.feed(message.data)
             link.lose(f"the connection to {self._url} ended")
@@ -152,7 +156,7 @@ class HostBackend:
                 await wait_ready(link, self._settings.start_timeout_s)
                 self._layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
                 yield link
-            except SandboxUnavailable as error:  # out of the task group it would come wrapped
+            except SandboxUnavailable as error:  # the task group would wrap it
                 refused = error
             finally:
                 link.lose("the pool closed it")

@@ -1,4 +1,4 @@
-"""What a call comes back with."""
+"""The results of calls."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 
 class CallStatus(enum.StrEnum):
-    """How a call ended."""
+    """The outcome of a call."""
 
     OK = "ok"
-    ERROR = "error"  # an exception, or an exit status that isn't 0
+    ERROR = "error"  # an exception, or an exit status other than 0
     TIMEOUT = "timeout"
     OOM = "oom"
     OUTPUT_LIMIT = "output_limit"
-    KILLED = "killed"  # by a signal, its own or another's; or with the second worker that it ended
+    KILLED = "killed"  # by a signal, or because it ended two workers
     SANDBOX_ERROR = "sandbox_error"
     OVERLOADED = "overloaded"
     CANCELLED = "cancelled"
 
     @property
     def infrastructure(self) -> bool:
-        """True if the end says nothing about the program: never to be scored."""
+        """True if the outcome says nothing about the program, so that it must not be scored."""
         return self in _INFRASTRUCTURE
 
 
@@ -31,7 +31,7 @@ _INFRASTRUCTURE = frozenset({CallStatus.SANDBOX_ERROR, CallStatus.OVERLOADED, Ca
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallError:
-    """The exception that ended a program, in the program's own words."""
+    """The exception that ended a program, as reported by the program."""
 
     type: str
     message: str
@@ -41,12 +41,14 @@ class CallError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallResult:
-    """The answer to a call. `result` and `error` are what the program says of itself; the rest
-    was measured outside of it. Of a session's cell whose process lives on, that process tells its
-    end and `exit_code` as well, and, within the call's own time, `started_ns`.
+    """The result of a call.
 
-    Times are in seconds. `queue_s` ends and `run_s` begins where a worker takes the call;
-    `cpu_s` is 0 for a cell of a session, whose process lives on.
+    `result` and `error` are reported by the program; everything else is measured from outside. For
+    a session's cell whose process lives on, that process also reports the status, `exit_code` and,
+    within the bounds of the call's time, `started_ns`.
+
+    Times are in seconds. `queue_s` is the time until a worker takes the call, and `run_s` the time
+    from then on; `cpu_s` is 0 for a session's cell, whose process lives on.
     """
 
     id: int
@@ -59,14 +61,14 @@ class CallResult:
     error: CallError | None = None
     stdout_bytes: int = 0
     stderr_bytes: int = 0
-    truncated: bool = False  # some output was left out of the middle
+    truncated: bool = False  # whether output was omitted from the middle
     queue_s: float = 0.0
     run_s: float = 0.0
     cpu_s: float = 0.0
     max_rss: int = 0  # bytes
     worker_id: str = ""
     attempt: int = 1
-    # time.monotonic_ns() as the code begins; comparable with the caller's own on the same host.
+    # time.monotonic_ns() when the code starts; comparable with the caller's on the same host.
     started_ns: int | None = None
 
     @property
@@ -75,14 +77,14 @@ class CallResult:
 
     @classmethod
     def failed(cls, id: int, status: CallStatus, why: str, **more: Any) -> CallResult:
-        """An answer of the infrastructure: the program has not run to an end."""
+        """Return a result for a call that failed because of infrastructure."""
         return cls(id, status, error=CallError("SandboxError", why), **more)
 
     @classmethod
     def from_frame(
         cls, frame: dict[str, Any], *, id: int, queue_s: float, worker_id: str, attempt: int
     ) -> CallResult:
-        """A `done` frame as a result. A host's (remote.py) also says what it took there."""
+        """Convert a `done` frame. A host's frame (remote.py) also has its own times and attempt."""
         where: dict[str, Any] = {
             "queue_s": queue_s + frame.get("queue_s", 0.0),
             "worker_id": frame.get("worker_id") or worker_id,

@@ -1,14 +1,14 @@
 """`python -m sandbox.serve`: the pool as an HTTP service, for other machines and other languages.
 
-    POST /v1/run  /v1/run/batch          a program; many, as NDJSON, each as it finishes
+    POST /v1/run  /v1/run/batch          run a program; run many, with NDJSON results as they finish
     POST /v1/sessions  /v1/sessions/ID/run     DELETE /v1/sessions/ID
     GET  /v1/stats  /healthz  /openapi.json    GET /v1/link: a sandbox.Pool elsewhere (remote.py)
     /run /judge /run/batch /judge/batch /run/long-batch /judge/long-batch /status /ping: Code Judge
     POST /run_code: SandboxFusion
 
-A call lives in its request's task: a client that leaves kills what it asked for. An answer to a
-call is 200, whatever its `status` says; another code means that no call was made, or that its
-session was lost (410).
+A call lives in its request's task: when the client disconnects, the call is killed. The response to
+a call has status 200, however the program ended; another status means that no call was made, or
+that its session was lost (410).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Numbered = tuple[int, CallResult]
 
 MIB = 1 << 20
-SPARE_DESCRIPTORS = 64  # of the process's own; and for each worker
+SPARE_DESCRIPTORS = 64  # reserved for the process itself, and for each worker
 DESCRIPTORS_PER_WORKER = 8
 
 
@@ -71,8 +71,8 @@ class ServeSettings(BaseSettings):
     """Run Python programs sent over HTTP, each confined in a process of its own.
 
     Settings are flags (--port 8010 --pool.workers 4), key=value (port=8010 pool.workers=4) or
-    variables (SANDBOX_PORT, SANDBOX_POOL__WORKERS; best for SANDBOX_TOKEN, which others could
-    read off a command line).
+    environment variables (SANDBOX_PORT, SANDBOX_POOL__WORKERS; preferably for SANDBOX_TOKEN, since
+    other users can read a command line).
     """
 
     model_config = SettingsConfigDict(
@@ -83,68 +83,68 @@ class ServeSettings(BaseSettings):
     )
 
     host: str = Field(
-        "127.0.0.1", description="Address to listen on; other than loopback only with a token."
+        "127.0.0.1", description="Address to listen on; one other than loopback needs a token."
     )
-    port: int = Field(8010, ge=0, le=65_535, description="Port; 0 finds a free one.")
+    port: int = Field(8010, ge=0, le=65_535, description="Port to listen on; 0: any free one.")
     token: pydantic.SecretStr | None = Field(
-        None, description="Callers must send it as `Authorization: Bearer ...`."
+        None, description="Token that clients must send as `Authorization: Bearer ...`."
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Names, besides its own address, that callers may reach it by; with a token "
-        "any name will do, and these are the sites whose pages may call it.",
+        description="Host names, besides its address, under which clients may reach the service. "
+        "With a token any name is allowed, and these are the sites whose pages may call it.",
     )
     max_connections: int = Field(
         8192,
         ge=16,
-        description="Connections at once, fewer where the limit of open files is lower. A further "
-        "one takes the place of the one that has waited longest for a request.",
+        description="Concurrent connections; fewer if the limit of open files is lower. A further "
+        "one replaces the one that has waited longest for a request.",
     )
     max_requests: int = Field(
         4096,
         ge=1,
-        description="Requests at once, at most half of max_connections; further ones get 503 and "
-        "`Retry-After`.",
+        description="Concurrent requests, at most half of max_connections; further ones get 503 "
+        "and `Retry-After`.",
     )
     max_links: int = Field(
-        64, ge=0, description="Pools on other machines that are connected at once."
+        64, ge=0, description="Concurrent connections of pools on other machines."
     )
-    max_body_mib: int = Field(64, ge=1, description="A larger request is refused.")
+    max_body_mib: int = Field(64, ge=1, description="Largest size of a request's body.")
     max_held_mib: int = Field(
-        1024, ge=1, description="Memory for all requests and links at once; then 503."
+        1024, ge=1, description="Memory for all requests and links together; beyond it, 503."
     )
     io_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="The longest wait for a client to send a request's head or body, or to take "
-        "an answer.",
+        description="Time limit for a client to send a request's head or body, or to read a "
+        "response.",
     )
     idle_timeout_s: float = Field(
-        75.0, gt=0, description="A connection without a request for so long is closed."
+        75.0, gt=0, description="Close a connection after this time without a request."
     )
     session_idle_s: float = Field(
-        600.0, gt=0, description="A session that has run nothing for so long is closed."
+        600.0, gt=0, description="Close a session after this time without a call."
     )
     session_wait_s: float = Field(
         0.0,
         ge=0,
-        description="The longest wait for a session where none is free; then 503. 0: at once.",
+        description="Longest wait for a free session; then 503. 0: no wait.",
     )
     max_waiting_sessions: int = Field(
-        256, ge=0, description="Requests that may wait for a session at once."
+        256, ge=0, description="Requests that may wait for a session."
     )
     code_judge_timeout_s: float = Field(
-        10.0, gt=0, le=3600, description="Wall time of Code Judge's submissions, which name none."
+        10.0, gt=0, le=3600, description="Wall time limit of Code Judge's submissions, in seconds."
     )
     code_judge_chars: int = Field(
-        1000, ge=0, description="Characters of each stream in Code Judge's answers, as it has them."
+        1000, ge=0, description="Characters of each stream in Code Judge's responses."
     )
     pool: PoolSettings = Field(default_factory=PoolSettings)
 
     @pydantic.model_validator(mode="after")
     def _is_safe(self) -> Self:
         if not is_loopback(self.host) and not (self.token and self.token.get_secret_value()):
-            raise ValueError(f"host: {self.host!r} can be reached by others: set a token as well")
+            raise ValueError(f"host: {self.host!r} can be reached by others: set a token, too")
         if 2 * self.max_requests > self.max_connections:
             raise ValueError(
                 f"max_requests: {self.max_requests} is more than half of max_connections "
@@ -162,12 +162,12 @@ class _Call(NamedTuple):
 
 
 class App:
-    """The handlers. `async with` it: sessions live in it."""
+    """The HTTP handlers. Use as `async with App(...)`: sessions live as long as the context."""
 
     def __init__(self, pool: Pool, settings: ServeSettings) -> None:
         self._pool = pool
         self._settings = settings
-        # One that is full of requests and links can still take others in, to answer them.
+        # A service at its limits must still accept requests in order to answer them with 503.
         most = _num_connections(settings)
         self._max_requests = min(settings.max_requests, most // 2)
         self._max_links = min(settings.max_links, most // 4)
@@ -179,7 +179,7 @@ class App:
         self._sessions = Sessions(pool, settings.session_idle_s)
         self._num_requests = 0
         self._num_links = 0
-        self._num_waiting = 0  # requests for a session, which are not counted as requests meanwhile
+        self._num_waiting = 0  # requests that wait for a session, not counted as open requests
         most_held = max(settings.max_held_mib, settings.max_body_mib)
         self._held = HeldBytes(most_held * MIB)
 
@@ -191,7 +191,7 @@ class App:
         await self._sessions.__aexit__(*exc)
 
     def doors(self, make_handler: Callable[[], asyncio.Protocol]) -> Doors:
-        """What the event loop's server is to make of connections."""
+        """Return the protocol factory for the event loop's server."""
         self._doors = Doors(self._connections, make_handler)
         return self._doors
 
@@ -219,7 +219,7 @@ class App:
         post("/run_code", self.run_code)
         return app
 
-    # -- our own protocol -------------------------------------------------------------------
+    # -- native protocol --------------------------------------------------------------------
 
     async def run(self, request: web.Request) -> web.Response:
         asked = await self._read(RunRequest, request)
@@ -236,14 +236,14 @@ class App:
                 async for index, result in results:  # no deadline: the calls have theirs
                     with anyio.fail_after(self._settings.io_timeout_s):
                         await response.write(to_line(index, result))
-        except* OSError:  # TimeoutError is one: the client has left or reads nothing
+        except* OSError:  # also TimeoutError: the client has disconnected or does not read
             if request.transport is not None:
                 request.transport.abort()
         return response
 
     async def open_session(self, request: web.Request) -> web.Response:
         await self._read(SessionRequest, request, empty=b"{}")
-        # One too many waits for nothing: it is refused at once where no session is free.
+        # Beyond max_waiting, do not wait: refuse at once if no session is free.
         may_wait = self._num_waiting < self._max_waiting
         with self._waiting_for_a_session():
             key = await self._sessions.open(
@@ -286,7 +286,7 @@ class App:
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         if self._num_links >= self._max_links:
-            why = f"{self._max_links} pools are connected here already (max_links)"
+            why = f"{self._max_links} pools are already connected (max_links)"
             raise Refused(503, "overloaded", why)
         socket = web.WebSocketResponse(
             heartbeat=HEARTBEAT_S, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
@@ -300,7 +300,7 @@ class App:
             self._held.free(id(request))
         return socket
 
-    # -- others' protocols ------------------------------------------------------------------
+    # -- compatible protocols ---------------------------------------------------------------
 
     async def submission(self, with_output: bool, request: web.Request) -> web.Response:
         asked = await self._read(compat.Submission, request)
@@ -357,13 +357,15 @@ class App:
         )
         return _json(compat.run_code_answer(result))
 
-    # -- what they share --------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _each(self, calls: Iterable[_Call]) -> AsyncIterator[AsyncIterator[Numbered]]:
-        """Results of many calls as they finish, numbered. Only a few more than can run are with
-        the pool at any time, so that one batch does not stand before everybody else's calls;
-        what the others waited here counts as their queue time."""
+        """Run many calls; yield (index, result) pairs as they finish.
+
+        Only slightly more calls than there are slots are in the pool at a time, so that a batch
+        does not delay other clients; the wait here counts as queue time.
+        """
         began = anyio.current_time()
         numbered = enumerate(calls)  # shared: each of the tasks takes the next
         out, results = anyio.create_memory_object_stream[Numbered](0)
@@ -379,10 +381,10 @@ class App:
                         call.memory_mib,
                         output=call.output,
                     )
-                    # no deadline: its reader has one, or waits for nobody
+                    # no deadline: the reader has one, or does not wait for anybody
                     await out.send((index, replace(result, queue_s=result.queue_s + waited_s)))
 
-        # The group inside: a caller that fails ends the tasks before their stream is closed.
+        # The group is inside, so that the tasks end before their stream is closed.
         async with results, anyio.create_task_group() as group:
             async with out:
                 for _ in range(max(16, 2 * self._pool.stats()["slots"])):
@@ -390,17 +392,17 @@ class App:
             yield results
 
     def _memory(self, asked: RunRequest) -> int | None:
-        """Return what a call may hold, in MiB: what it asks for, up to the pool's own bound."""
+        """Return a call's memory limit in MiB: the requested one, up to the pool's."""
         most = self._pool.settings.memory_mib
         return None if asked.memory_mib is None else min(asked.memory_mib, most)
 
     async def _read(self, model: type[Model], request: web.Request, empty: bytes = b"") -> Model:
-        """A request's body, checked."""
+        """Read and validate a request's body."""
         body = await self._body(request, max_values(model))
         return parse(model, body or empty)
 
     async def _body(self, request: web.Request, most_values: int) -> bytearray:
-        """All of the body, counted as it comes: what is announced alone takes nobody's room."""
+        """Read the body, accounting for its bytes only as they arrive, not as announced."""
         body, values = bytearray(), ValueCounter()
         try:
             with anyio.fail_after(self._settings.io_timeout_s):
@@ -414,21 +416,21 @@ class App:
         except TimeoutError:
             raise Refused(408, "slow", "the body did not arrive in time") from None
         except web.RequestPayloadError:
-            why = "the body is not what its Content-Encoding says"
+            why = "the body does not match its Content-Encoding"
             raise Refused(400, "bad_request", why) from None
         return body
 
     def _hold(self, request: web.Request, size: int, num_here: int) -> None:
-        """Count what has come of a body of (so far) `size`, until the request ends."""
+        """Account for a body that has `size` bytes so far, until the request ends."""
         most = self._settings.max_body_mib * MIB
         if size > most:
-            raise Refused(413, "too_large", f"the most that a body may have is {most} bytes")
+            raise Refused(413, "too_large", f"the body may have at most {most} bytes")
         if not self._held.hold(id(request), num_here):
             raise _overloaded()
 
     @contextmanager
     def _waiting_for_a_session(self) -> Iterator[None]:
-        """Count a request that may wait for long apart from those that run something."""
+        """Count a request that may wait for long separately from those that run calls."""
         self._num_waiting += 1
         self._num_requests -= 1
         try:
@@ -439,7 +441,7 @@ class App:
 
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts a request, and what was read of its body, for as long as it is here."""
+        """Count a request, and the bytes of its body, until it ends."""
         if request.method != "POST":
             return await handler(request)
         if self._num_requests >= self._max_requests:
@@ -477,15 +479,15 @@ class App:
                 raise
             refused = Refused(error.status, "http", f"{request.path}: {error.reason}")
             allowed = error.headers.get("Allow")
-        except Exception:  # a mistake of ours: the client gets the same form, the log the rest
+        except Exception:  # a bug: the client gets a well-formed error, the log the traceback
             log.exception("%s %s failed", request.method, request.path)
-            refused = Refused(500, "internal", "an error of the server's own; its log says more")
+            refused = Refused(500, "internal", "internal server error; see the server's log")
         response = _json(refused.body, status=refused.status)
         if allowed is not None:
             response.headers["Allow"] = allowed
         if refused.status == 503:
             response.headers["Retry-After"] = "1"
-        if request.content.exception() is not None:  # aiohttp must not try to read the rest
+        if request.content.exception() is not None:  # keep aiohttp from reading the rest
             request.content.feed_eof()
             response.force_close()
         return response
@@ -500,11 +502,13 @@ def _overloaded() -> Refused:
 
 
 def _no_session() -> Refused:
-    return Refused(404, "no_session", "there is no such session; it may have rested too long")
+    return Refused(
+        404, "no_session", "there is no such session; it may have been idle for too long"
+    )
 
 
 def _num_connections(settings: ServeSettings) -> int:
-    """How many connections may be open: the workers must find a descriptor when they need one."""
+    """Return the largest number of connections that leaves file descriptors for the workers."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return settings.max_connections
@@ -517,7 +521,7 @@ def _num_spare(settings: ServeSettings) -> int:
 
 
 def _raise_descriptor_limit(settings: ServeSettings) -> None:
-    """As far as the settings need it, and this process may."""
+    """Raise the limit of open files as far as the settings need and the process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_connections + _num_spare(settings)
     if resource.RLIM_INFINITY not in (soft, hard):
@@ -528,8 +532,11 @@ def _raise_descriptor_limit(settings: ServeSettings) -> None:
 
 @asynccontextmanager
 async def serving(pool: Pool, settings: ServeSettings) -> AsyncIterator[str]:
-    """Serve a pool until the context is left; yields the URL. Raises SandboxUnavailable where the
-    address cannot be used."""
+    """Serve a pool until the context is left; yield the URL.
+
+    Raises:
+        SandboxUnavailable: the address cannot be bound.
+    """
     async with App(pool, settings) as app:
         runner = web.AppRunner(
             app.build(),
@@ -567,7 +574,7 @@ async def _listening(doors: Doors, settings: ServeSettings) -> AsyncIterator[str
 
 
 async def serve(settings: ServeSettings) -> None:
-    """The whole service; one line on stdout when it is ready. Ends by being cancelled."""
+    """Run the service until cancelled; print a line on stdout when it is ready."""
     async with (
         Pool(settings.pool, on_progress=partial(print, file=sys.stderr, flush=True)) as pool,
         serving(pool, settings) as url,
@@ -578,7 +585,7 @@ async def serve(settings: ServeSettings) -> None:
             f"workers: {stats['workers']}, slots: {stats['slots']})",
             flush=True,
         )
-        await anyio.sleep_forever()  # no deadline: until it is told to stop
+        await anyio.sleep_forever()  # no deadline: serves until it is stopped
 
 
 async def _until_signal(settings: ServeSettings) -> int:
@@ -589,16 +596,23 @@ async def _until_signal(settings: ServeSettings) -> int:
             async for number in signals:  # no deadline: as long as the service runs
                 status = 128 + number
                 group.cancel_scope.cancel()
-                break  # no second one is needed: every cleanup has a deadline
+                break  # one is enough: all cleanup has a deadline
     return status
 
 
 def load(arguments: list[str]) -> ServeSettings:
-    """Settings from flags, key=value and the environment. Raises ValueError that names the
-    setting; ends the process for --help and for unknown flags."""
+    """Load settings from flags, key=value and the environment.
+
+    Exits the process for --help and for unknown flags.
+
+    Raises:
+        ValueError: a setting is invalid; the message names it.
+    """
     flags = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        is_value = before.startswith("-") and "=" not in before  # it may have an equals sign, too
+        is_value = (
+            before.startswith("-") and "=" not in before
+        )  # a flag's value may contain an equals sign
         is_pair = "=" in argument and not argument.startswith("-") and not is_value
         flags.append(f"--{argument}" if is_pair else argument)
     try:

@@ -1,7 +1,7 @@
-"""Sessions that outlive the request which opened them.
+"""Sessions that outlive the request that opened them.
 
-Each is a task that holds the pool's session open, until it is closed, is lost or has rested for
-longer than it may.
+Each is a task that keeps a session of the pool open until it is closed, is lost, or has been idle
+for too long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class _Held:
 
 
 class Sessions:
-    """`async with Sessions(pool, idle_s) as sessions`; leaving it closes them all."""
+    """Open sessions by key: `async with Sessions(pool, idle_s) as sessions`.
+
+    Leaving the context closes all of them.
+    """
 
     def __init__(self, pool: Pool, idle_s: float = math.inf) -> None:
         self._pool = pool
@@ -51,8 +54,11 @@ class Sessions:
         return len(self._held)
 
     async def open(self, key: Any = None, max_wait_s: float | None = None) -> Any:
-        """Open a session and return its key, a secret unless named. Raises Overloaded where none
-        is free within `max_wait_s` (default: the pool's setting)."""
+        """Open a session and return its key, by default a random secret.
+
+        Raises:
+            Overloaded: no session was free within `max_wait_s` (default: the pool's setting).
+        """
         key = secrets.token_urlsafe(16) if key is None else key
         await self._group.start(self._hold, key, max_wait_s)
         return key
@@ -65,8 +71,12 @@ class Sessions:
         timeout_s: float | None,
         memory_mib: int | None = None,
     ) -> CallResult:
-        """Run a cell. Raises KeyError for a session that is not here, SessionLost for a dead one,
-        which is forgotten with that."""
+        """Run a cell.
+
+        Raises:
+            KeyError: there is no such session.
+            SessionLost: its process is gone; the session is then removed.
+        """
         held = self._held[key]
         held.num_running += 1
         held.scope.deadline = math.inf
@@ -81,12 +91,12 @@ class Sessions:
                 held.scope.deadline = anyio.current_time() + self._idle_s
 
     def lost_by(self, key: Any) -> LostBy | None:
-        """By whose doing a session is lost; None where it lives, or is not here."""
+        """Return the cause of a session's loss; None if it lives or does not exist."""
         held = self._held.get(key)
         return held.session.lost_by if held is not None else None
 
     def close(self, key: Any) -> bool:
-        """End a session; False where there is none."""
+        """Close a session and return whether it existed."""
         held = self._held.pop(key, None)
         if held is not None:
             held.scope.cancel()
@@ -101,7 +111,7 @@ class Sessions:
                 held = self._held[key] = _Held(session, scope)
                 task_status.started()
                 try:
-                    # no deadline: the scope around it has one, which calls move
+                    # no deadline: the surrounding scope has one, which calls prolong
                     await anyio.sleep_forever()
                 finally:
                     if self._held.get(key) is held:

@@ -1,4 +1,4 @@
-"""What a pool may be told."""
+"""The settings of a pool."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from pydantic import Field
 
 
 def default_workers() -> int:
-    """One worker for two cores, one at least: a worker keeps its own slots busy."""
+    """Return the default number of workers: one per two cores, since each runs several calls."""
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-MAX_KEPT_BYTES = 4 << 20  # of each stream; as JSON, both must fit into a frame (protocol.py)
+MAX_KEPT_BYTES = 4 << 20  # per stream; as JSON, both must fit into a frame (protocol.py)
 
 
 @dataclass(frozen=True)
 class OutputLimits:
-    """Of one call's output, where the pool's settings do not suit."""
+    """Limits of one call's output, which override the pool's settings."""
 
     max_bytes: int
-    """A call that writes more ends with the status output_limit."""
+    """Largest output in bytes; a call that writes more ends with the status output_limit."""
     keep_bytes: int
-    """Kept of each stream, at most MAX_KEPT_BYTES: half from its head, half from its tail."""
+    """Bytes kept of each stream, half from its start and half from its end; at most
+    MAX_KEPT_BYTES."""
 
     def __post_init__(self) -> None:
         if not (0 < self.keep_bytes <= MAX_KEPT_BYTES and self.max_bytes > 0):
             raise ValueError(
-                f"output: both limits are above 0, keep_bytes at most {MAX_KEPT_BYTES}"
+                f"output: both limits must be above 0, keep_bytes at most {MAX_KEPT_BYTES}"
             )
 
     def as_dict(self) -> dict[str, int]:
-        """In a frame's words."""
+        """Return the limits as fields of a frame."""
         return {"max_output_bytes": self.max_bytes, "keep_output_bytes": self.keep_bytes}
 
 
 class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
-    """Settings of `sandbox.Pool`. Every one has a default that suits a laptop."""
+    """Settings of `sandbox.Pool`. The defaults suit a laptop."""
 
     backend: Literal["auto", "docker", "process"] = Field(
         default="auto",
-        description="Where calls run. auto: in containers where a Docker Engine listens, else in "
+        description="Where calls run. auto: in containers if a Docker Engine listens, otherwise in "
         "local processes.",
     )
     allow_weak_isolation: bool = Field(
         default=False,
-        description="Start even where calls would not be kept apart from each other, the network "
-        "and the disk. For code that you trust; `python -m sandbox doctor` says what is missing.",
+        description="Start even if calls are not isolated from each other, the network and the "
+        "disk. Only for trusted code; `python -m sandbox doctor` lists the missing layers.",
     )
     engines: list[str] = Field(
         default_factory=list,
@@ -59,84 +60,84 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     )
     engine_certs: str = Field(
         default="",
-        description="Directory of ca.pem, cert.pem and key.pem for engines at tcp://. Empty: as "
-        "Docker's own client, by DOCKER_TLS_VERIFY and DOCKER_CERT_PATH.",
+        description="Directory of ca.pem, cert.pem and key.pem for engines at tcp://. Empty: from "
+        "DOCKER_TLS_VERIFY and DOCKER_CERT_PATH, like Docker's client.",
     )
     hosts: list[str] = Field(
         default_factory=list,
         description="Machines that run `python -m sandbox.serve`: http://host:port. With hosts, "
-        "calls run here as well only where `backend` or `engines` ask for it.",
+        "calls run on this machine only if `backend` or `engines` is set.",
     )
-    hosts_token: pydantic.SecretStr | None = Field(
-        default=None, description="The token of the hosts."
-    )
+    hosts_token: pydantic.SecretStr | None = Field(default=None, description="Token for the hosts.")
     engine_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=120.0,
-        description="The longest wait in seconds for the first answer of an engine that listens.",
+        description="Time limit in seconds for an engine's first response.",
     )
     image: str = Field(
         default="",
-        description="Image of the containers. Empty: the project's own, built when missing.",
+        description="Image of the containers. Empty: the project's own, built if missing.",
     )
     packages: list[str] = Field(
         default_factory=list,
         description="Packages for programs besides numpy, scipy and sympy, such as "
-        "math-verify==0.8.0. They are added to the project's own image; for local processes they "
-        "must be installed already.",
+        "math-verify==0.8.0. They are added to the project's own image; with local processes they "
+        "must already be installed.",
     )
     workers: Annotated[int, Field(ge=1)] = Field(
         default_factory=default_workers, description="Containers (or local worker processes)."
     )
     slots_per_worker: Annotated[int, Field(ge=1, le=256)] = Field(
         default=4,
-        description="Calls that run at once in one worker. More calls wait, first in first out.",
+        description="Concurrent calls per worker. Further calls wait, first in, first out.",
     )
     sessions_per_worker: Annotated[int, Field(ge=0, le=256)] = Field(
-        default=32, description="Sessions that one worker may hold. An idle one costs only memory."
+        default=32, description="Open sessions per worker. An idle one only costs memory."
     )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
-        default=4.0, description="Wall time of a call in seconds, unless the call names its own."
+        default=4.0, description="Wall time limit in seconds of calls that do not set their own."
     )
     memory_mib: Annotated[int, Field(ge=128)] = Field(
         default=512,
-        description="Memory that the processes of one call may hold together, with its directory. "
-        "A worker may have that for each slot, and as much again for sessions that rest, but no "
-        "more than its part of three quarters of the machine.",
+        description="Memory limit of all processes of one call together, including its directory. "
+        "A worker may use that per slot, and the same again for idle sessions, but no more than "
+        "its share of three quarters of the machine's memory.",
     )
     scratch_mib: Annotated[int, Field(ge=1)] = Field(
-        default=32, description="Size of the directory that a call can write to. It is memory."
+        default=32, description="Size of a call's writable directory, which is in memory."
     )
     processes_per_call: Annotated[int, Field(ge=1)] = Field(
-        default=32, description="Processes and threads that one call may have."
+        default=32, description="Processes and threads per call."
     )
     max_output_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=1 << 20, description="A call that writes more ends with the status output_limit."
+        default=1 << 20,
+        description="Largest output in bytes; a call that writes more ends with output_limit.",
     )
     keep_output_bytes: Annotated[int, Field(ge=64, le=MAX_KEPT_BYTES)] = Field(
         default=64 * 1024,
-        description="Bytes kept of each stream: half from its head, half from its tail.",
+        description="Bytes kept of each stream, half from its start and half from its end.",
     )
     max_code_bytes: Annotated[int, Field(ge=1024, le=32 << 20)] = Field(
-        default=8 << 20, description="The most that code and standard input may have together."
+        default=8 << 20, description="Largest size of code and standard input together."
     )
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         default=100_000,
-        description="Calls that may wait for a slot; further ones are `overloaded`.",
+        description="Calls that may wait for a slot; further ones end as `overloaded`.",
     )
     max_wait_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="The longest wait for a slot in seconds; then `overloaded`."
+        default=600.0, description="Longest wait for a slot in seconds; then `overloaded`."
     )
     recycle_after: Annotated[int, Field(ge=1)] = Field(
-        default=20_000, description="Calls after which a worker is replaced by a fresh one."
+        default=20_000, description="Number of calls after which a worker is replaced."
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=60.0,
-        description="The longest start of a worker in seconds (the image is built before).",
+        description="Time limit for the start of a worker in seconds, without building the image.",
     )
     preload: list[list[str]] = Field(
         default_factory=lambda: [["numpy"], ["numpy", "sympy"]],
-        description="Modules that are loaded ahead of calls. A call is forked from the last set "
-        "whose last module its code names, else from a bare interpreter, which is cheapest.",
+        description="Sets of modules that are imported ahead of calls. A call is forked from the "
+        "last set whose last module its code names, otherwise from a bare interpreter, which is "
+        "cheapest.",
     )
 
     @pydantic.field_validator("packages")
@@ -147,14 +148,14 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
                 Requirement(package)
             except InvalidRequirement as error:
                 why = str(error).partition("\n")[0]
-                raise ValueError(f"{package!r} is not a package's name: {why}") from None
+                raise ValueError(f"{package!r} is not a valid requirement: {why}") from None
         return packages
 
     @pydantic.model_validator(mode="after")
     def _has_one_image(self) -> Self:
         if self.image and self.packages:
             raise ValueError(
-                f"packages: they are added to the project's own image, not to {self.image!r}; "
+                f"packages: can only be added to the project's own image, not to {self.image!r}; "
                 "leave one of the two empty"
             )
         return self
@@ -165,5 +166,5 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         for host in hosts:
             parts = urlsplit(host)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"a host is http://host:port, not {host!r}")
+                raise ValueError(f"a host must be http://host:port, not {host!r}")
         return hosts

@@ -1,9 +1,9 @@
 """Kill all processes of the given users: `python sweep.py UID...`. Stdlib only, run as root.
 
-A process that exists on purpose to survive may fork faster than a walk of /proc can follow, so
-each user is killed at one stroke. It can't strike back: whoever sends a signal is compared with
-the real and the saved uid of the target, which are the spare uid and 0 meanwhile. The spare uid is
-the one after the largest, which the front of the worker has for the same purpose.
+A malicious process may fork faster than a walk of /proc can follow, so all processes of a user are
+killed by a single kill(-1). They cannot kill this process in return: a sender's uid must match the
+target's real or saved uid, which are the spare uid and 0 meanwhile. The spare uid is the one after
+the largest, which the worker's front end reserves for this purpose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TIMEOUT_S = 5.0
 
 
 def runs(uid: int) -> bool:
-    """True if the user has a process."""
+    """Return whether the user has any processes."""
     try:
         os.getpriority(os.PRIO_USER, uid)
     except ProcessLookupError:

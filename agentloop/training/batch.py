@@ -1,4 +1,4 @@
-"""What the learner reads: samples, flat, in a file of safetensors."""
+"""Training samples and the safetensors file in which a batch of them is passed to the learner."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Sample", "write_batch"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory to learn from. `ids`, `mask` and `logprobs` are equally long.
+    """A trajectory to train on. `ids`, `mask` and `logprobs` have the same length.
 
     Attributes:
-        mask: 1 where the policy sampled the id.
-        logprobs: the engine's; read where the mask is 1.
-        group: the number of its task in the batch.
+        mask: 1 for each id that the policy sampled, otherwise 0.
+        logprobs: the engine's log-probabilities; used where the mask is 1.
+        group: number of the sample's group in the batch.
     """
 
     ids: list[int]
@@ -31,12 +31,13 @@ class Sample:
 
 
 def write_batch(path: Path, samples: Sequence[Sample]) -> None:
-    """T tokens of N samples: ids, mask, logprobs [T]; lengths, advantages, groups [N].
+    """Write a batch atomically; needs the extra `train`.
 
-    The file appears when it is whole. numpy and safetensors are of the extra `train`.
+    For N samples of T tokens in total, the tensors are ids, mask and logprobs [T], and lengths,
+    advantages and groups [N].
 
     Raises:
-        SettingsError: it cannot be written, such as on a disk that is full.
+        SettingsError: the file cannot be written, for example because the disk is full.
     """
     import numpy as np
     from safetensors.numpy import save

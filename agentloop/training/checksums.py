@@ -1,11 +1,11 @@
-"""What a server that has a model's weights says of them: SGLang's checksum of each tensor.
+"""Compute the checksum that SGLang reports for each tensor of a model. Pure; needs only numpy.
 
-    published tensors ──fused, padded, cut for a rank, cast──> a tensor of the server's ──> 64 bits
+    published tensors ──fuse, pad, shard for a rank, cast──> a tensor of the server ──> 64 bits
 
-Pure, with numpy alone. All of it is what SGLang 0.5.23 does with the models in `MODELS`, read in
-its source: `load_weights` of the models, the `weight_loader`s of their layers, and `tensor_hash`,
-which is a SHA-256 on a CPU and a hash of its own on a GPU. Not covered: quantized weights, experts,
-attention whose ranks are not the tensor-parallel ones, and weights that a CPU with AMX packs.
+This reproduces SGLang 0.5.23 for the models in `MODELS`. Sources: `load_weights` of the models, the
+`weight_loader`s of their layers, and `tensor_hash`, which is SHA-256 on a CPU and a custom hash on
+a GPU. Not covered: quantized weights, experts, attention whose ranks are not the tensor-parallel
+ranks, and weights packed for a CPU with AMX.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FUSED = {
 _BY_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
 _BY_COLUMNS = ("o_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
-_PAD_ROWS = 64  # of a vocabulary
+_PAD_ROWS = 64  # vocabularies are padded to a multiple of this
 
 _STORED_AS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 class Tensor(NamedTuple):
-    """Numbers of a type by its name; numpy has no bfloat16, so these are uint16 with its bits."""
+    """A tensor with the name of its dtype. bfloat16, unknown to numpy, is stored as uint16 bits."""
 
     dtype: str
     array: Array
@@ -45,13 +45,13 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a server holds a model.
+    """The layout of a model's weights on a server.
 
     Attributes:
         device: "cpu" or "cuda".
         dtype: "float32", "float16" or "bfloat16".
-        num_ranks: of tensor parallelism.
-        num_kv_heads: of the model.
+        num_ranks: number of tensor-parallel ranks.
+        num_kv_heads: number of the model's KV heads.
     """
 
     device: str
@@ -61,12 +61,12 @@ class Layout:
 
 
 def config_dtype(name: str | None) -> str:
-    """What SGLang's --dtype=auto makes of the `dtype` in a model's config.json."""
+    """Return the dtype that SGLang's --dtype=auto chooses for the `dtype` in config.json."""
     return "float16" if name in (None, "float32") else name
 
 
 def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """By the names of the server's tensors, which of the published `names` each is made of."""
+    """Map each tensor of a server to the published tensors that it is made of, in order."""
     parts: dict[str, tuple[str, ...]] = {}
     published = set(names)
     for name in published:
@@ -84,7 +84,10 @@ def parts_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def checksum(name: str, parts: Sequence[Tensor], layout: Layout, rank: int) -> str:
-    """Of the server's tensor `name`, on the tensor-parallel rank `rank`, by its parts."""
+    """Return the checksum of the server's tensor `name` on a tensor-parallel rank.
+
+    `parts` are the published tensors that it is made of, as in `parts_of`.
+    """
     module = name.split(".")[-2] if "." in name else name
     arrays = [
         _cut(_cast(part, layout.dtype), module, index, layout, rank)
@@ -99,11 +102,11 @@ def checksum(name: str, parts: Sequence[Tensor], layout: Layout, rank: int) -> s
 
 
 def _cut(array: Array, module: str, index: int, layout: Layout, rank: int) -> Array:
-    """What the rank has of it."""
+    """Return the rank's shard of a part."""
     num = layout.num_ranks
     if module in _VOCABULARY:
         return _rows_of_vocabulary(array, num, rank)
-    if module == "qkv_proj" and index and num > layout.num_kv_heads:  # several ranks have the same
+    if module == "qkv_proj" and index and num > layout.num_kv_heads:  # KV heads are replicated
         num, rank = layout.num_kv_heads, rank * layout.num_kv_heads // num
     if module in _BY_ROWS:
         return np.array_split(array, num)[rank]
@@ -124,7 +127,7 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 
 def _cast(tensor: Tensor, dtype: str) -> Array:
-    """As `torch.Tensor.to`: to the nearest number, of two to the even one."""
+    """Cast like `torch.Tensor.to`, rounding half to even."""
     if tensor.dtype == dtype or tensor.dtype not in _STORED_AS:
         return tensor.array
     array = tensor.array
@@ -145,7 +148,7 @@ def _bytes(array: Array) -> Array:
 # --- SGLang's hash on a GPU -----------------------------------------------------------------------
 #
 # sglang/kernels/ops/memory/gpu_tensor_hash.py: two sums of mixed 32-bit words for each tile, mixed
-# again, and the sum of all tiles, mixed. The tests hold it against that kernel, run by Triton's
+# again, and the sum of all tiles, mixed. The tests compare it with that kernel, run by Triton's
 # interpreter.
 
 _TILE = 8192  # words
@@ -180,7 +183,7 @@ def _gpu_hash(data: Array) -> int:
 
 
 def _sums(words: Array, places: Array, factor: int, seed: int, turn: int) -> Array:
-    """Of each tile."""
+    """Return the sum of mixed words of each tile."""
     mixed = places * np.uint32(factor)
     mixed += np.uint32(seed)
     mixed ^= (places << np.uint32(turn)) | (places >> np.uint32(32 - turn))
@@ -191,7 +194,7 @@ def _sums(words: Array, places: Array, factor: int, seed: int, turn: int) -> Arr
 
 
 def _mixed(words: Array) -> Array:
-    """In place."""
+    """Mix 32-bit words in place and return them."""
     words ^= words >> np.uint32(16)
     words *= np.uint32(0x85EBCA6B)
     words ^= words >> np.uint32(13)

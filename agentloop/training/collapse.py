@@ -1,32 +1,35 @@
-"""Pure: whether a run has collapsed, by stated rules, and what to tell people who find it stopped.
+"""Detect that a run has collapsed, and write a report about it. Pure.
 
-    metrics of each step ──> running medians ──> rules ──> bad for `patience` steps ──> Verdict
+    metrics of each step ──> running medians ──> rules ──> violated for `patience` steps ──> Verdict
 
-rStar2-Agent's policy and reward collapsed after step 510 (arXiv 2508.20722); what is learned from
-there on is worth nothing. The rules:
+The policy and reward of rStar2-Agent collapsed after step 510 (arXiv 2508.20722); training beyond
+such a point is wasted. The rules:
 
-    reward       the reward has fallen by more than `reward_fall` of its best
-    entropy_low  the policy is sure of itself (`entropy_low` of its highest entropy) and has not
-                 solved its tasks: what it never tries, it never learns
-    entropy_high the reward sags, and the entropy is `entropy_high` times what it was at its best
-    gradient     the reward sags, and so it is with the norm of the gradients
-    truncated    the reward sags, and `truncated_rise` more of the rollouts come to no end
-    mismatch     what is learned from is not what the policy samples: `mismatch_max`
+    reward       the reward has fallen by more than the share `reward_fall` of its best value
+    entropy_low  the entropy has fallen to the share `entropy_low` of its highest value although the
+                 tasks are not solved: without exploration there is no further progress
+    entropy_high the reward is declining, and the entropy is `entropy_high` times its value at the
+                 best reward
+    gradient     the same for the gradient norm, with `grad_norm_high`
+    truncated    the reward is declining, and the share of truncated rollouts has risen by
+                 `truncated_rise`
+    mismatch     the KL divergence between engine and learner is above `mismatch_max`
 
-Why they rarely speak without cause:
+False alarms are rare:
 
-- Each looks at the running median of `window` steps, so that outliers, as long as they are fewer
-  than half of it, move nothing; and it must be bad for `patience` steps in a row.
-- A policy that learns gets other entropies, larger gradients and longer answers: tenfold, in runs
-  of the small model. So these say something only together with a reward that sags, and are held
-  against what they were when the reward was at its best, not at the start. The two rules that need
-  no sagging reward begin to count anew with each new best.
-- A fall counts from `min_fall` on: half of next to nothing is noise. So a run that begins with
-  nothing for long, and one that has solved everything, are left alone.
-- A stage begins with a clean sheet: its tasks are others. A step that lacks a metric says nothing
-  of it: where nothing was learned, there is no entropy.
+- Each rule looks at the running median of `window` steps, so outliers have no effect as long as
+  they are fewer than half of the window; and it must be violated for `patience` steps in a row.
+- A policy that learns changes its entropy, gradient norm and answer length, by a factor of ten in
+  runs of the small model. So these metrics count only together with a declining reward, and are
+  compared with their values at the best reward, not at the start. The two rules that do not need a
+  declining reward start counting again with each new best.
+- A fall of the reward counts only from `min_fall` on, since half of a tiny reward is noise. So
+  there is no alarm for a run that starts with no reward for long, nor for one that has solved all
+  of its tasks.
+- Each stage starts from a clean state, since its tasks differ. A step that lacks a metric is
+  ignored for it: a step that trains on nothing has no entropy.
 
-Not covered: a reward that never rose, and one that is hacked and goes up.
+Not covered: a reward that never rose, and reward hacking, where it rises.
 """
 
 from __future__ import annotations
@@ -55,31 +58,33 @@ __all__ = [
 ]
 
 Row = Mapping[str, Any]
-"""A step, as it stands in metrics.jsonl."""
+"""A row of metrics.jsonl."""
 
 
 class CollapseSettings(pydantic.BaseModel):
-    """When a run has collapsed, and stops. All of it is about medians of the last steps."""
+    """Settings of the collapse detector. All thresholds apply to medians of the last steps."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    enabled: bool = pydantic.Field(True, description="false: a run is never stopped for this.")
-    window: int = pydantic.Field(9, ge=1, description="Steps of which the median is taken.")
-    patience: int = pydantic.Field(10, ge=1, description="Bad steps in a row that are a collapse.")
+    enabled: bool = pydantic.Field(True, description="Stop a run that has collapsed.")
+    window: int = pydantic.Field(9, ge=1, description="Number of steps in each median.")
+    patience: int = pydantic.Field(
+        10, ge=1, description="Bad steps in a row that count as a collapse."
+    )
     reward_fall: float = pydantic.Field(
-        0.5, gt=0, description="The reward has fallen by more than this share of its best."
+        0.5, gt=0, description="Collapse: the reward falls by more than this share of its best."
     )
     reward_sag: float = pydantic.Field(
         0.15,
         gt=0,
-        description="By more than this share: a collapse if entropy, gradients or truncated "
-        "rollouts say so, too.",
+        description="Decline: the reward falls by more than this share of its best; a collapse if "
+        "entropy, gradient norm or truncated rollouts have risen, too.",
     )
     min_fall: float = pydantic.Field(
-        0.1, ge=0, description="A smaller fall of the reward is none, whatever its share."
+        0.1, ge=0, description="Ignore a fall of the reward below this absolute value."
     )
     reward_solved: float = pydantic.Field(
-        0.9, description="From this reward on a policy may be as sure of itself as it likes."
+        0.9, description="Ignore low entropy from this reward on."
     )
     entropy_low: float = pydantic.Field(
         0.02,
@@ -88,21 +93,22 @@ class CollapseSettings(pydantic.BaseModel):
         description="Entropy below this fraction of its maximum counts as collapsed; 0 disables.",
     )
     entropy_high: float = pydantic.Field(
-        5.0, gt=1, description="Entropy, in multiples of what it was at the best reward."
+        5.0, gt=1, description="Highest entropy, as a multiple of that at the best reward."
     )
     grad_norm_high: float = pydantic.Field(
         10.0,
         gt=1,
-        description="Norm of the gradients, in multiples of what it was at the best reward. A step "
-        "that was skipped, for it was not finite, counts as more than any.",
+        description="Highest gradient norm, as a multiple of that at the best reward. A step "
+        "skipped because of a non-finite norm counts as infinite.",
     )
     truncated_rise: float = pydantic.Field(
         0.3,
         gt=0,
-        description="Share of rollouts that are truncated, above that at the best reward.",
+        description="Highest rise of the share of truncated rollouts above that at the best "
+        "reward.",
     )
     mismatch_max: float = pydantic.Field(
-        0.1, gt=0, description="KL per token between the engine, when it sampled, and the policy."
+        0.1, gt=0, description="Highest KL per token between the engine and the learner's policy."
     )
 
 
@@ -117,14 +123,14 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The run has collapsed.
+    """The finding that a run has collapsed.
 
     Attributes:
-        why: in plain words, with the numbers.
-        step: the one after which it was found.
+        why: explanation with the values.
+        step: the step after which the collapse was detected.
         since: the first of the bad steps in a row.
-        last_good: the last step at which nothing was bad, or None. A median speaks of the middle
-            of its window, so this is `window // 2` steps before the medians left the good.
+        last_good: the last step at which no rule was violated, or None. A median stands for the
+            middle of its window, so this is `window // 2` steps before the medians became bad.
     """
 
     rule: Rule
@@ -135,7 +141,7 @@ class Verdict:
 
 
 class RunCollapsed(AgentLoopError):
-    """What a run is stopped with; the message says why, and where the report is."""
+    """A run was stopped because it has collapsed; the message says why and names the report."""
 
 
 _REWARD = "reward"
@@ -148,14 +154,14 @@ _METRICS = (_REWARD, _ENTROPY, _GRADIENT, _MISMATCH, _TRUNCATED)
 
 @dataclass(slots=True)
 class _Bad:
-    """Steps in a row that a rule calls bad."""
+    """Consecutive steps at which a rule is violated."""
 
     since: int
     count: int = 0
 
 
 class Collapse:
-    """Tell it of each step (`seen`), in order."""
+    """The collapse detector of a run. Pass it the metrics of each step, in order, with `seen`."""
 
     def __init__(self, settings: CollapseSettings) -> None:
         self._settings = settings
@@ -165,7 +171,7 @@ class Collapse:
 
     def _begin(self) -> None:
         self._windows = {name: deque[float](maxlen=self._settings.window) for name in _METRICS}
-        self._steps: deque[int] = deque(maxlen=self._settings.window)  # those of the rewards
+        self._steps: deque[int] = deque(maxlen=self._settings.window)  # steps of the rewards
         self._best = -math.inf
         self._at_best: dict[str, float] = {}
         self._highest_entropy = 0.0
@@ -173,18 +179,18 @@ class Collapse:
 
     @classmethod
     def replay(cls, settings: CollapseSettings, rows: Iterable[Row], *, step: int) -> Self:
-        """As it stood after `step`, from which a run goes on: what came later was undone."""
+        """Rebuild the state after `step`, at which a run is resumed; later rows are ignored."""
         collapse = cls(settings)
-        for row in _lived(rows):
+        for row in _without_undone(rows):
             if row["step"] <= step:
                 collapse.seen(row)
         return collapse
 
     def seen(self, row: Row) -> Verdict | None:
-        """After a step. Rows of other things, such as evaluations, are passed over.
+        """Process a row of metrics; return a verdict if the run has collapsed.
 
-        A `stage` that is another than before, or a row of tasks that were filtered for one, begins
-        a stage.
+        Rows other than those of steps, such as evaluations, are ignored. A new value of `stage`,
+        or a row about filtered tasks, starts a new stage.
         """
         if not self._settings.enabled:
             return None
@@ -219,7 +225,7 @@ class Collapse:
     def _remember(self, now: Mapping[str, float]) -> None:
         self._highest_entropy = max(self._highest_entropy, now.get(_ENTROPY, 0.0))
         if now[_REWARD] > self._best:
-            self._bad.clear()  # it learns
+            self._bad.clear()  # a new best: the policy still improves
         if now[_REWARD] >= self._best:
             self._best = now[_REWARD]
             self._at_best |= now
@@ -242,12 +248,12 @@ class Collapse:
         return fall > max(share * abs(self._best), self._settings.min_fall)
 
     def _rules(self, now: Mapping[str, float]) -> Iterator[tuple[Rule, str, str]]:
-        """Those that call this step bad: with the metric that they are about, and why."""
+        """Yield (rule, metric, explanation) for each rule that this step violates."""
         s = self._settings
         reward = f"the reward fell from {self._best:.3g} to {now[_REWARD]:.3g}"
         if self._fell_by(now, s.reward_fall):
             yield Rule.REWARD, _REWARD, reward
-        entropy = now.get(_ENTROPY, math.nan)  # of which nothing is true
+        entropy = now.get(_ENTROPY, math.nan)  # comparisons with it are false
         if entropy < s.entropy_low * self._highest_entropy and now[_REWARD] < s.reward_solved:
             why = f"the entropy fell from {self._highest_entropy:.3g} to {entropy:.3g}"
             yield Rule.ENTROPY_LOW, _ENTROPY, f"{why}, at a reward of {now[_REWARD]:.3g}"
@@ -258,7 +264,7 @@ class Collapse:
             return
         for rule, name, what, factor in (
             (Rule.ENTROPY_HIGH, _ENTROPY, "the entropy", s.entropy_high),
-            (Rule.GRADIENT, _GRADIENT, "the norm of the gradients", s.grad_norm_high),
+            (Rule.GRADIENT, _GRADIENT, "the gradient norm", s.grad_norm_high),
         ):
             usual = self._at_best.get(name, math.nan)
             if now.get(name, math.nan) > factor * usual:
@@ -271,7 +277,7 @@ class Collapse:
 
 
 def _value(row: Row, name: str) -> float | None:
-    """None where it is missing, or is no number: JSON has none for what is not finite."""
+    """Return a metric, or None if it is missing or not a number (JSON has no infinities)."""
     if name == _GRADIENT and row.get("learner/skipped"):
         return math.inf
     value = row.get(name)
@@ -280,9 +286,8 @@ def _value(row: Row, name: str) -> float | None:
     return value
 
 
-def _lived(rows: Iterable[Row]) -> list[Row]:
-    """Without the steps that were undone: a run that goes on from an earlier step writes them
-    anew, below."""
+def _without_undone(rows: Iterable[Row]) -> list[Row]:
+    """Drop the rows of undone steps: a run resumed from an earlier step writes them again."""
     kept: list[Row] = []
     newest = -1
     for row in rows:
@@ -295,10 +300,11 @@ def _lived(rows: Iterable[Row]) -> list[Row]:
 
 
 def checkpoint_before(verdict: Verdict, checkpoints: Iterable[int]) -> int | None:
-    """The step of the checkpoint to go on from, or None where all are too young.
+    """Return the step of the newest checkpoint from before the collapse, or None.
 
-    A step's rollouts are of the weights that the step before it left, so the last good step
-    speaks of a checkpoint before it."""
+    A step's rollouts are sampled with the weights after the step before it, so the last good step
+    vouches only for checkpoints before it.
+    """
     good = verdict.last_good
     return None if good is None else max((c for c in checkpoints if c < good), default=None)
 
@@ -318,27 +324,27 @@ _SOFTER = "a lower `learner.optimizer.lr`, or a smaller `learner.loss.clip_high`
 _TRY = {
     Rule.REWARD: (
         _SOFTER,
-        "more rollouts for a step (`loop.tasks_per_step`), or younger ones, where steps overlap",
+        "more rollouts per step (`loop.tasks_per_step`), or less stale ones (`loop.max_staleness`)",
     ),
     Rule.ENTROPY_LOW: (
-        "a larger `learner.loss.clip_high`, so that rare tokens can rise",
+        "a larger `learner.loss.clip_high`, so that rare tokens can become more likely",
         "a small `learner.loss.entropy_coef`, such as 0.001",
-        "harder tasks, or other ones: of what is always solved, or never, nothing is learned",
+        "harder or different tasks: nothing is learned from tasks that are always or never solved",
     ),
     Rule.ENTROPY_HIGH: (
         _SOFTER,
         "`learner.loss.entropy_coef = 0`, if it is set",
-        "a look at the trajectories: noise that is rewarded is learned",
+        "a look at the trajectories: is noise rewarded?",
     ),
     Rule.GRADIENT: (_SOFTER, "a smaller `learner.optimizer.max_grad_norm`"),
     Rule.TRUNCATED: (
-        "a larger `budget.max_response_tokens`, if the rollouts would have come to an end",
-        "a look at the trajectories: rollouts that repeat themselves are a policy that has lost it",
+        "a larger `budget.max_response_tokens`, if the rollouts would have ended by themselves",
+        "a look at the trajectories: repetition means that the policy itself has degenerated",
         _SOFTER,
     ),
     Rule.MISMATCH: (
         "the same `learner.dtype` and `server.dtype`",
-        "younger rollouts, where steps overlap",
+        "less stale rollouts (`loop.max_staleness`)",
         "a smaller `learner.loss.tis_cap`",
     ),
 }
@@ -356,21 +362,22 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
 def report(
     verdict: Verdict, rows: Iterable[Row], checkpoints: Iterable[int], *, num_steps: int = 10
 ) -> str:
-    """For people, in Markdown: what happened, the last `num_steps` steps, where to go on from."""
-    steps = [row for row in _lived(rows) if _REWARD in row and row["step"] <= verdict.step]
+    """Return a Markdown report: what happened, the last `num_steps` steps and how to continue."""
+    steps = [row for row in _without_undone(rows) if _REWARD in row and row["step"] <= verdict.step]
     good = verdict.last_good
     goes_on = checkpoint_before(verdict, checkpoints)
     return "\n".join(
         [
             f"# The run has collapsed at step {verdict.step}",
             "",
-            f"{verdict.why[0].upper()}{verdict.why[1:]} (medians). So it has been since step "
-            f"{verdict.since}. Rule: `{verdict.rule}`.",
+            f"{verdict.why[0].upper()}{verdict.why[1:]} (medians), since step {verdict.since}. "
+            f"Rule: `{verdict.rule}`.",
             "",
             "No step was good." if good is None else f"The last good step was {good}.",
-            "No checkpoint is from before it: start anew."
+            "There is no checkpoint from before the collapse: start a new run."
             if goes_on is None
-            else f"Go on from the checkpoint of step {goes_on}, the last before it.",
+            else f"Continue from the checkpoint of step {goes_on}, the last one before the "
+            "collapse.",
             "",
             "## The last steps",
             "",
@@ -379,7 +386,7 @@ def report(
             "## What to try",
             "",
             *(f"- {one}" for one in _TRY[verdict.rule]),
-            "- if this is no collapse: `collapse.enabled = false`, or a bound that is further away",
+            "- if this is not a collapse: `collapse.enabled = false`, or a wider threshold",
             "",
         ]
     )

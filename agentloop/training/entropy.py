@@ -1,12 +1,12 @@
-"""Where a policy hesitates: its tokens of the highest entropy, and what they do there. Pure.
+"""Find the tokens at which a policy is uncertain: those of the highest entropy. Pure.
 
-    entropies ──the top of each rollout──> marked tokens ──by kind, by id──> the most frequent ones
+    entropies ──top share of each rollout──> marked tokens ──by kind and id──> most frequent tokens
 
-After rStar2-Agent (arXiv 2508.20722, "Analysis of Agentic Reasoning Behaviors"): of each of 64
-trajectories the top 20% of tokens are looked at. Some fork (the model doubts, checks, tries again),
-some reflect on what a tool has answered, and those of calls are rarely among them. There, people
-read them; here they are told apart by where they stand, so a fork in a turn after a tool's result
-counts as a reflection.
+Source: rStar2-Agent (arXiv 2508.20722, "Analysis of Agentic Reasoning Behaviors"), which inspects
+the top 20% of the tokens of 64 trajectories. Some are forking tokens (the model doubts, checks,
+tries again), some reflect on a tool's result, and tokens of calls are rarely among them. The paper
+classifies by reading; here tokens are classified by position, so a forking token in a turn after a
+tool's result counts as reflection.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MAX_LOG_RATIO = 20.0  # as in learner/loss.py
 
 
 class Kind(StrEnum):
-    """Where a token stands."""
+    """The position of a token."""
 
-    FORKING = "forking"  # in the text of a turn before which no tool has answered
+    FORKING = "forking"  # in the text of a turn that does not follow a tool's result
     REFLECTION = "reflection"  # in the text of a turn right after a tool's result
     CALL = "call"  # in a tool call, markers included
 
@@ -48,9 +48,9 @@ class Sampled:
 
     Attributes:
         ids: [T].
-        entropies: [T], in nats, of the distributions that they were drawn from.
-        calls: where its tool calls begin and end in `ids`.
-        after_result: whether a tool's result stands right before it.
+        entropies: [T], in nats, of the distributions that the ids were sampled from.
+        calls: (start, end) of each tool call in `ids`.
+        after_result: whether the turn directly follows a tool's result.
     """
 
     ids: Sequence[int]
@@ -60,7 +60,7 @@ class Sampled:
 
     @property
     def kinds(self) -> list[Kind]:
-        """[T]."""
+        """Return the kind of each token, [T]."""
         text = Kind.REFLECTION if self.after_result else Kind.FORKING
         kinds = [text] * len(self.ids)
         for start, end in self.calls:
@@ -70,7 +70,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Numbers, from 0: of a rollout, of a turn in it, of a token in that."""
+    """The position of a token: indices of its rollout, turn and token, from 0."""
 
     rollout: int
     turn: int
@@ -79,12 +79,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TokenFigures:
-    """Of one token among those of a kind.
+    """Statistics of one token id within a kind.
 
     Attributes:
-        num, num_marked: how often it was sampled; how often it is marked, which is once at least.
-        mean_entropy: where it is marked.
-        highest: where its entropy is the highest.
+        num, num_marked: number of times sampled, and marked (at least 1).
+        mean_entropy: mean over the marked occurrences, in nats.
+        highest: the occurrence of the highest entropy.
     """
 
     id: int
@@ -96,11 +96,11 @@ class TokenFigures:
 
 @dataclass(frozen=True, slots=True)
 class KindFigures:
-    """Of the tokens of a kind.
+    """Statistics of the tokens of one kind.
 
     Attributes:
-        mean_entropy: of all of them, marked or not; 0 where there is none.
-        tokens: those that are marked at all, the most often marked ones first.
+        mean_entropy: mean over all tokens, marked or not, in nats; 0 without tokens.
+        tokens: token ids marked at least once, most often marked first.
     """
 
     num: int
@@ -111,11 +111,12 @@ class KindFigures:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """
+    """The entropy analysis of a set of rollouts.
+
     Attributes:
-        num_rollouts: with a sampled token at least.
-        threshold: the lowest entropy that is marked; the median over the rollouts.
-        kinds: each of them, also where there is none.
+        num_rollouts: number of rollouts with at least one sampled token.
+        threshold: median over the rollouts of the lowest marked entropy, in nats.
+        kinds: statistics of every kind, including those without tokens.
     """
 
     num_rollouts: int
@@ -127,7 +128,7 @@ class Analysis:
 
 
 def marked(entropies: Sequence[float], share: float) -> list[bool]:
-    """The `share` of them, from 0 to 1, that is highest, rounded up; of equal ones the first."""
+    """Mark the highest `share` (0 to 1) of the entropies, rounded up; of ties, the first."""
     num = math.ceil(round(share * len(entropies), 6))  # 0.1 * 30 is a little more than 3
     by_height = sorted(range(len(entropies)), key=lambda index: (-entropies[index], index))
     chosen = set(by_height[:num])
@@ -135,7 +136,7 @@ def marked(entropies: Sequence[float], share: float) -> list[bool]:
 
 
 def analyze(rollouts: Iterable[Sequence[Sampled]], share: float = 0.2) -> Analysis:
-    """Mark the top `share` of each rollout's tokens, and count."""
+    """Mark the top `share` of each rollout's tokens and compute the statistics."""
     counts: dict[Kind, _Counts] = {kind: _Counts() for kind in Kind}
     thresholds = []
     for number, turns in enumerate(rollouts):
@@ -163,7 +164,7 @@ def analyze(rollouts: Iterable[Sequence[Sampled]], share: float = 0.2) -> Analys
 
 @dataclass(slots=True)
 class _Counts:
-    """Of a kind, while it is counted."""
+    """Running counts of one kind."""
 
     num: int = 0
     total: float = 0.0
@@ -198,11 +199,14 @@ class _Counts:
 
 
 def nearest_version(sampled: Mapping[int, int], kept: Iterable[int]) -> int:
-    """Of the versions of the weights that are `kept`, the one that is nearest to those that have
-    `sampled` so many tokens each; of equal ones the newest.
+    """Return the kept version that is nearest to the versions that sampled; of ties, the newest.
+
+    Args:
+        sampled: number of tokens sampled under each version.
+        kept: versions whose weights are kept.
 
     Raises:
-        ValueError: none is kept.
+        ValueError: `kept` is empty.
     """
 
     def distance(version: int) -> int:
@@ -212,8 +216,11 @@ def nearest_version(sampled: Mapping[int, int], kept: Iterable[int]) -> int:
 
 
 def k3(engine: Sequence[float], scored: Sequence[float]) -> float:
-    """The mean over tokens of exp(d) - d - 1 with d = scored - engine: an estimate of the KL from
-    what sampled them to what scored them, as the metric mismatch_kl; 0 without tokens."""
+    """Estimate the KL divergence per token from the sampling to the scoring policy, in nats.
+
+    This is the mean of exp(d) - d - 1 with d = scored - engine, as in the metric mismatch_kl; 0
+    without tokens.
+    """
     found = []
     for one, other in zip(engine, scored, strict=True):
         d = max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, other - one))

@@ -1,11 +1,11 @@
-"""The entropies of a run's rollouts: asked of a learner, and kept beside them.
+"""The entropies of a run's rollouts, computed by a learner and cached in the run's folder.
 
     trajectories/group-0000016.jsonl ──batch──> a learner ──> entropy/group-0000016.jsonl
                                                               entropy/about.json
 
-A group's file has a line for each of its rollouts, in the order of its trajectories: {"id": its
-name, "entropies": [[of each token of its first turn], [of its second], ...]}, in nats. What gave
-them stands in about.json, by the group's number; so what was found once is read the next time.
+A group's file has a line for each rollout, in the order of its trajectories: {"id": the rollout's
+id, "entropies": [[first turn's tokens], [second turn's], ...]}, in nats. For each group's number,
+about.json holds the weights that computed them, so that cached entropies can be reused.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _GROUP = re.compile(r"group-(\d+)\.jsonl")
 _DIGITS = 6
 
 Entropies = list[list[float]]
-"""Of a rollout: of each of its turns those of each sampled token."""
+"""The entropies of a rollout: one tuple per turn, with a value per sampled token, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A trajectory as it is scored, T tokens long.
+    """A stored trajectory of T tokens, ready to be scored.
 
     Attributes:
         ids, mask, logprobs: [T], as in `agentloop.trajectory.Trajectory`.
-        turns: without their entropies.
-        versions: how many of its tokens were sampled under which version.
+        turns: the turns, without entropies.
+        versions: number of tokens sampled under each version.
     """
 
     id: str
@@ -60,23 +60,23 @@ class Rollout:
 
     @property
     def sampled_logprobs(self) -> list[float]:
-        """The engine's, of the sampled tokens alone."""
+        """The engine's log-probabilities of the sampled tokens."""
         return [one for one, sampled in zip(self.logprobs, self.mask, strict=True) if sampled]
 
     def with_entropies(self, entropies: Entropies) -> tuple[Sampled, ...]:
-        """Its turns, with them."""
+        """Return the turns with their entropies."""
         pairs = zip(self.turns, entropies, strict=True)
         return tuple(replace(turn, entropies=found) for turn, found in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What gives entropies. Of an equal one they would be the same.
+    """The weights and temperature that entropies are computed with; a key of the cache.
 
     Attributes:
-        weights: the folder of the model; `identity` tells its weights from others there.
-        version: that they were published as, in this run; None: they are not this run's.
-        temperature: that logits are divided by.
+        weights: the model's folder; `identity` distinguishes its weights from earlier ones there.
+        version: the version that this run published them as; None: they are not this run's.
+        temperature: divisor of the logits.
     """
 
     weights: str
@@ -86,7 +86,7 @@ class Origin:
 
     @classmethod
     def of(cls, weights: Path, *, version: str | None, temperature: float) -> Origin:
-        """Raises SettingsError: the folder cannot be read."""
+        """Identify the weights in a folder. Raises SettingsError if it cannot be read."""
         try:
             if (manifest := weights / "published.json").is_file():  # it has their checksums
                 told = manifest.read_bytes()
@@ -102,28 +102,31 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of a group's rollouts, in their order; `mismatch_kl` is the mean over their tokens of the KL
-    from what sampled them to what scored them."""
+    """The entropies of a group's rollouts, in order.
+
+    `mismatch_kl` is the mean over their tokens of the KL divergence, in nats, from the policy that
+    sampled them to the one that scored them.
+    """
 
     entropies: list[Entropies]
     mismatch_kl: float
 
 
 def group_files(run: Path) -> dict[int, Path]:
-    """The trajectories of a run, by the number of their group, the newest last."""
+    """Return the trajectory files of a run by group number, newest last."""
     files = (run / "trajectories").glob("group-*.jsonl")
     numbered = ((_GROUP.fullmatch(file.name), file) for file in files)
     return dict(sorted((int(match[1]), file) for match, file in numbered if match))
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a group. Raises DataError: it names the line."""
+    """Read the rollouts of a group. Raises DataError naming the invalid line."""
     rollouts = []
     for number, row in read_jsonl(path):
         try:
             rollouts.append(_rollout(row["trajectory"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{path}: line {number}: no rollout: {error!r}") from error
+            raise DataError(f"{path}: line {number}: not a rollout: {error!r}") from error
     return rollouts
 
 
@@ -140,19 +143,19 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     )
     num = sum(len(turn.ids) for turn in turns)
     if not len(made.ids) == len(made.mask) == len(made.logprobs) or sum(made.mask) != num:
-        raise ValueError("ids, mask and logprobs do not go together")
+        raise ValueError("ids, mask and logprobs differ in length")
     return made
 
 
 class EntropyFolder:
-    """`entropy/` in a run's folder."""
+    """The cache of entropies: `entropy/` in a run's folder."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "entropy"
 
     def kept(self, number: int, rollouts: Sequence[Rollout], origin: Origin) -> Found | None:
-        """What was found of this group before; None: nothing that is whole, of these rollouts and
-        of this origin."""
+        """Return the cached entropies of a group, or None if there are none that are complete and
+        match these rollouts and this origin."""
         told = self._about().get(str(number))
         if not isinstance(told, dict) or told.get("origin") != asdict(origin):
             return None
@@ -166,14 +169,14 @@ class EntropyFolder:
         return found if there == wanted else None
 
     def keep(self, number: int, rollouts: Sequence[Rollout], origin: Origin, found: Found) -> None:
-        """Raises SettingsError: it cannot be written."""
+        """Cache the entropies of a group. Raises SettingsError if they cannot be written."""
         pairs = zip(rollouts, found.entropies, strict=True)
         rows = [{"id": one.id, "entropies": entropies} for one, entropies in pairs]
         about = self._about()
         about[str(number)] = {"origin": asdict(origin), "mismatch_kl": found.mismatch_kl}
         try:
             self.path.mkdir(exist_ok=True)
-            # This one last: what it does not speak of is found anew.
+            # Write this file last: entropies that it does not list are computed again.
             _write(self._file(number), b"".join(orjson.dumps(row) + b"\n" for row in rows))
             _write(self.path / "about.json", orjson.dumps(about, option=orjson.OPT_INDENT_2))
         except OSError as error:
@@ -199,11 +202,12 @@ def _write(path: Path, data: bytes) -> None:
 async def score(
     learner: Learner, rollouts: Sequence[Rollout], folder: Path, *, timeout_s: float
 ) -> Found:
-    """What the learner's weights say of these rollouts. Batch and answer go by files in `folder`,
-    for a moment.
+    """Compute the entropies of rollouts with the learner's weights.
+
+    Batch and result are exchanged as temporary files in `folder`.
 
     Raises:
-        LearnerError: it failed, or what it says is no number.
+        LearnerError: the learner failed, or a result is not finite.
         SettingsError: a file cannot be written.
     """
     some = [one for one in rollouts if any(one.mask)]
@@ -226,7 +230,7 @@ def _read_scores(path: Path, rollouts: Sequence[Rollout]) -> Found:
     logprobs = tensors["logprobs"][sampled].tolist()
     entropies = tensors["entropies"][sampled].tolist()
     if not all(map(math.isfinite, (*logprobs, *entropies))):
-        raise LearnerError("logprobs: what the weights say of a token is no number")
+        raise LearnerError("logprobs: the log-probability of a token is not finite")
     engine = [one for rollout in rollouts for one in rollout.sampled_logprobs]
     rounded = [round(max(0.0, one), _DIGITS) for one in entropies]
     lengths = [len(turn.ids) for rollout in rollouts for turn in rollout.turns]

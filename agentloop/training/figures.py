@@ -1,4 +1,4 @@
-"""What the field wants to know of a step's rollouts. Pure."""
+"""The metrics of a step's groups of rollouts. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
 
 
 class ScoredGroup(Protocol):
-    """The rollouts of a task, each with its reward, and which of them were chosen."""
+    """The rollouts of a task with their rewards, and the selection of those to train on."""
 
     trajectories: Sequence[Trajectory]
     rewards: list[Reward]
@@ -25,7 +25,7 @@ class ScoredGroup(Protocol):
 
 
 def figures(group: ScoredGroup) -> dict[str, Any]:
-    """What `about` needs of a group, as plain data."""
+    """Return the figures of a group as plain data, the input of `about`."""
     rejected = group.choice.rejected
     return {
         "rejected": None if rejected is None else str(rejected),
@@ -37,7 +37,7 @@ def figures(group: ScoredGroup) -> dict[str, Any]:
 
 
 def of_rollout(trajectory: Trajectory, reward: float | None) -> dict[str, Any]:
-    """What `about` needs of one rollout."""
+    """Return the figures of one rollout as plain data."""
     return {
         "reward": reward,
         "tool_errors": _tool_error_ratio(trajectory),
@@ -49,8 +49,7 @@ def of_rollout(trajectory: Trajectory, reward: float | None) -> dict[str, Any]:
 
 
 def about(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the field wants to know of rollouts, of each group's `figures`. Means are over those
-    with a reward."""
+    """Compute metrics from the `figures` of groups. Means are over rollouts with a reward."""
     rollouts = [rollout for group in groups for rollout in group["rollouts"]]
     scored = [rollout for rollout in rollouts if rollout["reward"] is not None]
     ratios = [
@@ -81,7 +80,7 @@ def _fmean(values: Sequence[float]) -> float:
 
 
 def _tool_error_ratio(trajectory: Trajectory) -> float | None:
-    """Failed calls by calls; None without any."""
+    """Return the share of a trajectory's calls that failed, or None without calls."""
     ours = (CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE)
     statuses = [result.status for result in trajectory.results if result.status not in ours]
     return sum(status.failed for status in statuses) / len(statuses) if statuses else None

@@ -1,10 +1,10 @@
-"""The trainer's end of a fleet: it asks for groups and weights, and runtimes elsewhere do them.
+"""The trainer's end of a fleet: it delegates rollouts to runtimes on other machines.
 
     Fleet.group ──ticket──> Redis ──> one of the runtimes (fleet_member.py) ──result──> Fleet.group
-    Fleet.hand_over ──the trainer's word──> all of them: "this version, in this folder"
+    Fleet.hand_over ──trainer state──> all runtimes: "load this version from this folder"
 
-Only this end keeps something, in the run's journal. A ticket that Redis has lost is added again, as
-long as its group is waited for; a result that nobody waits for, such as a second one, is dropped.
+Only this end is durable, through the run's journal. A ticket that Redis has lost is added again as
+long as its group is pending; a result without a pending group, such as a duplicate, is dropped.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _POLL_S = 0.1
 _CLOSE_S = 5.0
-_AHEAD = 4  # tickets that wait for each runtime: enough that none is idle, few enough to be fresh
+_AHEAD = 4  # queued tickets per runtime: enough that none is idle, few enough to stay fresh
 _NUM_READ = 16
-_APPEARS_S = 5.0  # a file of another machine's, on a file system over a network
+_APPEARS_S = 5.0  # time for another machine's file to appear on a network file system
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A group that is waited for, and what comes of it."""
+    """A pending group and its result."""
 
     name: str
     ticket: bytes
     added: bool = False
-    num_unreadable: int = 0  # results
+    num_unreadable: int = 0  # results that could not be read
     done: anyio.Event = field(default_factory=anyio.Event)
     error: AgentLoopError | None = None
     brought: _Brought | None = None
@@ -70,7 +70,7 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class _Brought:
-    """A group that was rolled out elsewhere."""
+    """A group that was rolled out by a remote runtime."""
 
     figures: Mapping[str, Any]
     teaches: bool
@@ -81,8 +81,10 @@ class _Brought:
 
 
 class Fleet:
-    """Rolls out in other processes (`RollsOut`) and gives them weights (`Serving`).
-    Use `Fleet.open(...)`."""
+    """Delegates rollouts (`RollsOut`) and weight syncs (`Serving`) to remote runtimes.
+
+    Use `Fleet.open(...)`.
+    """
 
     def __init__(
         self,
@@ -99,8 +101,8 @@ class Fleet:
         self._start = start
         self._waiting: dict[str, _Waiting] = {}
         self._runtimes: dict[str, Said] = {}
-        self._num_asking = 0  # for a runtime, whichever
-        self._alone_since: float | None = None  # while it is asked for, and none is there
+        self._num_asking = 0  # callers that wait for any runtime
+        self._alone_since: float | None = None  # set while a runtime is needed and there is none
         self._num_announced = 0
 
     @classmethod
@@ -114,17 +116,18 @@ class Fleet:
         folder: Path,
         say: Callable[[str], None],
     ) -> AsyncIterator[Fleet]:
-        """Say that this trainer is the one, and hear from runtimes, while within.
+        """Announce this trainer and exchange tickets and results while the context is open.
 
         Args:
-            run: the name that they ask for.
-            recipe: settings that they must have in common with us, as JSON takes them.
-            folder: of our own; runtimes that see it leave their results there.
-            say: told in plain words who comes and goes.
+            run: the name under which runtimes look for the trainer.
+            recipe: settings that runtimes take from the trainer, as plain data for JSON.
+            folder: a folder for results; runtimes that share this file system write them there.
+            say: called with a line of text when a runtime joins or leaves.
 
         Raises:
-            ServerError: Redis, or every runtime, was gone for too long, or a group cannot be done.
-            SettingsError: Redis does not let us in, or another trainer has taken the run.
+            ServerError: Redis or all runtimes were unavailable for too long, or a group failed too
+                often.
+            SettingsError: Redis rejected the login, or another trainer has taken over the run.
         """
         life = uuid.uuid4().hex[:12]
         word = Word(
@@ -140,7 +143,7 @@ class Fleet:
         try:
             async with Link.open(settings, run) as link:
                 fleet = cls(link, settings, word, say, start)
-                # What another life has asked for, and what came of it.
+                # Tickets and results of an earlier trainer process.
                 await link.do(lambda redis: redis.delete(link.tickets, link.groups))
                 await fleet._say_word(takes_over=True)
                 try:
@@ -151,7 +154,7 @@ class Fleet:
                         tasks.cancel_scope.cancel()
                 except BaseExceptionGroup as group:
                     raise sole(group) from None
-                # Not after an error: then runtimes wait for the run to be gone on with.
+                # Not after an error: runtimes then wait for the run to be resumed.
                 with anyio.move_on_after(_CLOSE_S, shield=True), suppress(AgentLoopError):
                     await fleet._end()
         finally:
@@ -160,7 +163,7 @@ class Fleet:
     # --- rollouts ---------------------------------------------------------------------------------
 
     async def has_room(self, size: int) -> None:
-        """See `RollsOut`: wait until few tickets are left that no runtime has taken."""
+        """Implement `RollsOut`: wait until only few tickets have not been taken by a runtime."""
         tickets = self._link.tickets
 
         async def num_left(redis: Redis) -> int:
@@ -184,8 +187,12 @@ class Fleet:
         oldest: int,
         at_gate: Callable[[], None] = lambda: None,
     ) -> RolledOut:
-        """See `RollsOut`. Raises ServerError, too: it was given up, after its runtimes had died, or
-        their results could not be read, too often."""
+        """Implement `RollsOut`.
+
+        Raises:
+            ServerError: the group was given up: too often its runtime died or its result could not
+                be read.
+        """
         ticket = Ticket(
             life=self._word.life, name=name, task=task, size=size, budget=budget, oldest=oldest
         )
@@ -198,7 +205,7 @@ class Fleet:
                 at_gate()
                 await waiting.done.wait()  # no deadline: without runtimes `_beat` ends it
         finally:
-            del self._waiting[ticket.key]  # its ticket goes with the next `_audit`
+            del self._waiting[ticket.key]  # the next `_audit` deletes its ticket
         if waiting.error is not None:
             raise waiting.error
         assert waiting.brought is not None
@@ -210,12 +217,12 @@ class Fleet:
         waiting.added = True
 
     async def _audit(self) -> None:
-        """What stands in Redis against what is waited for."""
+        """Compare tickets in Redis with pending groups: add lost ones, delete stale ones."""
         expected = {key for key, waiting in self._waiting.items() if waiting.added}
         tickets, groups = self._link.tickets, self._link.groups
 
         async def both(redis: Redis) -> Any:
-            async with redis.pipeline(transaction=True) as pipe:  # between them it goes over
+            async with redis.pipeline(transaction=True) as pipe:  # a consistent snapshot
                 pipe.xrange(tickets)
                 pipe.xrange(groups)
                 return await pipe.execute()
@@ -233,12 +240,12 @@ class Fleet:
         there |= {Result.of_json(fields[b"result"]).key for _, fields in done}
         lost = [key for key in self._waiting if key in expected - there]
         if lost:
-            log.warning("Redis has lost %d tickets: they are added again", len(lost))
+            log.warning("Redis has lost %d tickets: adding them again", len(lost))
         for key in lost:
             await self._add(self._waiting[key])
 
     async def _receive(self) -> None:
-        """Results, each once: what is handled is deleted, so what is read is not handled yet."""
+        """Process each result once: handled entries are deleted, so all that are read are new."""
         groups: Any = {self._link.groups: "0"}
         while True:
             found = await self._link.do(
@@ -270,7 +277,7 @@ class Fleet:
             await self._add(still)
 
     async def _answer(self, waiting: _Waiting, result: Result) -> None:
-        """Give whoever waits what came of it; where that cannot be read, it is to be added anew."""
+        """Complete a pending group; if its result cannot be read, have its ticket added again."""
         if result.error:
             kind = getattr(errors, result.error, None)
             known = isinstance(kind, type) and issubclass(kind, AgentLoopError)
@@ -279,14 +286,14 @@ class Fleet:
             try:
                 rows = await self._rows_of(result)
             except (OSError, ValueError) as error:
-                log.warning("a result of %s cannot be read: %s", result.runtime, error)
+                log.warning("a result of runtime %s cannot be read: %s", result.runtime, error)
                 waiting.num_unreadable += 1
-                waiting.added = False  # its ticket is gone
+                waiting.added = False  # its ticket was deleted with the result
                 if waiting.num_unreadable < self._settings.max_tries:
                     return
                 waiting.error = ServerError(
                     f"group {waiting.name}: its rollouts could not be read "
-                    f"{waiting.num_unreadable} times (fleet.max_tries), the last time those of "
+                    f"{waiting.num_unreadable} times (fleet.max_tries), last those of runtime "
                     f"{result.runtime}: {error}"
                 )
             else:
@@ -304,17 +311,20 @@ class Fleet:
         return await anyio.to_thread.run_sync(unpacked, data)
 
     def _file(self, result: Result) -> Path | None:
-        """In our folder, whatever it says."""
+        """Return the path of a result's file, which is always inside our folder."""
         is_file = result.rows and not result.num_pieces
         return Path(self._word.folder) / Path(result.rows).name if is_file else None
 
     # --- weights ----------------------------------------------------------------------------------
 
     async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
-        """See `Serving`: done when all runtimes have them, or after `timeout_s` those that do. One
-        that is late takes no ticket before it has them, too. Without any runtime it waits."""
+        """Implement `Serving`.
+
+        Return when all runtimes have the weights, or after `timeout_s` with those that do. A late
+        runtime takes no tickets until it has them, too. Without any runtime, wait for one.
+        """
         if not isinstance(published, InFolder):
-            raise SettingsError("weights.by: a fleet takes its weights from a folder (disk)")
+            raise SettingsError("weights.by: a fleet loads weights from a folder: set it to disk")
         begun = time.monotonic()
         first_seen: float | None = None
         self._num_announced += 1
@@ -334,7 +344,7 @@ class Fleet:
                 first_seen = (first_seen or now) if self._runtimes else None
                 is_late = first_seen is not None and now - first_seen > timeout_s
                 have = self._have(announced)
-                checksum = _most(have, len(self._runtimes), is_late, announced.version)
+                checksum = _most_common(have, len(self._runtimes), is_late, announced.version)
                 if checksum and not announced.checksum:
                     announced = announced.model_copy(update={"checksum": checksum})
                     await self._announce(announced)
@@ -348,12 +358,12 @@ class Fleet:
         others = {name: f"its weights differ: {have[name]}" for name in have.keys() - set(loaded)}
         failed = self._why_not(have) | others
         for name, why in failed.items():
-            log.error("%s does not have version %s: %s", name, published.version, why)
+            log.error("runtime %s does not have version %s: %s", name, published.version, why)
         seconds = time.monotonic() - begun
         return Handover(published, loaded, failed, seconds, announced.checksum)
 
     async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
-        """See `Serving`. Runtimes see to it by themselves."""
+        """Implement `Serving`. Runtimes retry by themselves, so there is nothing to do."""
         return True
 
     async def _announce(self, weights: Announced) -> None:
@@ -361,7 +371,7 @@ class Fleet:
         await self._say_word()
 
     def _have(self, announced: Announced) -> dict[str, str]:
-        """Checksums of the runtimes that have these weights, by their names."""
+        """Return the checksums of the runtimes that have these weights, by name."""
         life = self._word.life
         return {
             name: said.checksum
@@ -376,7 +386,7 @@ class Fleet:
             if name not in have
         }
 
-    # --- who is there -----------------------------------------------------------------------------
+    # --- runtimes ---------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
         every_s = min(_BEAT_S, self._settings.lease_s / 4)
@@ -384,7 +394,7 @@ class Fleet:
         while True:
             await self._say_word()
             await self._look()
-            self._bear_being_alone()
+            self._check_for_runtimes()
             if time.monotonic() - audited > self._settings.lease_s / 3:
                 await self._audit()
                 audited = time.monotonic()
@@ -396,13 +406,14 @@ class Fleet:
         before = None if heard is None else Word.of_json(heard).life
         if before not in (None, life) and not takes_over:
             raise SettingsError(
-                f"fleet.run: another trainer has taken {link.trainer} at {self._settings.redis}"
+                f"fleet.run: another trainer has taken over {link.trainer} at "
+                f"{self._settings.redis}: stop one of them or set another fleet.run"
             )
         lease_ms = int(1000 * self._settings.lease_s)
         await link.do(lambda redis: redis.set(link.trainer, self._word.to_json(), px=lease_ms))
 
     async def _look(self) -> None:
-        """Which runtimes are alive, and what they say."""
+        """Read which runtimes are alive, and their status."""
         link = self._link
 
         async def look(redis: Redis) -> dict[str, Said]:
@@ -420,27 +431,27 @@ class Fleet:
 
         found = await link.do(look)
         for name in sorted(found.keys() - self._runtimes.keys()):
-            self._say(f"Runtime {name} is there: {found[name].num_servers} servers")
+            self._say(f"Runtime {name} has joined: {found[name].num_servers} servers")
         for name in sorted(self._runtimes.keys() - found.keys()):
-            self._say(f"Runtime {name} is gone: its groups go to others")
+            self._say(f"Runtime {name} has left: its groups go to other runtimes")
         self._runtimes = found
 
-    def _bear_being_alone(self) -> None:
-        """Raises ServerError: there was no runtime for too long, while one is needed."""
+    def _check_for_runtimes(self) -> None:
+        """Raise ServerError if a runtime is needed and there has been none for too long."""
         if self._runtimes or not self._num_asking:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = time.monotonic()
-            self._say(f"The trainer waits for a runtime, and none is there. Start: {self._start}")
+            self._say(f"Waiting for a runtime. Start one with: {self._start}")
         elif time.monotonic() - self._alone_since > self._settings.give_up_s:
             raise ServerError(
-                f"no runtime was there for {self._settings.give_up_s:g} s (fleet.give_up_s), and "
-                f"{len(self._waiting)} groups wait for one. Start: {self._start}"
+                f"there was no runtime for {self._settings.give_up_s:g} s (fleet.give_up_s) while "
+                f"{len(self._waiting)} groups were pending. Start one with: {self._start}"
             )
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Somebody waits for a runtime."""
+        """Count a caller that waits for a runtime."""
         self._num_asking += 1
         try:
             yield
@@ -448,17 +459,21 @@ class Fleet:
             self._num_asking -= 1
 
     async def _end(self) -> None:
-        """The run is over: runtimes go home."""
+        """Announce that the run is over, so that runtimes end."""
         link = self._link
         self._word = self._word.model_copy(update={"over": True, "weights": None})
         await self._say_word()
         lease_ms = int(1000 * self._settings.lease_s)
-        for name in (link.tickets, link.groups):  # runtimes may still look at them
+        for name in (link.tickets, link.groups):  # runtimes may still read them
             await link.do(partial(_expire, name, lease_ms))
 
 
 def _make(folder: Path, life: str) -> None:
-    """The folder for results, with a file that tells who sees it. Raises SettingsError."""
+    """Create the folder for results, with a file by which runtimes recognize a shared folder.
+
+    Raises:
+        SettingsError: it cannot be created.
+    """
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -478,11 +493,11 @@ async def _forget_tickets(tickets: str, entries: Sequence[bytes], redis: Redis) 
         await pipe.execute()
 
 
-def _most(have: Mapping[str, str], num: int, is_late: bool, version: str) -> str:
-    """The checksum that most of `num` runtimes have; empty while that may change.
+def _most_common(have: Mapping[str, str], num: int, is_late: bool, version: str) -> str:
+    """Return the checksum that most of `num` runtimes have, or "" while that may still change.
 
     Raises:
-        ServerError: nobody can say which of them has the right weights.
+        ServerError: there is a tie, so the right weights are unknown.
     """
     (first, num_first), *others = Counter(have.values()).most_common(2) or [("", 0)]
     if 2 * num_first > num:
@@ -490,5 +505,5 @@ def _most(have: Mapping[str, str], num: int, is_late: bool, version: str) -> str
     if not is_late and len(have) < num:
         return ""
     if others and others[0][1] == num_first:
-        raise ServerError(f"the runtimes do not have the same weights {version}: {dict(have)}")
+        raise ServerError(f"the runtimes disagree about the weights {version}: {dict(have)}")
     return first

@@ -1,11 +1,11 @@
-"""A runtime's end of a fleet: it takes tickets while there is room, and brings what came of them.
+"""A runtime's end of a fleet: it takes tickets while it has capacity, and delivers the results.
 
-    the trainer's word ──> weights into our servers ──> may take tickets
-                                                            │ one, once there is room for a group
-    a ticket ──lease, renewed──> rolled out, scored, chosen ──result──> acknowledged
+    the trainer's state ──> load weights into our servers ──> may take tickets
+                                                            │ one, when there is capacity for it
+    a ticket ──lease, renewed──> rolled out, scored, selected ──result──> acknowledged
 
-A ticket that was taken and whose lease runs out is another's. So a runtime may die at any moment,
-and whoever leaves in peace lets go of what it has, at once.
+When the lease of a ticket expires, another runtime takes it. So a runtime may die at any moment;
+one that leaves in order releases its tickets at once.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ __all__ = ["Member", "heard"]
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_RETRY_S = 5.0  # of weights that could not be loaded, and of a ticket that broke
+_RETRY_S = 5.0  # pause after a failure to load weights or to do a ticket
 _READ_MS = 1000
 _CLOSE_S = 5.0
-# Of the task or of the reward, not of this machine: it would be the same elsewhere.
+# Errors of the task or the reward, not of this machine: they would recur elsewhere.
 _ANSWERS = (RequestError, RewardError, DataError)
 
 
 async def heard(link: Link, *, within_s: float, say: Callable[[str], None]) -> Word:
-    """What the trainer says, as soon as there is one. Raises ServerError: there is none."""
+    """Wait for a trainer and return its state. Raises ServerError if there is none in time."""
     word = await _word(link)
     if word is None:
-        say(f"Waiting for the trainer: nothing is at {link.trainer} yet")
+        say(f"Waiting for the trainer: there is no {link.trainer} in Redis yet")
         with anyio.move_on_after(within_s):
             while word is None:
                 await anyio.sleep(_POLL_S)
                 word = await _word(link)
     if word is None:
-        raise ServerError(f"no trainer was heard of within {within_s:g} s: {link.trainer}")
+        raise ServerError(f"no trainer appeared at {link.trainer} within {within_s:g} s")
     return word
 
 
@@ -81,12 +81,12 @@ async def _word(link: Link) -> Word | None:
 
 
 class _Broken(Exception):
-    """Nothing but infrastructure came of a group."""
+    """All rollouts of a group failed for reasons of infrastructure."""
 
 
 @dataclass(slots=True)
 class _Hand:
-    """A ticket that we have."""
+    """A ticket that this runtime has leased."""
 
     ticket: Ticket
     entry: bytes
@@ -94,7 +94,7 @@ class _Hand:
 
 
 class Member:
-    """What is needed for `run`."""
+    """A runtime that takes part in a fleet: `run` does tickets until the run is over."""
 
     def __init__(
         self,
@@ -108,7 +108,11 @@ class Member:
         give_up_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """`word` is what was heard first; `name` is ours, in the whole fleet."""
+        """
+        Args:
+            word: the trainer's state when this runtime joined.
+            name: this runtime's name, unique in the fleet.
+        """
         self._link = link
         self._word = word
         self._rollouts = rollouts
@@ -118,18 +122,19 @@ class Member:
         self._say = say
         self._hands: dict[str, _Hand] = {}
         self._said = Said(num_servers=num_servers)
-        self._verified: set[str] = set()  # versions whose weights here are known to be right
+        self._verified: set[str] = set()  # versions whose weights are confirmed
         self._handover: Handover | None = None
         self._keeping_up = anyio.CancelScope()
         self._changed = anyio.Event()
         self._cursor = b"0-0"
 
     async def run(self) -> None:
-        """Until the run is over.
+        """Do tickets until the run is over.
 
         Raises:
-            ServerError: Redis or the trainer was gone for too long, or our weights are wrong.
-            SettingsError: Redis does not let us in, or the run has other settings now.
+            ServerError: Redis or the trainer was unavailable for too long, or our weights are
+                wrong.
+            SettingsError: Redis rejected the login, or the run's settings have changed.
         """
         try:
             async with anyio.create_task_group() as tasks:
@@ -144,10 +149,10 @@ class Member:
             with anyio.move_on_after(_CLOSE_S, shield=True), suppress(AgentLoopError):
                 await self._link.do(self._leave)
 
-    # --- the trainer's word -----------------------------------------------------------------------
+    # --- the trainer's state ----------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """Until the trainer says that the run is over."""
+        """Follow the trainer's state until it says that the run is over."""
         heard_s = time.monotonic()
         while not self._word.over:
             await anyio.sleep(_POLL_S)
@@ -157,27 +162,27 @@ class Member:
                 self._hear(word)
             elif time.monotonic() - heard_s > self._give_up_s:
                 raise ServerError(
-                    f"the trainer was not heard of for {self._give_up_s:g} s (fleet.give_up_s)"
+                    f"the trainer was silent for {self._give_up_s:g} s (fleet.give_up_s)"
                 )
 
     def _hear(self, word: Word) -> None:
         if word.recipe != self._word.recipe and not word.over:
-            raise SettingsError("the run has other settings now: start this runtime again")
+            raise SettingsError("the run's settings have changed: restart this runtime")
         if word == self._word:
             return
         if word.life != self._word.life:
-            self._say("Another trainer goes on with the run")
+            self._say("The run is continued by another trainer process")
             self._verified.clear()
             for hand in self._hands.values():
-                if hand.ticket.life != word.life:  # nobody waits for it
+                if hand.ticket.life != word.life:  # its trainer is gone
                     hand.scope.cancel()
         self._word = word
         if word.weights is not None and not self._has(word.weights):
-            self._keeping_up.cancel()  # what takes long is given the new ones instead
+            self._keeping_up.cancel()  # load the new weights instead
         self._compare()
 
     async def _have_weights(self) -> None:
-        """See to it that our servers have what the trainer says."""
+        """Keep our servers at the weights that the trainer announces."""
         while True:
             weights = self._word.weights
             pause_s = _POLL_S
@@ -186,8 +191,8 @@ class Member:
             elif weights is not None and self._handover is not None:
                 if weights.checksum not in ("", self._said.checksum):
                     raise ServerError(
-                        f"version {weights.version}: our weights are not those of the other "
-                        f"runtimes: {self._said.checksum}, not {weights.checksum}"
+                        f"version {weights.version}: this runtime's weights differ from those of "
+                        f"the others: checksum {self._said.checksum}, not {weights.checksum}"
                     )
                 with anyio.CancelScope() as self._keeping_up:
                     await self._serving.keep_up(self._handover, timeout_s=weights.timeout_s)
@@ -199,12 +204,14 @@ class Member:
     async def _load(self, weights: Announced) -> bool:
         life, folder = self._word.life, Path(weights.folder)
         published: Published = InFolder(weights.version, folder, weights.pause)
-        self._verified.discard(weights.version)  # it may come twice, and be another one then
+        self._verified.discard(
+            weights.version
+        )  # the same version may come again with other weights
         try:
             if not await anyio.Path(folder).is_dir():
                 raise ServerError(
-                    f"{folder} is not here: weights.folder, or run.folder, must be on a file "
-                    "system that every machine has at the same place"
+                    f"{folder} does not exist here: weights.folder, or run.folder, must be on a "
+                    "file system that all machines mount at the same path"
                 )
             self._handover = await self._serving.hand_over(published, timeout_s=weights.timeout_s)
         except ServerError as error:
@@ -221,23 +228,22 @@ class Member:
         return not self._said.error
 
     def _compare(self) -> None:
-        """Compare our weights with what the trainer says of them, and remember a version that is
-        right."""
+        """Compare our checksum with the trainer's, and record the version if they match."""
         weights = self._word.weights
         if weights is not None and self._is_right(weights):
             self._verified.add(weights.version)
-        self._tell_all()
+        self._notify()
 
     def _is_right(self, weights: Announced) -> bool:
         return self._has(weights) and self._said.checksum == weights.checksum != ""
 
     def _is_ready(self) -> bool:
-        """Whether our weights are those that are asked for, and known to be right."""
+        """Return whether we have the announced weights and they are confirmed."""
         weights = self._word.weights
         return (
             weights is not None
             and self._is_right(weights)
-            # Those of another life have the same names, and are about to be gone.
+            # Results of another trainer process have the same names and are about to be deleted.
             and all(hand.ticket.life == self._word.life for hand in self._hands.values())
         )
 
@@ -261,14 +267,14 @@ class Member:
                 hand = await self._link.do(self._next)
                 if hand is None:
                     continue
-                if hand.ticket.key in self._hands:  # Redis had lost it: it came anew
+                if hand.ticket.key in self._hands:  # lost by Redis and added again
                     self._hands[hand.ticket.key].entry = hand.entry
                 else:
                     self._hands[hand.ticket.key] = hand
                     await groups.start(self._answer, hand)
 
     async def _next(self, redis: Redis) -> _Hand | None:
-        """A ticket of a runtime that is dead, or a new one; None: there was none for a second."""
+        """Take a dead runtime's ticket or a new one; return None if there was none for a second."""
         tickets, lease_ms = self._link.tickets, int(1000 * self._word.lease_s)
         self._cursor, entries, *_ = await redis.xautoclaim(
             tickets, READERS, self._name, lease_ms, start_id=self._cursor, count=1
@@ -279,7 +285,7 @@ class Member:
             )
             entries = found[0][1] if found else []
         for entry, fields in entries:
-            if fields:  # else it was deleted
+            if fields:  # otherwise the ticket was deleted
                 return _Hand(Ticket.of_json(fields[b"ticket"]), entry)
         return None
 
@@ -302,23 +308,23 @@ class Member:
                 with anyio.move_on_after(_CLOSE_S, shield=True), suppress(AgentLoopError):
                     await self._link.do(partial(self._let_go, hand))
             at_gate()
-            self._tell_all()
+            self._notify()
 
     async def _roll_out(self, hand: _Hand, at_gate: Callable[[], None]) -> bool:
-        """Whether an answer was given."""
+        """Do a ticket; return whether a result was delivered."""
         ticket = hand.ticket
         answer = partial(Result, key=ticket.key, runtime=self._name)
         if (tries := await self._link.do(partial(self._num_tries, hand))) > self._word.max_tries:
             message = (
-                f"group {ticket.name}: {tries - 1} tries came to nothing (fleet.max_tries): its "
-                "runtimes died, or their servers did"
+                f"group {ticket.name}: {tries - 1} attempts failed (fleet.max_tries): runtimes or "
+                "their servers died"
             )
             await self._bring(hand, answer(error="ServerError", message=message))
             return True
         with anyio.move_on_after(self._word.lease_s):
             await self._until(lambda: self._is_ready_for(ticket))
         if not self._is_ready_for(ticket):
-            return False  # another has newer weights
+            return False  # leave it to a runtime with newer weights
         try:
             rolled = await self._rollouts.group(
                 ticket.task,
@@ -330,18 +336,18 @@ class Member:
             )
             rows = rolled.rows()
             if all(_is_broken(row) for row in rows):
-                raise _Broken("nothing but infrastructure came of it")
+                raise _Broken("all of its rollouts failed for reasons of infrastructure")
         except _ANSWERS as error:
             found = answer(error=type(error).__name__, message=str(error))
         except (ServerError, _Broken) as error:
-            log.error("group %s goes to others: %s", ticket.name, error)
+            log.error("group %s goes to another runtime: %s", ticket.name, error)
             await anyio.sleep(_RETRY_S)
             return False
         else:
             if not await self._are_verified(versions := _versions_of(rows)):
                 log.error(
-                    "group %s goes to another runtime: our weights that sampled it were never "
-                    "confirmed by the trainer (versions %s)",
+                    "group %s goes to another runtime: the trainer never confirmed the weights "
+                    "that sampled it here (versions %s)",
                     ticket.name,
                     ", ".join(sorted(versions - self._verified)),
                 )
@@ -353,10 +359,11 @@ class Member:
         return True
 
     async def _are_verified(self, versions: set[str]) -> bool:
-        """Wait until our weights of these versions are known to be right; return whether they are.
+        """Wait for the trainer to confirm our weights of these versions; return whether it did.
 
-        New weights are known to be right once the trainer has compared them with those of the other
-        runtimes. It ends a hand-over within `timeout_s`."""
+        The trainer confirms new weights after it has compared them with those of other runtimes,
+        within `timeout_s` of the weight sync.
+        """
         weights = self._word.weights
         hand_over_s = 0.0 if weights is None else weights.timeout_s
         with anyio.move_on_after(hand_over_s + self._word.lease_s):
@@ -364,30 +371,30 @@ class Member:
         return versions <= self._verified
 
     async def _put(self, result: Result, data: bytes) -> Result:
-        """Its rollouts where the trainer finds them."""
+        """Store the rollouts in the trainer's folder or in Redis; return the completed result."""
         most = self._word.max_result_mib
         if len(data) > most << 20:
             message = (
-                f"the rollouts of a group take {len(data) >> 20} MiB, which is more than "
-                f"fleet.max_result_mib ({most})"
+                f"the rollouts of a group take {len(data) >> 20} MiB, more than "
+                f"fleet.max_result_mib ({most}): raise it"
             )
             return Result(
                 key=result.key, runtime=self._name, error="SettingsError", message=message
             )
         folder = Path(self._word.folder)
         name = f"{result.key}-{self._name}-{uuid.uuid4().hex[:8]}"
-        if await anyio.Path(folder, self._word.life).exists():  # we see the same folder
+        if await anyio.Path(folder, self._word.life).exists():  # the folder is shared
             try:
                 await anyio.to_thread.run_sync(_write, folder / name, data)
-            except OSError as error:  # it may have gone with its trainer, in this moment
-                log.warning("%s: %s: the rollouts go through Redis", folder / name, error)
+            except OSError as error:  # the trainer may have just removed it
+                log.warning("%s: %s: sending the rollouts through Redis", folder / name, error)
             else:
                 return result.model_copy(update={"rows": name})
         num = await self._link.put_pieces(name, data)
         return result.model_copy(update={"rows": name, "num_pieces": num})
 
     async def _bring(self, hand: _Hand, result: Result) -> None:
-        """The result, and the ticket is done: both or none."""
+        """Deliver a result and acknowledge its ticket in one transaction."""
         fields: Any = {"result": result.to_json()}
 
         async def bring(redis: Redis) -> None:
@@ -406,11 +413,11 @@ class Member:
         return int(found[0]["times_delivered"]) if found else 1
 
     async def _let_go(self, hand: _Hand, redis: Redis) -> None:
-        """As if its lease had run out."""
+        """Release a ticket as if its lease had expired."""
         await self._claim(redis, [hand.entry], idle=int(1000 * self._word.lease_s) + 1)
 
     async def _claim(self, redis: Redis, entries: list[bytes], *, idle: int) -> None:
-        """Those of these that are ours still: when they were heard of last, in milliseconds."""
+        """Set the idle time, in milliseconds, of those tickets that are still leased to us."""
         tickets = self._link.tickets
         ours = {
             one["message_id"]
@@ -422,13 +429,13 @@ class Member:
         if ours:
             await redis.xclaim(
                 tickets, READERS, self._name, 0, [*ours], idle=idle, justid=True
-            )  # which leaves the number of tries as it is
+            )  # JUSTID leaves the number of deliveries unchanged
 
-    # --- that we live -----------------------------------------------------------------------------
+    # --- heartbeat --------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
         while True:
-            changed = self._changed  # it may change while it is shown
+            changed = self._changed  # the status may change while it is being published
             await self._link.do(self._show)
             with anyio.move_on_after(self._word.lease_s / 4):
                 await changed.wait()
@@ -449,11 +456,11 @@ class Member:
             await pipe.execute()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait; conditions are asked again whenever something has changed."""
+        """Wait until a condition holds; it is checked whenever something has changed."""
         while not condition():
-            await self._changed.wait()  # no deadline: what changes has one, or ends it
+            await self._changed.wait()  # no deadline: every change has one, or ends this
 
-    def _tell_all(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -474,7 +481,7 @@ def _versions_of(rows: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole, or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(data)

@@ -1,14 +1,14 @@
-"""New weights into the servers by a process group, of which the learner's rank 0 is the sender.
+"""Weight sync by a process group in which the learner's rank 0 broadcasts to the servers.
 
     layout ──> open ──> join ──────> send, bucket by bucket ──────> leave
     (learner)           ‖ servers:   ‖ servers: receive, load       checksum, serve again
                         pause, join
 
-What the learner sends and what the servers receive are asked for side by side; where either fails,
-the other is cancelled, and all leave: a collective that lacks a member would wait for ever. Then it
-is tried again without the member that was to blame. A group lives for one hand-over, so nobody
-remembers who was in the last one: a server that comes back is given a group of its own, with the
-weights that the learner still has, or waits for the next ones where it no longer has them.
+The requests to the learner and to the servers run concurrently. If one fails, the others are
+cancelled and all members leave the group, since a collective without one of its members would wait
+for ever. Then the sync is retried without the member that failed. A group lives for one sync, so no
+membership has to be remembered: a restarted server gets a group of its own if the learner still has
+the weights, and otherwise waits for the next version.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ __all__ = ["GroupPublisher", "InLearner"]
 
 log = logging.getLogger(__name__)
 
-_SLACK_S = 30.0  # for what a request does beside waiting for the group
+_SLACK_S = 30.0  # for the work of a request besides waiting for the group
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _Part = Callable[[], Awaitable[object]]
-_Sums = dict[str, list[str]]  # of a tensor, on each rank
+_Sums = dict[str, list[str]]  # checksums of each tensor, by rank
 
 
 class GroupPublisher:
-    """Publishing costs nothing: the weights stay where they are until they are sent."""
+    """Publishes weights for sync by a process group. The weights stay in the learner until then."""
 
     def __init__(self, learner: Learner, folder: Path, settings: WeightsSettings) -> None:
         self._learner = learner
@@ -56,7 +56,7 @@ class GroupPublisher:
         self._settings = settings
 
     async def publish(self, version: str, *, timeout_s: float) -> InLearner:
-        """Raises LearnerError."""
+        """Describe the learner's current weights. Raises LearnerError."""
         await anyio.Path(self._layout.parent).mkdir(parents=True, exist_ok=True)
         said = await self._learner.ask("layout", timeout_s=timeout_s, out=str(self._layout))
         layout = orjson.loads(await anyio.Path(self._layout).read_bytes())
@@ -70,23 +70,23 @@ class GroupPublisher:
         )  # fmt: skip
 
     async def tidy(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing: no files are left."""
 
     async def close(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing: no files are left."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A server, and what it takes to send to it."""
+    """A server that takes part in the group."""
 
     server: SGLangServer
     info: WeightsInfo
-    rank: int  # of its first rank, in the group
+    rank: int  # the server's first rank in the group
 
 
 class _Failed(Exception):
-    """An attempt failed; by whom first. No url: the learner."""
+    """An attempt failed. `url` is the server that failed first; None: the learner."""
 
     def __init__(self, url: str | None, why: str) -> None:
         super().__init__(why)
@@ -95,8 +95,11 @@ class _Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InLearner:
-    """The weights of one version, which the learner has; it is asked for those after so many
-    updates, and refuses once it has others."""
+    """The weights of one version, held by the learner.
+
+    They are identified by the number of updates; the learner refuses to send them after another
+    update.
+    """
 
     version: str
     learner: Learner
@@ -104,16 +107,16 @@ class InLearner:
     num_updates: int
     backend: str
     settings: WeightsSettings
-    model: Mapping[str, Any]  # of its configuration, what `layout_of` asks for
+    model: Mapping[str, Any]  # the model's configuration, as far as `layout_of` needs it
 
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
-        """What those that have loaded have, and why the others have not, by url.
+        """Implement `Published`.
 
         Raises:
-            SettingsError: the servers cannot know where to meet.
-            LearnerError: it died, or hangs.
+            SettingsError: `weights.address` is needed and not set.
+            LearnerError: the learner died or does not respond.
         """
         failed: dict[str, str] = {}
         proofs: dict[str, Proof] = {}
@@ -129,13 +132,13 @@ class InLearner:
                     break
                 asked = [server for server in asked if server.url not in lost]
         missed = [server.url for server in servers if server.url not in proofs]
-        late = f"not within {timeout_s:g} s"
+        late = f"timed out after {timeout_s:g} s"
         return proofs, {url: failed.get(url, late) for url in missed}
 
     async def _members(
         self, servers: Sequence[SGLangServer], failed: dict[str, str]
     ) -> list[_Member]:
-        """Those that say that they can take part."""
+        """Return the servers that can take part, and record the errors of the others."""
         infos: dict[str, WeightsInfo] = {}
 
         async def ask(server: SGLangServer) -> None:
@@ -157,8 +160,11 @@ class InLearner:
     async def _attempt(
         self, members: Sequence[_Member], proofs: dict[str, Proof], failed: dict[str, str]
     ) -> set[str]:
-        """One group, from its beginning to its end. Fills in the proofs if it succeeds;
-        else returns who is to blame: all that do not come out of it, or who failed first."""
+        """Form a group, send the weights and leave.
+
+        Record the proofs and return no urls on success; otherwise return the servers to exclude
+        from the next attempt: those that do not respond any more, or the one that failed first.
+        """
         address = self._address([member.server.url for member in members])
         name = f"agentloop-{self.version}-{uuid.uuid4().hex[:8]}"
         first: _Failed | None = None
@@ -183,7 +189,7 @@ class InLearner:
             left = [m.server for m in members if m.server.url not in proofs]
             lost = await self._leave(group, left)
         if first is not None:
-            log.warning("a group of %d servers failed: %s", len(members), first.why)
+            log.warning("a process group with %d servers failed: %s", len(members), first.why)
             for member in members:
                 failed[member.server.url] = first.why
             failed.update(lost)
@@ -192,8 +198,11 @@ class InLearner:
         return set(lost)
 
     async def _send(self, group: WeightsGroup, members: Sequence[_Member]) -> _Sums | str:
-        """All join, and all buckets are sent; returns what each rank of these servers must say of
-        each of its tensors, or why nobody knows."""
+        """Let all members join and send all buckets.
+
+        Return the expected checksum of each tensor on each rank, or the reason why they are
+        unknown.
+        """
         layout = self._layout(members)
         asked = None if isinstance(layout, str) else asdict(layout)
         sums: _Sums = {}
@@ -230,12 +239,12 @@ class InLearner:
         return layout if isinstance(layout, str) else sums
 
     def _layout(self, members: Sequence[_Member]) -> Layout | str:
-        """How these servers hold the weights; or why nobody knows."""
+        """Return the layout of the weights on these servers, or the reason why it is unknown."""
         if not self.settings.verify:
             return UNASKED
         found = list(dict.fromkeys(layout_of(one.info, self.model) for one in members))
         if len(found) > 1:
-            return f"the servers of a group are not alike: {found}"
+            return f"the servers of the group have different layouts: {found}"
         (layout,) = found
         if isinstance(layout, Layout) and layout.dtype == "auto":
             return replace(layout, dtype=config_dtype(self.model.get("dtype")))
@@ -249,7 +258,7 @@ class InLearner:
         proofs: dict[str, Proof],
         failed: dict[str, str],
     ) -> None:
-        """Fills in what each server has."""
+        """Let the servers use their new weights, and record a proof for each."""
 
         def expected(name: str, rank: int) -> str | None:
             known = None if isinstance(sums, str) else sums.get(name)
@@ -268,8 +277,10 @@ class InLearner:
                 tasks.start_soon(finish, member.server)
 
     async def _leave(self, group: WeightsGroup, servers: Sequence[SGLangServer]) -> dict[str, str]:
-        """First the learner leaves, which frees servers that wait for it, then these do. Nothing
-        interrupts it. Returns the servers that do not answer any more, and why."""
+        """Make the learner leave the group, which releases waiting servers, and then the servers.
+
+        Shielded from cancellation. Return the servers that do not respond, with the reasons.
+        """
         lost: dict[str, str] = {}
 
         async def leave(server: SGLangServer) -> None:
@@ -281,9 +292,9 @@ class InLearner:
         with anyio.move_on_after(self._answer_s + _SLACK_S, shield=True):
             try:
                 with suppress(LearnerRefused):
-                    # Where it is still busy with what was cancelled, this waits for it.
+                    # If a cancelled request is still running, this waits for it.
                     await self._ask("leave")
-            finally:  # of one that is dead they are rid, too
+            finally:  # also if the learner is dead
                 async with anyio.create_task_group() as tasks:
                     for server in servers:
                         tasks.start_soon(leave, server)
@@ -291,8 +302,11 @@ class InLearner:
 
     @property
     def _answer_s(self) -> float:
-        """The learner gives a group up after `group_timeout_s`, and may have to do so twice:
-        what was cancelled is answered before what comes next."""
+        """The deadline of a request to the learner, in seconds.
+
+        The learner abandons a group after `group_timeout_s`, possibly twice: it completes a
+        cancelled request before the next one.
+        """
         return 2 * self.settings.group_timeout_s + _SLACK_S
 
     async def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -304,18 +318,18 @@ class InLearner:
         far = [url for url in urls if urlsplit(url).hostname not in _LOOPBACK]
         if far:
             raise SettingsError(
-                f"weights.address: {far[0]} is no server on loopback: set the address at which the "
+                f"weights.address: {far[0]} is not on loopback: set the address at which the "
                 "servers reach the learner"
             )
         return "127.0.0.1"
 
 
 async def _together(learner: _Part, servers: Mapping[str, _Part]) -> None:
-    """The learner's part and each server's, side by side: the first that fails cancels the others.
+    """Run the learner's part and each server's concurrently; the first failure cancels the others.
 
     Raises:
-        _Failed: which it was.
-        LearnerError: the learner died, or hangs.
+        _Failed: a part failed; names the first one.
+        LearnerError: the learner died or does not respond.
     """
     failed: list[_Failed] = []
     broken: list[Exception] = []

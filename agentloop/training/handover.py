@@ -1,17 +1,18 @@
-"""New weights into every server, before any of them serves on.
+"""Weight sync: load new weights into all servers and verify them.
 
-published ──> require_weights ──> each server loads, side by side ──> it serves again
-              (all are STALE)        └─ fails, is late, or has other weights than the learner:
-                                        it stays STALE, until `keep_up` succeeds with it
+published ──> require_weights ──> all servers load concurrently ──> each serves again
+              (all are STALE)        └─ on failure, timeout or wrong weights:
+                                        it stays STALE until `keep_up` succeeds with it
 
-Two ways: by disk, a folder that the learner writes and the servers read; by group, from the learner
-straight into the servers (group.py). What a server says about its version is not enough: it serves
-once what it has was held against what the learner had (verify.py), or, where nobody knows what it
-must say, against the other servers.
+There are two transports: disk, a folder that the learner writes and the servers read; and group, a
+broadcast from the learner to the servers (group.py). The version that a server reports proves
+nothing: it gets new requests only after its weights were compared with the learner's (verify.py),
+or, if the expected checksums are unknown, with those of the other servers.
 
-What runs meanwhile goes on under the new weights (`weights.pause`), with its tokens' versions told
-apart. It does so before they are compared, for a slow server must not hold up the others: where one
-is wrong, its streams are broken, and `Served.distrusts` what it had sampled by then.
+Turns in progress continue under the new weights (`weights.pause`), with the version of each token
+recorded. They continue before the weights are verified, so that a slow server does not delay the
+others. If a server turns out to have wrong weights, its streams are broken off, and
+`Served.distrusts` the rollouts that it sampled in the meantime.
 """
 
 from __future__ import annotations
@@ -53,66 +54,67 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_MAX_WRONG = 16  # hand-overs that are remembered: rollouts do not last for longer
+_MAX_WRONG = 16  # syncs with wrong weights that are remembered: longer than any rollout lasts
 
 _A_VERSION = re.compile(r"\d+|\.\d+\.(partial|old)")
 
 
 class WeightsSettings(pydantic.BaseModel):
-    """How new weights come to the servers."""
+    """Settings of the weight sync from the learner to the servers."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     by: Literal["disk", "group"] = pydantic.Field(
         "disk",
-        description="disk: a folder that the learner writes and every server reads; group: a "
-        "process group of the learner and the servers (gloo or NCCL), with no file in between.",
+        description="Transport. disk: a folder that the learner writes and every server reads; "
+        "group: a broadcast in a process group of the learner and the servers (gloo or NCCL).",
     )
     pause: Pause = pydantic.Field(
         "retract",
-        description="What becomes of turns that are being generated. retract: their KV is computed "
-        "anew, so that each token is what its weights say of its context. in_place: they go on "
-        "with the KV of the old weights, at once: the engine's log-probabilities are still those "
-        "that tokens were drawn with, but no version of the weights gives them. New turns never "
-        "see old KV. It needs server.extra_args = ['--disable-overlap-schedule'].",
+        description="Treatment of turns in progress. retract: recompute their KV cache, so that "
+        "each token's log-probability is that of its version. in_place: continue at once with "
+        "the KV cache of the old weights; the engine's log-probabilities are still those that "
+        "tokens were sampled with, but no version of the weights reproduces them. New turns never "
+        "use old KV. in_place needs server.extra_args = ['--disable-overlap-schedule'].",
     )
     folder: Path | None = pydantic.Field(
         None,
-        description="By disk: where the newest weights lie while a run goes on, in a folder for "
-        "each run; none: in the run's own. /dev/shm is memory, for servers on this machine.",
+        description="With disk: folder for the newest weights while a run is active, in a "
+        "subfolder for each run; none: the run's own folder. /dev/shm is in memory, for servers "
+        "on this machine.",
     )
     timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="For a server to have new weights; after it, it is stale."
+        300.0, gt=0, description="Time for a server to load new weights, or else it is stale."
     )
     verify: bool = pydantic.Field(
         True,
-        description="Hold each tensor that a server tells of against the learner's, where it is "
-        "known what it must say (docs/learner.md). false: servers are compared with each other "
-        "alone, which proves nothing of a single one.",
+        description="Compare the checksum of each of a server's tensors with the learner's, if "
+        "the expected one is known (docs/learner.md). false: only compare servers with each "
+        "other, which proves nothing for a single server.",
     )
     address: str | None = pydantic.Field(
         None,
-        description="By group: the learner's address, which all servers reach; none: 127.0.0.1, "
-        "where all of them are on loopback.",
+        description="With group: the learner's address as seen from all servers; none: 127.0.0.1, "
+        "if all of them are on loopback.",
     )
     port: int = pydantic.Field(
-        0, ge=0, le=65_535, description="By group: where its members meet; 0: any that is free."
+        0, ge=0, le=65_535, description="With group: port of the rendezvous; 0: any free port."
     )
     backend: Literal["auto", "gloo", "nccl"] = pydantic.Field(
         "auto",
-        description="By group: auto is nccl for a learner on GPUs, else gloo. Where a server and "
-        "the learner share a GPU, NCCL cannot be used.",
+        description="With group: auto is nccl for a learner on GPUs, otherwise gloo. NCCL cannot "
+        "be used if a server and the learner share a GPU.",
     )
     group_timeout_s: float = pydantic.Field(
         60.0,
         gt=0,
-        description="By group: a member that keeps the others waiting for so long breaks it; "
-        "below learner.collective_timeout_s.",
+        description="With group: the group fails if a member keeps the others waiting for longer; "
+        "must be below learner.collective_timeout_s.",
     )
 
 
 class Published(Protocol):
-    """The weights of one version, and how servers come by them."""
+    """The published weights of one version, which servers can load."""
 
     @property
     def version(self) -> str: ...
@@ -120,41 +122,47 @@ class Published(Protocol):
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
-        """What those that have loaded have, and why the others have not, by url."""
+        """Load the weights into servers.
+
+        Returns:
+            The proofs of the servers that have loaded them, and the errors of the others, by url.
+        """
         ...
 
 
 class Serving(Protocol):
-    """Whoever serves what was published: the servers of this process, or those of others."""
+    """A set of servers that published weights are synced to: local ones or a fleet's."""
 
     async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
-        """Give these weights to all servers. Raises ServerError: none has the right ones."""
+        """Sync these weights to all servers. Raises ServerError if none gets the right ones."""
         ...
 
     async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
-        """Give the weights of the last hand-over to those that lack them; whether none is left."""
+        """Sync the last weights to servers that lack them; return whether all have them now."""
         ...
 
 
 class Publisher(Protocol):
-    """Where the learner's weights become those of a version."""
+    """Publishes the learner's weights as numbered versions."""
 
     async def publish(self, version: str, *, timeout_s: float) -> Published:
-        """The learner's weights as they are. Raises LearnerError."""
+        """Publish the learner's current weights as `version`. Raises LearnerError."""
         ...
 
     async def tidy(self) -> None:
-        """Remove all versions but the last one, which all servers have by now, or soon will."""
+        """Remove all versions but the newest, which all servers have or will load soon."""
         ...
 
     async def close(self) -> None:
-        """The run is over: remove what is left outside of its folder."""
+        """Remove files outside of the run's folder at the end of the run."""
         ...
 
 
 def publisher(settings: WeightsSettings, learner: Learner, run: Path) -> Publisher:
-    """As the settings say, for the run in the folder `run`, whose path tells runs apart in a
-    folder that they share."""
+    """Create the publisher that the settings ask for.
+
+    `run` is the run's folder; its path distinguishes runs that share `weights.folder`.
+    """
     if settings.by == "group":
         return GroupPublisher(learner, run / "weights", settings)
     if settings.folder is None:
@@ -162,7 +170,7 @@ def publisher(settings: WeightsSettings, learner: Learner, run: Path) -> Publish
     run = run.expanduser().absolute()
     name = f"{run.name}-{hashlib.sha256(bytes(run)).hexdigest()[:8]}"
     folder = settings.folder.expanduser().absolute() / name
-    return _FolderPublisher(learner, folder, settings, is_lent=True)
+    return _FolderPublisher(learner, folder, settings, is_external=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +185,7 @@ class InFolder:
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
-        """See `Published`."""
+        """Implement `Published`."""
         proofs: dict[str, Proof] = {}
         failed: dict[str, str] = {}
         files, reading = PublishedFiles(self.folder), anyio.Lock()
@@ -190,12 +198,12 @@ class InFolder:
                         str(self.folder), self.version, timeout_s=timeout_s, pause=self.pause
                     )
             except (ServerError, TimeoutError) as error:
-                failed[server.url] = str(error) or f"not within {timeout_s:g} s"
+                failed[server.url] = str(error) or f"timed out after {timeout_s:g} s"
                 return
             if info is None:
                 proofs[server.url] = prove(found, lambda *_: None, unproven=UNASKED)
                 return
-            async with reading:  # no deadline: it takes as long as it takes to hash the files
+            async with reading:  # no deadline: bounded by the hashing of the files
                 proofs[server.url] = await anyio.to_thread.run_sync(
                     files.prove, found, info, abandon_on_cancel=True
                 )
@@ -208,19 +216,24 @@ class InFolder:
 
 class _FolderPublisher:
     def __init__(
-        self, learner: Learner, folder: Path, settings: WeightsSettings, *, is_lent: bool = False
+        self,
+        learner: Learner,
+        folder: Path,
+        settings: WeightsSettings,
+        *,
+        is_external: bool = False,
     ) -> None:
         self._learner = learner
         self._folder = folder
         self._settings = settings
-        self._is_lent = is_lent  # outside of the run's folder
+        self._is_external = is_external  # outside of the run's folder
         self._last: Path | None = None
         self._old: list[Path] = []
 
     async def publish(self, version: str, *, timeout_s: float) -> InFolder:
         folder = self._folder / version
         await self._learner.ask("publish", timeout_s=timeout_s, folder=str(folder), version=version)
-        if self._last is None:  # a run that was killed may have left some
+        if self._last is None:  # a killed run may have left some
             self._old = await anyio.to_thread.run_sync(_others, folder)
         elif self._last != folder:
             self._old.append(self._last)
@@ -228,30 +241,33 @@ class _FolderPublisher:
         return InFolder(version, folder, self._settings.pause, self._settings.verify)
 
     async def tidy(self) -> None:
-        while self._old:  # by name: with `weights.folder` there may be more in it than ours
+        while self._old:  # by name: `weights.folder` may also contain other files
             old = self._old.pop()
             await anyio.to_thread.run_sync(partial(shutil.rmtree, old, ignore_errors=True))
 
     async def close(self) -> None:
-        if self._is_lent:
+        if self._is_external:
             remove = partial(shutil.rmtree, self._folder, ignore_errors=True)
             await anyio.to_thread.run_sync(remove, abandon_on_cancel=True)
 
 
 def _others(folder: Path) -> list[Path]:
-    """Versions that lie beside the one in `folder`, and halves of them."""
+    """Return the other versions, complete or not, in the parent of `folder`."""
     there = [one for one in folder.parent.glob("*") if _A_VERSION.fullmatch(one.name)]
     return [one for one in there if one != folder]
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What came of it: urls of servers that have the new weights, and of those that do not.
+    """The result of a weight sync.
 
     Attributes:
-        checksum: SGLang's own, of all weights of the first of those that have them.
-        rest: what is right of that which was not compared with the learner's; see `judge`.
-        num_verified: how many of them have what the learner has, tensor by tensor.
+        loaded: urls of the servers that have the new weights.
+        failed: errors of the others, by url.
+        checksum: SGLang's checksum of all weights, of the first server that has them.
+        rest: the accepted checksum of tensors that were not compared with the learner's; see
+            `judge`.
+        num_verified: number of servers verified against the learner, tensor by tensor.
     """
 
     published: Published
@@ -269,14 +285,14 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class _Wrong:
-    """Servers that had others weights by the name of a version, until then."""
+    """Servers that had wrong weights under the name of a version, until a point in time."""
 
     version: str
     urls: frozenset[str]
     until_unix_s: float
 
     def has_sampled(self, trajectory: Trajectory) -> bool:
-        """Whether tokens of it may be of these weights."""
+        """Return whether tokens of a trajectory may have been sampled with the wrong weights."""
         return any(
             not self.urls.isdisjoint(turn.servers)
             and any(span.version == self.version for span in turn.versions)
@@ -291,14 +307,14 @@ class Served:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._wrong: deque[_Wrong] = deque(maxlen=_MAX_WRONG)
-        self._unproven: set[tuple[str, str]] = set()  # what was said of whom
+        self._unproven: set[tuple[str, str]] = set()  # (url, reason) already logged
 
     async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
-        """See `Serving`. Where all servers are being started again, it waits.
+        """Implement `Serving`. If all servers are being restarted, wait for them.
 
         Raises:
-            ServerError: none of them could load them, or nobody can say which of them has the
-                right ones.
+            ServerError: no server could load the weights, or the servers disagree and it is
+                unknown which of them are right.
         """
         begun = time.monotonic()
         version = published.version
@@ -321,8 +337,10 @@ class Served:
         )
 
     async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
-        """See `Serving`: those that are STALE failed then, or were started again, with the weights
-        of their start. Those that fail are logged."""
+        """Implement `Serving`. STALE servers failed to sync or were restarted with old weights.
+
+        Failures are logged.
+        """
         stale = {view.url for view in self._router.view() if view.state is ServerState.STALE}
         servers = [server for server in self._router.servers if server.url in stale]
         if not servers:
@@ -330,14 +348,19 @@ class Served:
         proofs, failed = await handover.published.give(servers, timeout_s=timeout_s)
         loaded, _ = self._take(handover.version, proofs, failed, handover.rest)
         for url in loaded:
-            log.warning("%s has version %s, and serves again", url, handover.version)
+            log.warning("%s has version %s and serves again", url, handover.version)
         return not failed
 
     def _take(
         self, version: str, proofs: Mapping[str, Proof], failed: dict[str, str], rest: str | None
     ) -> tuple[list[str], str | None]:
-        """Let those with the right weights serve; returns them, and the `rest` that is right. The
-        others are added to `failed` and logged, and nothing goes on there."""
+        """Return servers with the right weights to service and break off the streams of others.
+
+        The others are added to `failed` and logged.
+
+        Returns:
+            The urls of the servers with the right weights, and the accepted `rest`.
+        """
         judgement = judge(proofs, rest)
         if judgement.wrong:
             self._break_off(judgement.wrong.keys())
@@ -345,18 +368,17 @@ class Served:
             self._wrong.append(_Wrong(version, wrong, time.time()))
         for url in judgement.right:
             self._router.weights_loaded(url, version)
-            self._tell_unproven(url, proofs[url].unproven)
+            self._log_unproven(url, proofs[url].unproven)
         failed |= judgement.wrong
         for url, why in failed.items():
             log.error("%s does not have version %s: %s", url, version, why)
         return judgement.right, judgement.rest
 
-    def _tell_unproven(self, url: str, why: str) -> None:
+    def _log_unproven(self, url: str, why: str) -> None:
         if why and (url, why) not in self._unproven:
             self._unproven.add((url, why))
             log.warning(
-                "%s: its weights are compared with other servers' alone, not with the learner's: "
-                "%s",
+                "%s: its weights are compared only with other servers', not with the learner's: %s",
                 url,
                 why,
             )
@@ -367,6 +389,8 @@ class Served:
                 server.break_streams("its new weights are not the learner's")
 
     def distrusts(self, trajectory: Trajectory) -> bool:
-        """Whether it may be of weights that only had their version's name: then there is nothing
-        to be learned from it."""
+        """Return whether a trajectory may have been sampled with wrong weights.
+
+        Such a trajectory must not be trained on.
+        """
         return any(wrong.has_sampled(trajectory) for wrong in self._wrong)

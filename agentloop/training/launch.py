@@ -1,13 +1,13 @@
-"""How the learner's ranks come to be: which processes are started here, and with what.
+"""The processes that start the learner's ranks: commands and environments.
 
-    processes   a process for each rank, on this machine
-    torchrun    torchrun; with several nodes the same command, with another --node-rank, is started
-                on each of the others by whoever has them: Slurm, a person
+    processes   one process per rank, on this machine
+    torchrun    torchrun; on each other node the same command with another --node-rank must be
+                started externally, by Slurm or by a person
     deepspeed   DeepSpeed's launcher; with a hostfile it starts the other nodes' ranks by pdsh
 
-Rank 0 is on this machine, for it is asked over a unix socket. Whatever else the ranks read and
-write (settings, batches, weights, checkpoints) is in the run's folder: with several nodes, on a
-file system that all of them see at the same path.
+Rank 0 runs on this machine, since it receives requests over a unix socket. All other data of the
+ranks (settings, batches, weights, checkpoints) is in the run's folder; with several nodes it must
+be on a file system that all of them mount at the same path.
 """
 
 from __future__ import annotations
@@ -29,63 +29,65 @@ from agentloop.inference.cpu import has_accelerator
 
 __all__ = ["RanksSettings", "Start", "free_port", "on_other_nodes", "starts"]
 
-# Below what Linux gives to connections that go out: none of them takes it before rank 0 does.
+# Below Linux's ephemeral ports, so that no outgoing connection takes the port before rank 0 does.
 _PORTS = range(20_000, 32_768)
 _SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
 
 
 class RanksSettings(pydantic.BaseModel):
-    """The learner's processes."""
+    """Settings of the learner's processes."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    count: int = pydantic.Field(1, ge=1, description="Ranks on each machine, a process each.")
+    count: int = pydantic.Field(1, ge=1, description="Ranks on each machine, one process each.")
     launcher: Literal["processes", "torchrun", "deepspeed"] = pydantic.Field(
         "processes",
-        description="Who starts them: agentloop itself, on this machine alone; torchrun; or "
-        "DeepSpeed's launcher.",
+        description="Launcher of the ranks. processes: agentloop itself, on this machine only; "
+        "torchrun; deepspeed: DeepSpeed's launcher.",
     )
     nodes: int = pydantic.Field(
         1,
         ge=1,
-        description="Machines. With torchrun, what is to be started on the others stands in "
-        "logs/learner-nodes.txt; with deepspeed, `hostfile` names them. run.folder must be the "
-        "same on all of them.",
+        description="Number of machines. With torchrun, logs/learner-nodes.txt lists the commands "
+        "to start on the others; with deepspeed, `hostfile` names them. All of them must share "
+        "run.folder at the same path.",
     )
     hostfile: Path | None = pydantic.Field(
-        None, description="DeepSpeed's list of machines, `NAME slots=N` a line, this one first."
+        None, description="DeepSpeed's hostfile: a line `NAME slots=N` per machine, this one first."
     )
     address: str = pydantic.Field(
-        "", description="Of this machine, for the other nodes' ranks; with one node, loopback."
+        "", description="This machine's address for other nodes' ranks; with one node, loopback."
     )
     port: int = pydantic.Field(
-        0, ge=0, lt=65_536, description="Where the ranks meet, at rank 0; 0: one that is free."
+        0, ge=0, lt=65_536, description="Port of the rendezvous at rank 0; 0: any free port."
     )
-    threads: int = pydantic.Field(1, ge=1, description="OpenMP threads of a rank, on a CPU.")
+    threads: int = pydantic.Field(1, ge=1, description="OpenMP threads per rank on a CPU.")
     start_timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="From the start until all ranks are ready."
+        300.0, gt=0, description="Time for all ranks to become ready."
     )
     max_restarts: int = pydantic.Field(
         3,
         ge=0,
-        description="How often in ten minutes the ranks are started again after one has died; they "
-        "load the newest checkpoint and do the steps since then again.",
+        description="Restarts in ten minutes after a rank has died. The ranks then load the newest "
+        "checkpoint and repeat the steps since then.",
     )
 
     @pydantic.model_validator(mode="after")
     def _goes_together(self) -> Self:
         if self.nodes > 1 and self.launcher == "processes":
-            raise ValueError("nodes: several need launcher = torchrun or deepspeed")
+            raise ValueError("nodes: more than one needs launcher = torchrun or deepspeed")
         if self.nodes > 1 and not self.address:
-            raise ValueError("address: with several nodes the others must be told where this is")
+            raise ValueError("address: with several nodes, set this machine's address")
         if (self.hostfile is not None) != (self.launcher == "deepspeed" and self.nodes > 1):
-            raise ValueError("hostfile: for launcher = deepspeed and several nodes; they need it")
+            raise ValueError(
+                "hostfile: needed with launcher = deepspeed and several nodes, and only then"
+            )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A process that is to be started on this machine."""
+    """A process to start on this machine."""
 
     name: str
     command: tuple[str, ...]
@@ -95,14 +97,15 @@ class Start:
 def starts(
     settings: RanksSettings, learner: Sequence[str], *, socket_path: Path, port: int
 ) -> list[Start]:
-    """What makes all ranks, or this machine's.
+    """Return the processes that start this machine's ranks, or all ranks.
 
     Args:
         learner: the command of one rank, Python first.
-        socket_path: where rank 0 finds who asks it.
+        socket_path: unix socket to which rank 0 connects for requests.
+        port: port of the rendezvous.
 
     Raises:
-        SettingsError: CUDA_VISIBLE_DEVICES lacks a device for each rank of DeepSpeed's launcher.
+        SettingsError: CUDA_VISIBLE_DEVICES has too few devices for DeepSpeed's launcher.
     """
     common = {
         "OMP_NUM_THREADS": str(settings.threads),
@@ -112,7 +115,7 @@ def starts(
     if settings.launcher == "torchrun":
         return [Start("torchrun", _torchrun(settings, learner, port, node_rank=0), common)]
     if settings.launcher == "deepspeed":
-        # Its launcher hands few variables on to other nodes, and to this one too if there are some.
+        # The launcher passes only few variables on to other nodes, and, if there are any, to this.
         command = (*learner, "--socket", str(socket_path))
         return [Start("deepspeed", _deepspeed(settings, command, port), common)]
     size = str(settings.count)
@@ -134,7 +137,7 @@ def starts(
 
 
 def on_other_nodes(settings: RanksSettings, learner: Sequence[str], port: int) -> list[str]:
-    """The commands that somebody has to start on the other nodes, one for each."""
+    """Return the commands that must be started on the other nodes, one for each."""
     if settings.launcher != "torchrun":
         return []
     return [
@@ -147,14 +150,14 @@ def _torchrun(
     settings: RanksSettings, learner: Sequence[str], port: int, *, node_rank: int
 ) -> tuple[str, ...]:
     meet: tuple[str, ...] = ()
-    if settings.nodes > 1:  # else it gives the other nodes up after ten minutes
+    if settings.nodes > 1:  # otherwise it stops waiting for other nodes after ten minutes
         meet = (f"--rdzv-conf=timeout={math.ceil(settings.start_timeout_s)}",)
     return (
         *(learner[0], "-P", "-m", "torch.distributed.run"),
         *(f"--nnodes={settings.nodes}", f"--node-rank={node_rank}"),
         *(f"--nproc-per-node={settings.count}", *meet),
         *(f"--master-addr={settings.address or '127.0.0.1'}", f"--master-port={port}"),
-        *("--no-python", *learner),  # its own way to call Python leaves out -P
+        *("--no-python", *learner),  # its own invocation of Python omits -P
     )
 
 
@@ -162,7 +165,7 @@ def _deepspeed(settings: RanksSettings, learner: Sequence[str], port: int) -> tu
     if settings.hostfile is not None:
         hosts, nodes = settings.hostfile.absolute(), [f"--num_nodes={settings.nodes}"]
     else:
-        hosts, nodes = Path(os.devnull), []  # no file: /job/hostfile is not taken either
+        hosts, nodes = Path(os.devnull), []  # an empty file, since the default is /job/hostfile
     return (
         *(learner[0], "-P", "-m", "deepspeed.launcher.runner", f"--hostfile={hosts}", *nodes),
         _devices(settings),
@@ -172,22 +175,24 @@ def _deepspeed(settings: RanksSettings, learner: Sequence[str], port: int) -> tu
 
 
 def _devices(settings: RanksSettings) -> str:
-    """Which ones DeepSpeed's launcher takes. Told a number, it forgets CUDA_VISIBLE_DEVICES and
-    takes the first ones of the machine."""
+    """Return the device list for DeepSpeed's launcher.
+
+    Given only a number, it would ignore CUDA_VISIBLE_DEVICES and use the machine's first devices.
+    """
     visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     if settings.nodes > 1 or not visible or not has_accelerator():
         return f"--num_gpus={settings.count}"
     taken = [one.strip() for one in visible[: settings.count]]
     if len(taken) < settings.count or not all(one.isdecimal() for one in taken):
         raise SettingsError(
-            f"ranks.launcher: DeepSpeed's needs CUDA_VISIBLE_DEVICES={','.join(visible)} to have "
-            f"the number of a device for each of {settings.count} ranks (ranks.count)"
+            f"ranks.launcher: DeepSpeed's needs CUDA_VISIBLE_DEVICES={','.join(visible)} to list a "
+            f"device number for each of {settings.count} ranks (ranks.count)"
         )
     return f"--include=localhost:{','.join(taken)}"
 
 
 def free_port() -> int:
-    """One that nobody listens on now, and no connection that goes out will have."""
+    """Return a free port that outgoing connections do not use either."""
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as probe:

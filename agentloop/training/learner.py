@@ -2,17 +2,17 @@
 
     started ──> guardians: of each rank, or of a launcher ──> python -m learner (DeepSpeed)
       │  one request at a time, JSON lines over a unix socket to rank 0, which tells the others;
-      │  batches and weights go by files
-      └─ a rank that dies, or an answer that is late, is LearnerLost; on the way out, all end
+      │  batches and weights are passed as files
+      └─ a dead rank or a late response raises LearnerLost; leaving the context ends all ranks
 
-    KeptLearner ──> the same, and `restart`: new processes, which then load a checkpoint
+    KeptLearner ──> the same, with `restart`: new processes, which then load a checkpoint
 
     LearnerError
-     ├─ LearnerRefused  it said no, and goes on
-     ├─ LearnerLost     its processes are gone or do not answer: others may do better
-     └─ LearnerEnded    on purpose, such as for want of finite gradients: others would, too
+     ├─ LearnerRefused  the learner refused a request, and continues
+     ├─ LearnerLost     its processes died or do not respond: a restart may help
+     └─ LearnerEnded    it ended itself, e.g. for non-finite gradients: a restart would not help
 
-Torch is nowhere here: the learner has it to itself.
+Torch is not imported here, only in the learner's processes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,19 @@ __all__ = [
     "started",
 ]
 
-_COMMAND = (sys.executable, "-P", "-m", "learner")  # not a learner.py of who calls us
-_MAX_ANSWER_BYTES = 1 << 24  # checksums of all tensors
+_COMMAND = (
+    sys.executable,
+    "-P",
+    "-m",
+    "learner",
+)  # -P: ignore a learner.py in the working directory
+_MAX_ANSWER_BYTES = 1 << 24  # large enough for the checksums of all tensors
 _MAX_TAIL_BYTES = 1 << 16
-_NUM_TAIL_LINES = 80  # of a launcher's ranks all are in one log, and its own last words
+_NUM_TAIL_LINES = 80  # all ranks of a launcher share one log, with the launcher's own output
 _GOODBYE_S = 20.0
-_MAX_FOLDER_BYTES = 64  # of 103 that a socket's path may have; the rest is the name
-_LAST_WORDS_S = 1.0  # for what a rank that died has said before, such as that it was on purpose
-_OTHERS_S = 5.0  # for the end of the rank that was first to fail, which may be seen after others'
+_MAX_FOLDER_BYTES = 64  # a socket's path may have 103 bytes, including the file name
+_LAST_WORDS_S = 1.0  # for a dead rank's last response, such as that it ended on purpose
+_OTHERS_S = 5.0  # for the first failed rank to be noticed, possibly after those it took with it
 
 _BROKEN = (
     anyio.EndOfStream,
@@ -68,49 +73,53 @@ T = TypeVar("T")
 
 
 class LearnerError(AgentLoopError):
-    """The learner failed; the message says at what, and ends with its log's tail where it died."""
+    """The learner failed; the message names the request and, if it died, ends with its log."""
 
 
 class LearnerRefused(LearnerError):
-    """It said no, and goes on."""
+    """The learner refused a request, and continues."""
 
 
 class LearnerLost(LearnerError):
-    """A rank died, or there was no answer in time. What was not saved is gone."""
+    """A rank died or did not respond in time. All state since the last checkpoint is lost."""
 
 
 class LearnerEnded(LearnerError):
-    """It ended itself, and would again: training broke, or its model cannot be used."""
+    """The learner ended itself and would do so again: training diverged, or the model is bad."""
 
 
 class Learner(Protocol):
-    """What can be asked."""
+    """A learner that takes requests."""
 
     async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """One request and its answer. It may be cancelled: whoever asks next waits for both.
+        """Send a request and return its response.
+
+        If this is cancelled, the next caller waits for the cancelled request's response first.
 
         Raises:
-            LearnerRefused, LearnerLost, LearnerEnded.
+            LearnerRefused: the learner refused the request.
+            LearnerLost: a rank died or did not respond in time.
+            LearnerEnded: the learner has ended itself.
         """
         ...
 
 
 class _RankZero:
-    """A learner that runs, over its connection."""
+    """A running learner, accessed through the connection to rank 0."""
 
     def __init__(self, stream: anyio.abc.ByteStream, processes: LearnerProcesses) -> None:
         self._stream = stream
         self._lines = BufferedByteReceiveStream(stream)
         self._processes = processes
         self._asking = anyio.Lock()
-        self._num_owed = 0  # answers, of which the last one is to what was asked last
+        self._num_owed = 0  # outstanding responses; the last one belongs to the last request
 
     async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        async with self._asking:  # no deadline: who asked before has one
+        async with self._asking:  # no deadline: the request before has one
             return await self._answer(op, {"op": op, **arguments}, timeout_s)
 
     async def ready(self, timeout_s: float) -> dict[str, Any]:
-        """Wait until it says by itself that all ranks are there. Raises LearnerError."""
+        """Wait for the learner's message that all ranks are ready. Raises LearnerError."""
         return await self._answer("start", None, timeout_s)
 
     async def _answer(
@@ -120,31 +129,31 @@ class _RankZero:
             with anyio.fail_after(timeout_s):
                 self._num_owed += 1
                 if request is not None:
-                    # A line, whole or not at all; the learner reads it at once.
+                    # Shielded, so that never half a line is sent; the learner reads it at once.
                     with anyio.fail_after(timeout_s, shield=True):
                         await self._stream.send(orjson.dumps(request) + b"\n")
                 while self._num_owed:
                     answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
                     self._num_owed -= 1
         except TimeoutError as error:
-            late = f"{op}: no answer within {round(timeout_s, 1):g} s"
+            late = f"{op}: no response within {round(timeout_s, 1):g} s"
             raise LearnerLost(f"{late}; {self._processes.where()}") from error
         except _BROKEN as error:
             raise LearnerLost(f"{op}: {await self._processes.how_it_ended()}") from error
         result: dict[str, Any] = orjson.loads(answer)
         if not result.pop("ok"):
-            said = f"{op}: {result.get('error')}"
+            message = f"{op}: {result.get('error')}"
             if not result.get("fatal", True):
-                raise LearnerRefused(said)
+                raise LearnerRefused(message)
             if result.get("on_purpose"):
-                raise LearnerEnded(f"{said}\nThe {self._processes.where()}")
-            # Often no more than that another rank is gone: that one's log says why.
-            raise LearnerLost(f"{said}\n{await self._processes.how_it_ended(_OTHERS_S)}")
+                raise LearnerEnded(f"{message}\nThe {self._processes.where()}")
+            # Often rank 0 only knows that another rank has died; that rank's log says why.
+            raise LearnerLost(f"{message}\n{await self._processes.how_it_ended(_OTHERS_S)}")
         return result
 
 
 class LearnerProcesses:
-    """Its ranks on this machine, or the launcher that has them."""
+    """The learner's ranks on this machine, or the launcher that runs them."""
 
     def __init__(self) -> None:
         self._processes: list[anyio.abc.Process] = []
@@ -152,7 +161,7 @@ class LearnerProcesses:
         self._log_paths: list[Path] = []
 
     async def start(self, start: Start, log_path: Path) -> None:
-        """Under a guardian. Cancellation does not interrupt it: a process would be lost."""
+        """Start a process under a guardian. Shielded, so that no process is left unattended."""
         with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
             environment = {**os.environ, **start.environment}
             process = await guarded(start.command, environment, log_path, stop_timeout_s=0)
@@ -161,25 +170,29 @@ class LearnerProcesses:
         self._log_paths.append(log_path)
 
     async def wait_dead(self) -> str:
-        """Wait until a rank has ended; says which, and how. Where others follow, for they cannot
-        go on without it, it is the one that was the first to be silent."""
+        """Wait until a rank has ended; return a description of how, with its log.
+
+        Other ranks end as a consequence; the one that stopped logging first is described.
+        """
         async with anyio.create_task_group() as tasks:
 
             async def wait(process: anyio.abc.Process) -> None:
-                await process.wait()  # no deadline: as long as it lives; then the others have one
+                await (
+                    process.wait()
+                )  # no deadline: waits for its end, which sets one for the others
                 scope = tasks.cancel_scope
                 scope.deadline = min(scope.deadline, anyio.current_time() + _OTHERS_S)
 
             for process in self._processes:
                 tasks.start_soon(wait, process)
-        return self._epitaph()
+        return self._describe_end()
 
     async def while_alive(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns.
+        """Run `work` while all ranks live, and return its result.
 
         Raises:
-            LearnerLost: a rank died before.
-            Exception: what `work` raised, which it may do until shortly after that.
+            LearnerLost: a rank died first.
+            Exception: an error of `work`, which still has a moment to fail after a rank has died.
         """
         found: list[T] = []
         died: list[str] = []
@@ -187,7 +200,7 @@ class LearnerProcesses:
             async with anyio.create_task_group() as tasks:
 
                 async def die() -> None:
-                    # Not by an error: whoever asks the rank has one, too, and one is enough.
+                    # Do not raise: the request to the dead rank fails, too, with a better error.
                     died.append(await self.wait_dead())
                     tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_S
 
@@ -204,18 +217,20 @@ class LearnerProcesses:
         raise LearnerLost(died[0])
 
     async def how_it_ended(self, within_s: float = 10.0) -> str:
-        """As `wait_dead`, for when a connection broke; bounded."""
+        """Like `wait_dead`, after a connection broke, but for at most `within_s` seconds."""
         with anyio.move_on_after(within_s):
             return await self.wait_dead()
-        return self._epitaph()
+        return self._describe_end()
 
     def where(self) -> str:
-        """The folder of the logs, in words."""
+        """Return a phrase that names the folder of the logs."""
         return f"logs in {self._log_paths[0].parent}"
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Close each guardian's stdin, which ends what it has; before that, they may end by
-        themselves for `grace_s`. Cancellation does not interrupt it."""
+        """End all processes, after `grace_s` seconds in which they may end by themselves.
+
+        Closing a guardian's stdin ends its process. Shielded from cancellation.
+        """
         with anyio.move_on_after(grace_s, shield=True):
             for process in self._processes:
                 await process.wait()
@@ -231,9 +246,11 @@ class LearnerProcesses:
             with anyio.move_on_after(5, shield=True):
                 await process.aclose()
 
-    def _epitaph(self) -> str:
-        """Of the rank that ended first: its log is the oldest. Where none has, rank 0's log, or
-        the launcher's, which takes its time to end."""
+    def _describe_end(self) -> str:
+        """Describe the rank that ended first, which has the oldest log.
+
+        If none has ended, describe rank 0 or the launcher, which takes longer to end.
+        """
         ended = [i for i, process in enumerate(self._processes) if process.returncode is not None]
         index = min(ended or [0], key=lambda index: _last_written(self._log_paths[index]))
         status, log_path = self._processes[index].returncode, self._log_paths[index]
@@ -243,7 +260,7 @@ class LearnerProcesses:
             tail = [f"(its log cannot be read: {error})"]
         lines = "\n".join(f"  {line[:300]}" for line in tail)
         name = self._names[index]
-        how = f"{name} ended with exit status {status}." if ended else f"{name} still runs."
+        how = f"{name} ended with exit status {status}." if ended else f"{name} is still running."
         return f"{how} The {self.where()}; the end of {log_path.name}:\n{lines}"
 
 
@@ -255,15 +272,15 @@ async def started(
     log_dir: Path,
     on_progress: Callable[[str], None],
 ) -> AsyncIterator[tuple[Learner, LearnerProcesses]]:
-    """Start a learner; yields once rank 0 has said that all ranks are ready.
+    """Start a learner; yield it when all ranks are ready.
 
     Args:
-        settings: those of `agentloop.training.learner_settings.LearnerSettings`, as plain data.
-        log_dir: for logs, and for the settings, which every node reads there.
+        settings: a dumped `agentloop.training.learner_settings.LearnerSettings`.
+        log_dir: folder for logs and for the settings, which all nodes read from there.
 
     Raises:
-        LearnerLost: a rank died, or it was not ready in time.
-        LearnerEnded: it says why it cannot start.
+        LearnerLost: a rank died, or the learner was not ready in time.
+        LearnerEnded: the learner cannot start; the message says why.
     """
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(
@@ -278,7 +295,7 @@ async def started(
         command = (*_COMMAND, str(settings_path))
         port = ranks_settings.port or free_port()
         ranks = LearnerProcesses()
-        # Other nodes' ranks are not ours to kill: they end when rank 0 says goodbye.
+        # Ranks on other nodes cannot be killed from here: they end when rank 0 tells them to.
         grace_s = _GOODBYE_S if ranks_settings.nodes > 1 else 0.0
         stack.push_async_callback(ranks.stop, grace_s)
         for start in starts(ranks_settings, command, socket_path=path, port=port):
@@ -288,7 +305,7 @@ async def started(
         if others := on_other_nodes(ranks_settings, command, port):
             listed = settings_path.with_name("learner-nodes.txt")
             await listed.write_text("".join(f"{other}\n" for other in others), "utf-8")
-            on_progress(f"Start on each of the other nodes its line of {listed}")
+            on_progress(f"On each of the other nodes, start its command from {listed}")
         learner = await ranks.while_alive(
             partial(_ready, listener, ranks, ranks_settings.start_timeout_s, stack)
         )
@@ -297,8 +314,7 @@ async def started(
 
 
 class KeptLearner:
-    """A learner that can be started again. It does not do so by itself: who asks knows what is to
-    be loaded then, and how often is enough.
+    """A learner that can be restarted. The caller decides when, and loads a checkpoint afterwards.
 
         async with KeptLearner(settings, ranks_settings, ...) as learner:
             try:
@@ -308,7 +324,7 @@ class KeptLearner:
                 await learner.ask("load", ...)
 
     Attributes:
-        num_starts: the first one included.
+        num_starts: number of starts, including the first.
     """
 
     def __init__(
@@ -319,7 +335,7 @@ class KeptLearner:
         log_dir: Path,
         on_progress: Callable[[str], None],
     ) -> None:
-        """As `started`."""
+        """Take the arguments of `started`."""
         self._start = partial(
             started, settings, ranks_settings, log_dir=log_dir, on_progress=on_progress
         )
@@ -329,7 +345,7 @@ class KeptLearner:
         self.num_starts = 0
 
     async def __aenter__(self) -> Self:
-        """Start it for the first time. Raises as `started`."""
+        """Start the learner. Raises the errors of `started`."""
         await self._begin()
         self._up.set()
         return self
@@ -338,20 +354,19 @@ class KeptLearner:
         await self._life.aclose()
 
     async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """As `Learner`; it waits for a restart, and hears of each rank that dies meanwhile."""
+        """Implement `Learner`. Wait for a restart in progress; fail as soon as any rank dies."""
         begun = anyio.current_time()
         with anyio.move_on_after(timeout_s):
             while not self._up.is_set():
                 await self._up.wait()
         left_s = timeout_s - (anyio.current_time() - begun)
         if not self._up.is_set():
-            raise LearnerLost(f"{op}: it did not run again within {timeout_s:g} s")
+            raise LearnerLost(f"{op}: the learner was not restarted within {timeout_s:g} s")
         ask = partial(self._learner.ask, op, timeout_s=left_s, **arguments)
         return await self._processes.while_alive(ask)
 
     async def lost(self) -> str:
-        """Wait until a rank has died that was not to; says which, and how. It has no deadline: a
-        learner may live for weeks."""
+        """Wait, without a deadline, until a rank dies unexpectedly; return a description of how."""
         while True:
             await self._up.wait()  # no deadline: a learner may live for weeks
             life = self._processes
@@ -360,11 +375,12 @@ class KeptLearner:
                 return how
 
     async def restart(self) -> None:
-        """End what is left of it and start it anew, with the weights that its settings name. Who
-        asks meanwhile waits. Where it fails, every request does, until a restart that does not.
+        """End all ranks and start new ones with the weights that the settings name.
+
+        Requests made meanwhile wait. If the restart fails, all requests fail until one succeeds.
 
         Raises:
-            LearnerLost, LearnerEnded: as `started`.
+            LearnerLost, LearnerEnded: as in `started`.
         """
         async with self._restarting:
             self._up = anyio.Event()
@@ -384,9 +400,9 @@ class KeptLearner:
 
 
 def _keep_logs(folder: Path) -> None:
-    """Those of the life before stay beside the new ones: they say why it ended."""
+    """Keep the logs of the processes before, which show why they ended, as *.previous."""
     for log in folder.glob("learner-*.log"):
-        with suppress(OSError):  # it is in the way: start all the same
+        with suppress(OSError):  # not worth failing the start
             log.replace(log.with_name(f"{log.name}.previous"))
 
 
@@ -396,7 +412,7 @@ async def _ready(
     timeout_s: float,
     stack: AsyncExitStack,
 ) -> _RankZero:
-    """Rank 0's connection, once it says that all of them are ready. Raises LearnerError."""
+    """Accept rank 0's connection and wait until all ranks are ready. Raises LearnerError."""
     begun = anyio.current_time()
     with anyio.move_on_after(timeout_s):
         stream = await listener.accept()
@@ -422,6 +438,6 @@ def _last_written(path: Path) -> float:
 
 
 def _short_folder() -> str | None:
-    """For a socket: the usual one for temporary files (None), or /tmp where that is too long."""
+    """Return the parent folder for a socket: /tmp if the default (None) has too long a path."""
     usual = os.fsencode(tempfile.gettempdir())
     return None if len(usual) <= _MAX_FOLDER_BYTES else "/tmp"

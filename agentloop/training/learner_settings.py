@@ -1,4 +1,4 @@
-"""What the learner can be told."""
+"""Settings of the learner: loss, optimizer, LoRA and memory."""
 
 from __future__ import annotations
 
@@ -14,49 +14,50 @@ _Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 class LossSettings(pydantic.BaseModel):
-    """The objective. The formulas stand in `learner/loss.py`."""
+    """Settings of the objective. `learner/loss.py` has the formulas."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     kind: Literal["grpo", "gspo", "cispo", "sft"] = pydantic.Field(
         "grpo",
-        description="grpo: token ratios; gspo: sequence ratios; cispo: clipped weights; sft: the "
-        "tokens themselves, whatever they are worth.",
+        description="grpo: token-level ratios; gspo: sequence-level ratios; cispo: clipped "
+        "importance weights; sft: cross-entropy, regardless of rewards.",
     )
     aggregate: Aggregate | None = pydantic.Field(
         None,
-        description="How tokens are weighed: the mean over each group's tokens, over all tokens, "
-        "or over each sequence's. Without one: sequence for gspo, batch for sft, else group.",
+        description="Averaging of the token losses: within each group, over the whole batch, or "
+        "within each sequence. None: sequence for gspo, batch for sft, otherwise group.",
     )
     clip_low: float = pydantic.Field(
-        0.2, ge=0, description="A ratio below 1 - clip_low gains nothing (gspo: try 3e-4)."
+        0.2, ge=0, description="Ratios are clipped at 1 - clip_low (for gspo, try 3e-4)."
     )
     clip_high: float = pydantic.Field(
-        0.28, ge=0, description="A ratio above 1 + clip_high gains nothing (gspo: try 4e-4)."
+        0.28, ge=0, description="Ratios are clipped at 1 + clip_high (for gspo, try 4e-4)."
     )
     dual_clip: float | None = pydantic.Field(
-        None, gt=1, description="Bound on the ratio where the advantage is negative; often 3."
+        None, gt=1, description="Upper bound of the ratio if the advantage is negative; often 3."
     )
     ratio_to: Literal["learner", "engine"] = pydantic.Field(
         "learner",
-        description="Whose log-probabilities the ratio is taken to, where the batch brings no "
-        "old_logprobs: the learner's before the step, or the engine's.",
+        description="Reference of the ratio if the batch has no old_logprobs: the learner's "
+        "log-probabilities before the step, or the engine's.",
     )
     tis_cap: float = pydantic.Field(
         2.0,
         ge=0,
-        description="Bound of the importance weight between engine and learner; 0: no weight.",
+        description="Upper bound of the importance weight between engine and learner (truncated "
+        "importance sampling); 0: no weight.",
     )
     kl_coef: float = pydantic.Field(
-        0.0, ge=0, description="Weight of the KL to the batch's ref_logprobs."
+        0.0, ge=0, description="Coefficient of the KL to the batch's ref_logprobs."
     )
-    entropy_coef: float = pydantic.Field(0.0, ge=0, description="Weight of an entropy bonus.")
+    entropy_coef: float = pydantic.Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
 
     @pydantic.field_validator("clip_low")
     @classmethod
     def _below_one(cls, value: float, info: pydantic.ValidationInfo) -> float:
         if value > 1 and info.data.get("kind") != "cispo":
-            raise ValueError("a ratio is never negative: at most 1")
+            raise ValueError("must be at most 1, since a ratio is never negative")
         return value
 
     @property
@@ -66,81 +67,82 @@ class LossSettings(pydantic.BaseModel):
 
 
 class OptimizerSettings(pydantic.BaseModel):
-    """AdamW."""
+    """Settings of AdamW."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     lr: float = pydantic.Field(1e-6, ge=0, lt=1, description="Learning rate after the warm-up.")
     warmup_steps: int = pydantic.Field(
-        20, ge=0, description="Steps over which the rate rises linearly."
+        20, ge=0, description="Steps of linear warm-up of the learning rate."
     )
     betas: tuple[_Decay, _Decay] = pydantic.Field((0.9, 0.999), description="AdamW's decay rates.")
     eps: float = pydantic.Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = pydantic.Field(
-        0.0, ge=0, description="AdamW's decay, of matrices alone: not of norms and biases."
+        0.0, ge=0, description="AdamW's weight decay, for matrices only, not norms and biases."
     )
     max_grad_norm: float = pydantic.Field(
-        1.0, ge=0, description="Gradients with a larger norm are scaled down to it; 0: never."
+        1.0, ge=0, description="Clip gradients to this norm; 0: never."
     )
 
 
 class LoraSettings(pydantic.BaseModel):
-    """LoRA: few weights are trained, and merged into the others where weights leave the learner.
+    """Settings of LoRA. Adapters are merged into the weights when weights are published or saved.
 
-    There is no dropout: the ratio is taken to what the same weights said when they sampled.
+    There is no dropout, since log-probabilities must match those of the same weights when they
+    sampled.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    rank: int = pydantic.Field(0, ge=0, description="Of the matrices; 0: all weights are trained.")
+    rank: int = pydantic.Field(0, ge=0, description="Rank of the adapters; 0: train all weights.")
     alpha: float = pydantic.Field(
-        32.0, gt=0, description="What the matrices add is scaled by alpha / rank."
+        32.0, gt=0, description="The adapters' output is scaled by alpha / rank."
     )
     targets: tuple[str, ...] = pydantic.Field(
         (),
-        description="Linear layers that get them, by the ends of their names (q_proj, v_proj); "
+        description="Linear layers that get adapters, by the ends of their names, such as q_proj; "
         "none: all but the output layer.",
     )
 
 
 class LearnerSettings(pydantic.BaseModel):
-    """A learner."""
+    """Settings of the learner."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: Path = pydantic.Field(
-        Path(), description="Folder of the model that training starts from."
-    )
+    model: Path = pydantic.Field(Path(), description="Folder of the model to start from.")
     init: Literal["pretrained", "random"] = pydantic.Field(
         "pretrained",
-        description="random: weights are drawn by the seed; of the folder only the configuration "
-        "and the tokenizer are used.",
+        description="random: initialize the weights at random with `seed`, using only the "
+        "folder's configuration and tokenizer.",
     )
     config: dict[str, Any] = pydantic.Field(
         default_factory=dict,
-        description="With init = random: what is other in this model than in the folder's "
-        "config.json, such as num_hidden_layers.",
+        description="With init = random: values to change in the folder's config.json, such as "
+        "num_hidden_layers.",
     )
     chat_template: str | None = pydantic.Field(
         None,
-        description="The text of a Jinja template that the model is published with, in place of "
-        "the folder's.",
+        description="Text of the Jinja chat template to publish with the model instead of the "
+        "folder's.",
     )
     zero_stage: Literal[1, 2, 3] = pydantic.Field(
-        2, description="What the ranks share out: optimizer; gradients too; weights too."
+        2,
+        description="ZeRO stage: shard the optimizer (1), also the gradients (2), also the weights "
+        "(3).",
     )
     offload: Literal["none", "optimizer", "optimizer+parameters"] = pydantic.Field(
         "none",
-        description="What stands in the host's memory, not in the accelerator's: the optimizer's "
-        "state and step; the weights too, which needs zero_stage = 3.",
+        description="Offload to the host's memory: the optimizer's state and step, or also the "
+        "weights, which needs zero_stage = 3.",
     )
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
-        "float32", description="What is computed in. The optimizer always keeps float32 weights."
+        "float32", description="Compute dtype. The optimizer always keeps float32 weights."
     )
     attention: str = pydantic.Field(
         "packed",
-        description="packed: torch's, each sample by itself; else one of transformers', which "
-        "takes several samples in one: flash_attention_2, or sdpa (slow, for comparison).",
+        description="packed: torch's attention, one sample at a time; otherwise an implementation "
+        "of transformers on packed samples: flash_attention_2, or sdpa (slow, for comparison).",
     )
     activation_checkpointing: bool = pydantic.Field(
         False, description="Recompute activations in the backward pass: less memory, more time."
@@ -148,59 +150,59 @@ class LearnerSettings(pydantic.BaseModel):
     micro_batch_tokens: int = pydantic.Field(
         16_384,
         ge=2,
-        description="Tokens of one forward pass of a rank. A batch is as many as it takes: their "
-        "gradients add up (gradient accumulation) until the step. A longer sample is left out, and "
-        "counted.",
+        description="Tokens per forward pass of a rank. Gradients are accumulated over the "
+        "micro-batches of a batch. Longer samples are skipped and counted.",
     )
     head_chunk_tokens: int = pydantic.Field(
-        1024, ge=1, description="Tokens whose logits exist at the same time."
+        1024, ge=1, description="Tokens whose logits are computed at a time."
     )
     updates_per_batch: int = pydantic.Field(
-        1, ge=1, description="Optimizer steps per batch; its groups are dealt out to them."
+        1, ge=1, description="Optimizer steps per batch, among which its groups are divided."
     )
     temperature: float = pydantic.Field(
-        1.0, gt=0, description="What the engine sampled with: log-probabilities are of that."
+        1.0, gt=0, description="The engine's sampling temperature, applied to log-probabilities."
     )
     peak_tflops: float = pydantic.Field(
         0.0,
         ge=0,
-        description="What a device can do at most, in 10^12 operations a second, for the metric "
-        "mfu; 0: by its name, where that is known and dtype is bfloat16.",
+        description="Peak performance of a device in TFLOP/s, for the metric mfu; 0: determined "
+        "by the device's name, if known and dtype is bfloat16.",
     )
     publish_dtype: Literal["float32", "bfloat16"] = pydantic.Field(
-        "bfloat16", description="Type of published weights."
+        "bfloat16", description="Dtype of published weights."
     )
     max_shard_mib: int = pydantic.Field(
-        4096, ge=1, description="Published weights are split into files of about this size."
+        4096, ge=1, description="Approximate size of the files of published weights."
     )
     bucket_mib: int = pydantic.Field(
         512,
         ge=1,
-        description="Weights that go by a process group are sent in buckets of about this size.",
+        description="Approximate size of the buckets sent through a process group.",
     )
     keep_checkpoints: int = pydantic.Field(
-        3, ge=0, description="Older checkpoints in the same folder are removed; 0: never."
+        3, ge=0, description="Number of checkpoints to keep; 0: all."
     )
     max_skipped_steps: int = pydantic.Field(
-        3, ge=1, description="So many steps in a row without finite gradients end the learner."
+        3,
+        ge=1,
+        description="End training after this many steps in a row with non-finite gradients.",
     )
     collective_timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="A rank that keeps the others waiting for this long is lost."
+        300.0, gt=0, description="Timeout of collectives: a rank that is late by this is lost."
     )
     close_timeout_s: float = pydantic.Field(
         60.0,
         ge=0,
-        description="A learner that is told to end waits so long for a checkpoint that is still "
-        "being written.",
+        description="Time that a learner waits at its end for a checkpoint being written.",
     )
     seed: int = pydantic.Field(
         0,
         ge=0,
         lt=2**63,
-        description="Of random weights; and for dropout, where the model has any.",
+        description="Seed of random weights, and of dropout if the model has any.",
     )
     deepspeed: dict[str, Any] = pydantic.Field(
-        default_factory=dict, description="More of DeepSpeed's own configuration, merged in last."
+        default_factory=dict, description="DeepSpeed configuration, merged in last."
     )
     lora: LoraSettings = pydantic.Field(default_factory=LoraSettings)
     loss: LossSettings = pydantic.Field(default_factory=LossSettings)
@@ -212,14 +214,14 @@ class LearnerSettings(pydantic.BaseModel):
         cls, value: dict[str, Any], info: pydantic.ValidationInfo
     ) -> dict[str, Any]:
         if value and info.data.get("init") != "random":
-            raise ValueError("weights that are there have the form that they have: init = random")
+            raise ValueError("only used with init = random: existing weights have a fixed shape")
         return value
 
     @pydantic.model_validator(mode="after")
     def _shared_out(self) -> Self:
         if self.offload == "optimizer+parameters" and self.zero_stage != 3:
             raise ValueError(
-                f"offload: {self.offload} needs zero_stage = 3, which shares the weights out; it "
-                f"is {self.zero_stage}"
+                f"offload: {self.offload} needs zero_stage = 3, which shards the weights, not "
+                f"{self.zero_stage}"
             )
         return self

@@ -1,21 +1,23 @@
-"""The training loop: groups are admitted, rolled out and queued; the learner takes batch by batch.
+"""The training loop: groups are admitted, rolled out and queued; the learner takes them in batches.
 
-    tasks ──room──> rollouts ──> rewards ──> Resample-on-Correct ──> queue ──batch──> learner
-              ▲                                                                         │
-              └── slots, freed when the weights are live ── servers load them <─────────┘
+    tasks ──admission──> rollouts ──> rewards ──> Resample-on-Correct ──> queue ──batch──> learner
+              ▲                                                                              │
+              └── slots, freed when the weights are live ──── servers load them <────────────┘
 
-Who waits for what:
+Each loop waits for:
 
-    admission   a free slot (staleness.py: how far the learner may be behind), bytes in the queue,
-                room in the KV caches; freed by new weights that are live, by a group that is given
-                back, by a batch that is taken
-    learner     a batch: enough finished groups, and none left behind that would become too stale
-    loading     weights that were published; the learner goes on meanwhile, where it may
+    admission   a free slot (staleness.py: how stale a group may become), space in the queue and KV
+                capacity; unblocked by new weights going live, by a group that is discarded, and by
+                a batch that is taken
+    learner     a batch: enough finished groups, without leaving one behind that would become too
+                stale; unblocked by finished groups
+    loading     published weights; unblocked by the learner, which continues meanwhile if
+                `max_staleness` permits
 
-With `max_staleness` 0 all of that goes in step, and every sample is of the newest policy. What has
-been admitted, finished and leased stands in the queue's journal, so a run that was killed goes on
-where it was: `restored` says after which step the learner's state is, and the batches since then
-are done again, the same ones in the same order.
+With `max_staleness` 0 these take turns, and all samples come from the newest policy. The queue's
+journal records admitted, finished and leased groups, so that a killed run can be resumed:
+`restored` is the learner's state at its newest checkpoint, and the batches since then are repeated,
+the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -70,25 +72,25 @@ log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
 _KEEP_UP_S = 1.0
-_RETRY_S = 30.0  # of servers that cannot load them
-_MANY_REPLACED = 10  # batches' worth of groups in a row: then it is told of
-_NUM_TRIES = 3  # of a hand-over: it waits for servers that are started again
+_RETRY_S = 30.0  # pause after servers could not load the weights
+_MANY_REPLACED = 10  # log a warning after this many batches' worth of replaced groups in a row
+_NUM_TRIES = 3  # attempts at a weight sync, while servers are being restarted
 
 
 class _Drained(Exception):
-    """What was asked for is not begun any more."""
+    """The run is draining, so the operation was not started."""
 
 
 @dataclass(slots=True)
-class _Begun:
-    """A checkpoint that somebody waits for."""
+class _CheckpointRequest:
+    """A request for a checkpoint, with its step when it is being written."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
-    step: int | None = 0  # None: it could not be begun
+    step: int | None = 0  # None: it could not be started
 
 
 class TrainingLoop:
-    """What is needed for `run`, and where it stands."""
+    """The training loop of a run: `run` trains to the last step."""
 
     def __init__(
         self,
@@ -111,9 +113,13 @@ class TrainingLoop:
         watch: Watch | None = None,
         emit: Emit = ignore,
     ) -> None:
-        """`tasks` are where the queue's cursor says; `restored` is what the learner has loaded
-        (`load_newest`); `kept` is it, where it may be started again, so often in ten minutes;
-        `emit` is told of metrics and of weights."""
+        """
+        Args:
+            tasks: the source of tasks, positioned at the queue's cursor.
+            restored: the state of the checkpoint that the learner has loaded (`load_newest`).
+            kept: the learner, if it may be restarted, up to `max_restarts` times in ten minutes.
+            emit: called with events about metrics and weights.
+        """
         self._settings = settings
         self._stages = dict(stages or {})
         if not self._stages and settings.steps:
@@ -128,23 +134,25 @@ class TrainingLoop:
         self._held_out: list[Task] = []
         self._weights = weights or WeightsSettings()
         self._publisher = publisher(self._weights, learner, folder.path)
-        self._published: Published | None = None  # what is to be loaded
+        self._published: Published | None = None  # weights to load next
         self._handover: Handover | None = None
         self._handing_over = anyio.Lock()
         self._keeping_up = anyio.CancelScope()
-        self._loaded: dict[str, Any] = {}  # how the last loading went
+        self._loaded: dict[str, Any] = {}  # metrics of the last weight sync
         self._changed = anyio.Event()
         self._slots = Slots(settings.max_staleness, settings.tasks_per_step)
         self._source: Iterator[Task] = tasks
         self._stage_number = 0
-        self._num_drawn = 0  # of a stage's own tasks
-        self._again: deque[Group] = deque()  # admitted before a restart
-        self._num_left = 0  # tasks of this stage to be admitted
-        self._num_refused = self._num_replaced = 0  # in a row
+        self._num_drawn = 0  # tasks drawn from a stage's own ones
+        self._readmitted: deque[Group] = (
+            deque()
+        )  # admitted before a restart, to be rolled out again
+        self._num_left = 0  # tasks of this stage that are not admitted yet
+        self._num_refused = self._num_replaced = 0  # groups in a row
         self._watch = watch or Unwatched()
         self._emit = emit
         self.is_paused = self.is_draining = False
-        self._to_save: list[_Begun] = []
+        self._to_save: list[_CheckpointRequest] = []
         self._collapse_settings = collapse or CollapseSettings()
         self._collapse = Collapse(self._collapse_settings)
         self._steps = Steps(
@@ -160,44 +168,48 @@ class TrainingLoop:
 
     @property
     def step(self) -> int:
-        """The last one that is done."""
+        """The last completed step."""
         return self._steps.step
 
     @property
     def version(self) -> int:
-        """Of the learner's weights."""
+        """The version of the learner's weights."""
         return self._steps.version
 
-    # --- what people ask of it ----------------------------------------------------------------
+    # --- control --------------------------------------------------------------------------------
 
     def pause(self, paused: bool = True) -> None:
-        """Admit no further groups, or admit them again; what runs goes on."""
+        """Stop admitting groups, or resume. Groups in flight continue."""
         self.is_paused = paused
-        self._tell_all()
+        self._notify()
 
     def drain(self) -> None:
-        """Admit no further groups; when those in flight have ended, and what can be learned is
-        learned, `run` ends with a checkpoint, from which the run can be gone on with."""
+        """Stop admitting groups and end the run in order, so that it can be resumed.
+
+        `run` returns with a checkpoint when the groups in flight have ended and all complete
+        batches are trained on.
+        """
         self.is_draining = True
-        self._tell_all()
+        self._notify()
 
     async def save(self) -> int:
-        """Have a checkpoint begun, now or after the step at hand; returns its step. Where there is
-        one of that step, nothing is done.
+        """Start writing a checkpoint now or after the current step, and return its step.
+
+        Nothing is done if there is a checkpoint of that step.
 
         Raises:
-            LearnerRefused: it could not be begun.
+            LearnerRefused: the checkpoint could not be started.
         """
-        begun = _Begun()
-        self._to_save.append(begun)
-        self._tell_all()
-        await begun.event.wait()  # no deadline: the learner's answers have one, or end the run
-        if begun.step is None:
-            raise LearnerRefused("no checkpoint could be begun; the run goes on, and says why")
-        return begun.step
+        request = _CheckpointRequest()
+        self._to_save.append(request)
+        self._notify()
+        await request.event.wait()  # no deadline: the learner's requests have one, or end the run
+        if request.step is None:
+            raise LearnerRefused("the checkpoint could not be started; the run's log says why")
+        return request.step
 
     def view(self) -> dict[str, Any]:
-        """Where it stands, for a page: plain numbers by their names."""
+        """Return the state of the loop as plain data, for the web page."""
         slots = self._slots
         return {
             "num_steps": self._pace.num_steps,
@@ -213,22 +225,26 @@ class TrainingLoop:
         }
 
     async def _save(self) -> None:
-        """Checkpoints that people ask for, in a task of the run's: who asks may leave, and a
-        learner that is started again just then must be brought to where it was all the same."""
+        """Write requested checkpoints.
+
+        This runs in a task of the loop because the caller of `save` may be cancelled, while the
+        recovery of a learner that is lost meanwhile must not be.
+        """
         while True:
             while not self._to_save:
-                await self._changed.wait()  # no deadline: until somebody asks
-            asked, self._to_save = self._to_save, []
-            is_begun = await self._steps.checkpoint()
-            for one in asked:
-                one.step = self.step if is_begun else None
-                one.event.set()
+                await self._changed.wait()  # no deadline: until there is a request
+            requests, self._to_save = self._to_save, []
+            is_started = await self._steps.checkpoint()
+            for request in requests:
+                request.step = self.step if is_started else None
+                request.event.set()
 
     async def run(self) -> None:
-        """To the last step.
+        """Train to the last step.
 
         Raises:
-            LearnerError, ServerError, RewardError: what cannot be gone on from.
+            LearnerError, ServerError, RewardError: a failure that the run cannot recover from.
+            RunCollapsed: the run has collapsed.
         """
         try:
             async with anyio.create_task_group() as tasks:
@@ -240,20 +256,20 @@ class TrainingLoop:
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             raise sole(group) from None
-        finally:  # nobody is given weights any more
+        finally:  # no weight sync is running any more
             with anyio.move_on_after(_CLOSE_S, shield=True):
                 await self._publisher.close()
 
     async def _run(self) -> None:
         s = self._settings
-        if s.evaluate_every or not self._stages:  # a generator may search for them for long
+        if s.evaluate_every or not self._stages:  # a generator may need long to find them
             held_out = await anyio.to_thread.run_sync(self._tasks.held_out, abandon_on_cancel=True)
             self._held_out = held_out[: s.evaluate_tasks]
             if not held_out:
-                self._say("Nothing is evaluated: no tasks are held out (tasks.held_out)")
+                self._say("There will be no evaluation: no tasks are held out (tasks.held_out)")
         if self.step:
-            self._say(f"Going on after step {self.step}, of which there is a checkpoint")
-        await self._steps.do_again(self._tell_again)
+            self._say(f"Resuming from the checkpoint of step {self.step}")
+        await self._steps.do_again(self._record_repeated)
         rows = await anyio.to_thread.run_sync(self._folder.metrics)
         self._collapse = Collapse.replay(self._collapse_settings, rows, step=self.step)
         self._slots = Slots(s.max_staleness, s.tasks_per_step, version=self.version)
@@ -265,8 +281,8 @@ class TrainingLoop:
             title = f"stage {number} of {len(self._stages)}: {name}" if name else "training"
             await self._run_stage(number, title, stage)
             if self.is_draining:
-                again = f"agentloop train --resume {self._folder.path}"
-                self._say(f"Drained after step {self.step}; it goes on by: {again}")
+                command = f"agentloop train --resume {self._folder.path}"
+                self._say(f"Drained after step {self.step}; continue with: {command}")
                 break
         if s.learn and self.step:
             await self._steps.checkpoint(wait=True)
@@ -281,13 +297,13 @@ class TrainingLoop:
         noted = await self._queue.noted(f"stage {number}")
         done = 0 if noted is None else min(self.step - noted["begun"], stage.steps)
         if done and await self._queue.noted(f"stage {number + 1}") is not None:
-            done = stage.steps  # it is over, also where it was told to be longer meanwhile
+            done = stage.steps  # the stage has ended, even if its setting was raised since then
             self._pace.enter(title, stage.steps, done)
             return
         self._pace.enter(title, stage.steps, done)
         self._budget = stage.budget(self._usual_budget)
         if noted is not None and noted["tasks"] != [] and self.step == noted["begun"] + done:
-            await self._after_step(done, stage)  # a kill may have come before
+            await self._after_step(done, stage)  # in case the process was killed before it
         if done == stage.steps:
             return
         if len(self._stages) > 1:
@@ -295,8 +311,8 @@ class TrainingLoop:
         self._stage_number, self._num_drawn = number, 0
         if noted is None:
             try:
-                tasks = await self._unsolved(stage) if stage.filter_tasks else None
-            except _Drained:  # all of it is filtered anew when the run goes on
+                tasks = await self._filter_tasks(stage) if stage.filter_tasks else None
+            except _Drained:  # a resumed run filters all tasks again
                 return
             noted = await self._queue.begin_stage(
                 number,
@@ -306,12 +322,12 @@ class TrainingLoop:
             )
         await self._find_tasks(noted["tasks"], title)
         if noted["tasks"] == []:
-            self._say("Nothing is left to learn there: every task is solved each time")
+            self._say("The stage is skipped: all of its tasks are solved by every rollout")
             self._pace.skip()
             return
         self._slots = Slots(s.max_staleness, s.tasks_per_step, version=self.version)
         self._num_left = (stage.steps - done) * s.tasks_per_step
-        await self._take_up(noted["tasks"])
+        await self._restore_groups(noted["tasks"])
         async with anyio.create_task_group() as tasks_:
             tasks_.start_soon(self._admit)
             for index in range(done, stage.steps):
@@ -322,7 +338,7 @@ class TrainingLoop:
             tasks_.cancel_scope.cancel()
 
     async def _after_step(self, done: int, stage: StageSettings) -> None:
-        """What is due after so many steps of the stage, and was not done yet."""
+        """Evaluate and checkpoint if it is due after `done` steps of the stage."""
         s = self._settings
         if s.evaluate_every and (done == stage.steps or self.step % s.evaluate_every == 0):
             await self._until_live()
@@ -331,20 +347,23 @@ class TrainingLoop:
             await self._steps.checkpoint()
 
     async def _find_tasks(self, own: Sequence[Mapping[str, Any]] | None, title: str) -> None:
-        """Where the stage's tasks come from: its own, over and over, from where it was."""
+        """Set the source of the stage's tasks: the run's, or its own ones, repeated and resumed."""
         self._source, self._num_drawn = self._tasks, 0
         if own:
             draw = random.Random(f"{self._settings.seed} {title}")
-            self._source = _over_and_over([Task(**task) for task in own], draw)
+            self._source = _repeat_shuffled([Task(**task) for task in own], draw)
             cursor = await self._queue.noted("cursor") or {}
             if cursor.get("stage") == self._stage_number:
                 self._num_drawn = cursor["num_drawn"]
                 next(itertools.islice(self._source, self._num_drawn, self._num_drawn), None)
 
-    async def _take_up(self, own: Sequence[Mapping[str, Any]] | None) -> None:
-        """What was admitted before a restart: finished groups wait on, where they are not too old;
-        the others are rolled out anew. A stage with tasks of its own takes up those alone: what a
-        stage before it had left over is for one after it."""
+    async def _restore_groups(self, own: Sequence[Mapping[str, Any]] | None) -> None:
+        """Restore the groups that were admitted before a restart.
+
+        Finished groups stay in the queue unless they are too stale; all others are rolled out
+        again. A stage with its own tasks restores only their groups and leaves those of an earlier
+        stage to a later one.
+        """
         ids = None if own is None else {task["id"] for task in own}
 
         def is_ours(group: Group) -> bool:
@@ -358,18 +377,20 @@ class TrainingLoop:
                 self._slots.admit(group.number, version=group.version, finished=True)
                 self._num_left -= 1
         again += filter(is_ours, await self._queue.open_groups())
-        self._again = deque(sorted(again, key=lambda group: group.number))
+        self._readmitted = deque(sorted(again, key=lambda group: group.number))
 
-    async def _unsolved(self, stage: StageSettings) -> list[Task]:
-        """Of the next tasks, those that a rollout fails. One without any reward stays, too. Raises
-        _Drained."""
+    async def _filter_tasks(self, stage: StageSettings) -> list[Task]:
+        """Roll out the next tasks and return those that some rollout fails.
+
+        A task without any reward is kept, too. Raises _Drained.
+        """
         tasks = list(itertools.islice(self._tasks, stage.filter_tasks))
         groups = await self._groups(
             tasks,
             f"{self.step}-filter",
             size=stage.filter_rollouts,
             what="the tasks to be filtered",
-            may_begin=self._may_filter,
+            may_begin=self._wait_while_paused,
         )
         left = []
         for task, group in groups:
@@ -377,22 +398,22 @@ class TrainingLoop:
             values = [reward for reward in rewards if reward is not None]
             if not values or min(values) <= 0:
                 left.append(task)
-        if not await self._is_told("filter/num_tasks"):
-            self._measured(
+        if not await self._is_recorded("filter/num_tasks"):
+            self._record(
                 {"step": self.step, "filter/num_tasks": len(tasks), "filter/num_left": len(left)}
             )
         self._say(
-            f"{len(left)} of {len(tasks)} tasks are not solved by "
-            f"{stage.filter_rollouts} of {stage.filter_rollouts} rollouts"
+            f"{len(left)} of {len(tasks)} tasks are kept: not all of their "
+            f"{stage.filter_rollouts} rollouts solve them"
         )
         return left
 
-    async def _may_filter(self) -> None:
-        """Wait while it is paused. Raises _Drained."""
+    async def _wait_while_paused(self) -> None:
+        """Wait while the run is paused. Raises _Drained."""
         await self._until(
             lambda: not self.is_paused or self.is_draining,
             "the filter",
-            lambda: "to go on (paused)",
+            lambda: "the run to be resumed (paused)",
         )
         if self.is_draining:
             raise _Drained
@@ -400,12 +421,12 @@ class TrainingLoop:
     # --- rollouts ---------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Start groups while there is room."""
+        """Start groups while there is capacity."""
         async with anyio.create_task_group() as groups:
             while True:
-                await self._until(self._may_admit, "the next task", self._hindrance)
+                await self._until(self._may_admit, "the next task", self._blocked_by)
                 await self._rollouts.has_room(self._settings.group_size)
-                if not self._may_admit():  # it was paused, or drained, meanwhile
+                if not self._may_admit():  # paused or drained meanwhile
                     continue
                 group = await self._next_group()
                 self._slots.admit(group.number)
@@ -415,39 +436,41 @@ class TrainingLoop:
     def _may_admit(self) -> bool:
         if self._num_left < 1 or self._slots.room < 1 or self.is_paused or self.is_draining:
             return False
-        # A batch must always come about, however large its groups are.
+        # A batch must always become complete, however large its groups are.
         is_needed = len(self._slots) < self._settings.tasks_per_step
         return is_needed or self._queue.num_bytes < self._settings.max_queue_bytes
 
-    def _hindrance(self) -> str:
-        """What the next task waits for."""
+    def _blocked_by(self) -> str:
+        """Return a phrase that names the reason why no task can be admitted."""
         if self.is_draining:
             return "the end of the run (draining)"
         if self.is_paused:
-            return "to go on (paused)"
+            return "the run to be resumed (paused)"
         return "the end of the stage" if self._num_left < 1 else "a free slot"
 
     async def _next_group(self) -> Group:
-        """Admitted under the weights that are live as this returns: others may become so while the
-        journal is written."""
-        if self._again:
-            group = await self._reopened(self._again.popleft())
+        """Admit the next group, with the version that is live when this returns.
+
+        New weights may go live while the journal is being written.
+        """
+        if self._readmitted:
+            group = await self._reopen(self._readmitted.popleft())
         else:
             task = next(self._source)
             self._num_drawn += self._source is not self._tasks
             version, cursor = self._slots.live, self._cursor()
             group = await self._queue.admit(task, version=version, cursor=cursor)
         while group.version != self._slots.live:
-            group = await self._reopened(group)
+            group = await self._reopen(group)
         return group
 
-    async def _reopened(self, group: Group) -> Group:
+    async def _reopen(self, group: Group) -> Group:
         version = self._slots.live
         await self._queue.reopen([group.number], version=version)
         return Group(group.number, group.task, version)
 
     def _cursor(self) -> dict[str, Any]:
-        """Where the sources of tasks are."""
+        """Return the positions of the task sources."""
         return {
             "tasks": self._tasks.cursor(),
             "stage": self._stage_number,
@@ -455,17 +478,17 @@ class TrainingLoop:
         }
 
     async def _roll_out(self, group: Group, *, task_status: TaskStatus[None]) -> None:
-        """A group from its admission to the queue."""
+        """Roll out an admitted group and put it into the queue."""
         number, s = group.number, self._settings
-        stands = anyio.Event()
+        is_queued = anyio.Event()
 
         def at_gate() -> None:
-            if not stands.is_set():
-                stands.set()
+            if not is_queued.is_set():
+                is_queued.set()
                 task_status.started()
 
         path, num_bytes = None, 0
-        told: Mapping[str, Any] = {"rejected": None, "rollouts": []}
+        figures: Mapping[str, Any] = {"rejected": None, "rollouts": []}
         try:
             rolled = await self._rollouts.group(
                 group.task,
@@ -475,44 +498,44 @@ class TrainingLoop:
                 oldest=group.version,
                 at_gate=at_gate,
             )
-        except RequestError as error:  # a mistake in the data
+        except RequestError as error:  # the task is invalid
             teaches = False
-            self._refused(group.task, error)
+            self._count_refused(group.task, error)
         else:
             self._num_refused = 0
-            teaches, told = rolled.teaches, rolled.figures
-            about_it = {"group": number, "version": group.version}
+            teaches, figures = rolled.teaches, rolled.figures
+            header = {"group": number, "version": group.version}
             path, num_bytes = await anyio.to_thread.run_sync(
-                self._folder.add_group, number, [{**about_it, **row} for row in rolled.rows()]
+                self._folder.add_group, number, [{**header, **row} for row in rolled.rows()]
             )
         if s.dynamic_sampling and not teaches:
-            await self._queue.give_back(number, path=path, figures=told)
+            await self._queue.give_back(number, path=path, figures=figures)
             self._slots.give_back(number)
             self._num_left += 1
-            self._replaced()
+            self._count_replaced()
         else:
             self._num_replaced = 0
-            await self._queue.finish(number, path=path, num_bytes=num_bytes, figures=told)
+            await self._queue.finish(number, path=path, num_bytes=num_bytes, figures=figures)
             self._slots.finish(number)
         at_gate()
-        self._tell_all()
+        self._notify()
 
-    def _refused(self, task: Task, error: RequestError) -> None:
-        """One that is refused is a pity, all are a mistake. Raises RequestError."""
-        self._say(f"Left out: task {task.id}: {error}")
+    def _count_refused(self, task: Task, error: RequestError) -> None:
+        """Report an invalid task. Raises RequestError after too many in a row."""
+        self._say(f"Skipped task {task.id}: {error}")
         self._num_refused += 1
         if self._num_refused >= self._settings.tasks_per_step:
             raise RequestError(
-                f"{error}, and so it is with all of {self._num_refused} tasks, one after the other"
+                f"{error} ({self._num_refused} tasks in a row were refused)"
             ) from error
 
-    def _replaced(self) -> None:
-        """It may go on like that for ever, but not in silence."""
+    def _count_replaced(self) -> None:
+        """Report when many groups in a row had to be replaced, which may go on for ever."""
         self._num_replaced += 1
         if self._num_replaced % (_MANY_REPLACED * self._settings.tasks_per_step) == 0:
             self._say(
-                f"Nothing to learn from: {self._num_replaced} groups in a row were replaced, for "
-                "all of a group's rewards were equal (loop.dynamic_sampling)"
+                f"{self._num_replaced} groups in a row were replaced because all rewards within "
+                "each group were equal (loop.dynamic_sampling)"
             )
 
     async def _groups(
@@ -524,7 +547,7 @@ class TrainingLoop:
         what: str,
         may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
     ) -> list[tuple[Task, RolledOut]]:
-        """Groups that are not trained on."""
+        """Roll out a group for each task, in order, for evaluation or filtering."""
         total = len(tasks) * size
         self._pace.waits(f"the learner waits for {what}: 0 of {total}")
         with self._watch.waiting("the learner", what):
@@ -538,14 +561,14 @@ class TrainingLoop:
                 on_done=lambda num: self._pace.waits(
                     f"the learner waits for {what}: {num * size} of {total}"
                 ),
-                on_refused=lambda task, error: self._say(f"Left out: task {task.id}: {error}"),
+                on_refused=lambda task, error: self._say(f"Skipped task {task.id}: {error}"),
                 may_begin=may_begin,
             )
 
     # --- learning ---------------------------------------------------------------------------------
 
     async def _train_step(self, *, resets: bool) -> bool:
-        """False: there will be no batch any more."""
+        """Train on the next batch; return False if there will be none because of draining."""
         begun = time.monotonic()
         numbers = await self._batch()
         if numbers is None:
@@ -554,37 +577,37 @@ class TrainingLoop:
         learns = self._settings.learn
         notes = {"version": self.version, "resets": resets, "stage": self._stage_number}
         lease = await self._queue.lease(self.step + 1, numbers, notes | {"learns": learns})
-        self._tell_all()  # bytes are free
-        metrics = self._about(lease) | {"wait_s": waited_s}
+        self._notify()  # space in the queue was freed
+        metrics = self._step_metrics(lease) | {"wait_s": waited_s}
         if learns:
-            self._pace.waits("the learner learns")
+            self._pace.waits("the learner trains")
         metrics |= await self._steps.learn(lease)
         if metrics["num_learned"]:
             learned_s = time.monotonic()
             await self._publish()
             if self._settings.max_staleness == 0 or self._weights.by == "group":
-                self._pace.waits("everybody waits for the new weights to be loaded")
+                self._pace.waits("waiting for the servers to load the new weights")
                 await self._until_live()
             metrics["hand_over_s"] = time.monotonic() - learned_s
         else:
             self._slots.learned_nothing()
-        self._tell_all()
+        self._notify()
         step_s = time.monotonic() - begun
         metrics |= {"step_s": step_s, **self._loaded, "loop_lag_s": self._watch.take_lag_s()}
         metrics["rollout_tokens_per_s"] = metrics["num_sampled_tokens"] / step_s
         await anyio.to_thread.run_sync(self._folder.add_metrics, metrics)
         self._emit(Measured(metrics))
         self._pace.stepped(metrics)
-        self._tell(metrics)
+        self._report_step(metrics)
         if verdict := self._collapse.seen(metrics):
             await self._stop(verdict)
         return True
 
     async def _stop(self, verdict: Verdict) -> None:
-        """The run has collapsed: it ends with the weights of before.
+        """End a collapsed run with the weights of the newest checkpoint before the collapse.
 
         Raises:
-            RunCollapsed: says why, where the report is, and how to go on.
+            RunCollapsed: always; the message says why, names the report and says how to continue.
         """
         checkpoints = self._folder.checkpoints
         good = checkpoint_before(verdict, checkpoints)
@@ -592,19 +615,21 @@ class TrainingLoop:
         rows = await anyio.to_thread.run_sync(self._folder.metrics)
         text = report(verdict, rows, checkpoints)
         await anyio.Path(path).write_text(text, "utf-8")
-        again = "no checkpoint is from before it"
+        advice = "there is no checkpoint from before the collapse: start a new run"
         if good is not None:
-            await self._until_live()  # servers may be reading what is removed
+            await self._until_live()  # servers may be reading the weights that are removed
             await self._steps.go_back(checkpoints[good])
-            again = f"go on with `agentloop train --resume {self._folder.path} --from {good}`"
-        raise RunCollapsed(f"the run has collapsed: {verdict.why}; {path} says more; {again}")
+            advice = f"continue with `agentloop train --resume {self._folder.path} --from {good}`"
+        raise RunCollapsed(
+            f"the run has collapsed: {verdict.why}; {path} has the details; {advice}"
+        )
 
-    def _measured(self, metrics: Mapping[str, Any]) -> None:
+    def _record(self, metrics: Mapping[str, Any]) -> None:
         self._folder.add_metrics(metrics)
         self._emit(Measured(metrics))
 
     async def _batch(self) -> list[int] | None:
-        """The numbers of its groups; None: it was drained, and there will be none."""
+        """Wait for a batch; return its groups' numbers, or None if there is none when draining."""
         found: list[list[int]] = []
         total = self._settings.tasks_per_step
 
@@ -618,8 +643,8 @@ class TrainingLoop:
         await self._until(is_there, "the learner", lambda: "a batch of finished groups")
         return found[0] if found else None
 
-    def _about(self, lease: Lease) -> dict[str, Any]:
-        """The figures of a step, with those of the groups that others replaced."""
+    def _step_metrics(self, lease: Lease) -> dict[str, Any]:
+        """Return the metrics of a step's rollouts, including groups that were replaced."""
         ages = [lease.notes["version"] - group.version for group in lease.groups]
         return {
             "step": lease.step,
@@ -631,33 +656,33 @@ class TrainingLoop:
             "staleness_max": max(ages),
         }
 
-    def _tell_again(self, lease: Lease, metrics: Mapping[str, Any]) -> None:
-        """Of a step that was done again: what a kill has kept from being told. In a thread."""
+    def _record_repeated(self, lease: Lease, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of a repeated step unless they were before. Runs in a thread."""
         if not any(row["step"] == lease.step and "reward" in row for row in self._folder.metrics()):
-            row = {**self._about(lease), **metrics}
+            row = {**self._step_metrics(lease), **metrics}
             self._folder.add_metrics(row)
             anyio.from_thread.run_sync(self._emit, Measured(row))
 
     # --- weights ----------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
-        """What the learner has is what servers are to have."""
+        """Publish the learner's weights and have them loaded."""
         begun = time.monotonic()
         self._published = await self._steps.publish(self._publisher)
         self._loaded["weights/publish_s"] = time.monotonic() - begun
-        self._keeping_up.cancel()  # one that takes long is given the new ones instead
-        self._tell_all()
+        self._keeping_up.cancel()  # load the new weights instead
+        self._notify()
 
     async def _load(self) -> None:
-        """Give the servers what was published last, whenever there is something new."""
+        """Sync the newest published weights to the servers, whenever there are new ones."""
         while True:
             while self._published is None:
-                await self._changed.wait()  # no deadline: until the learner has learned
+                await self._changed.wait()  # no deadline: until the learner has new weights
             published, self._published = self._published, None
             async with self._handing_over:  # no deadline: loading has one, weights.timeout_s
                 try:
-                    handover = await self._given(published)
-                except LearnerLost:  # by group it has a part in it
+                    handover = await self._hand_over(published)
+                except LearnerLost:  # it takes part in a sync by group
                     await self._publish()
                     continue
                 self._handover = handover
@@ -674,18 +699,17 @@ class TrainingLoop:
                     published.version, handover.seconds, handover.loaded, [*handover.failed]
                 )
             )
-            self._tell_all()
+            self._notify()
 
-    async def _given(self, published: Published) -> Handover:
-        """Raises ServerError: nobody could load them, nor after servers that died with it were
-        started again."""
+    async def _hand_over(self, published: Published) -> Handover:
+        """Sync weights, retrying while servers are restarted. Raises ServerError if all fail."""
         for left in reversed(range(_NUM_TRIES)):
             try:
                 return await self._serving.hand_over(published, timeout_s=self._weights.timeout_s)
             except ServerError as error:
                 if not left:
                     raise
-                log.error("%s; it is tried again", error)
+                log.error("%s; trying again", error)
             await anyio.sleep(_KEEP_UP_S)
         raise AssertionError
 
@@ -699,12 +723,14 @@ class TrainingLoop:
         )
 
     async def _keep_up(self) -> None:
-        """Give the weights to servers that come back, while rollouts go on: without it nobody
-        would, before the next hand-over, and where there is no other server there would be none."""
+        """Sync the current weights to servers that were restarted or failed at the last sync.
+
+        Without it they would stay idle until the next sync, for ever if all servers are idle.
+        """
         wait_s = _KEEP_UP_S
         while True:
             await anyio.sleep(wait_s)
-            if self.is_paused:  # that nothing moves is as somebody wants it
+            if self.is_paused:  # a paused run does not count as stalled
                 self._watch.moved()
             async with self._handing_over:  # no deadline: loading has one, weights.timeout_s
                 if self._handover is None:
@@ -713,21 +739,21 @@ class TrainingLoop:
                     timeout_s = self._weights.timeout_s
                     try:
                         done = await self._serving.keep_up(self._handover, timeout_s=timeout_s)
-                    except LearnerLost as error:  # by group it has a part in it
-                        log.warning("servers wait for their weights: %s", error)
-                        done = True  # soon again: whoever needs the learner starts it again
+                    except LearnerLost as error:  # it takes part in a sync by group
+                        log.warning("servers still wait for their weights: %s", error)
+                        done = True  # retry soon: the next request restarts the learner
                     wait_s = _KEEP_UP_S if done else _RETRY_S
 
-    # --- the rest ---------------------------------------------------------------------------------
+    # --- evaluation, waiting, reporting -----------------------------------------------------------
 
     async def _evaluate(self) -> None:
-        if not self._held_out or await self._is_told("held_out/reward"):
+        if not self._held_out or await self._is_recorded("held_out/reward"):
             return
         name = f"{self.step}-held-out"
         found = await self._groups(self._held_out, name, size=1, what="held-out tasks")
-        told = about([group.figures for _, group in found])
-        metrics = {f"held_out/{name}": value for name, value in told.items()}
-        self._measured({"step": self.step, **metrics})
+        values = about([group.figures for _, group in found])
+        metrics = {f"held_out/{name}": value for name, value in values.items()}
+        self._record({"step": self.step, **metrics})
         reward = mean(metrics["held_out/reward"])
         self._pace.values |= {"held-out reward": reward}
         self._say(
@@ -735,37 +761,40 @@ class TrainingLoop:
             f"tool errors in correct {percent(metrics['held_out/tool_errors_in_correct'])}"
         )
 
-    async def _is_told(self, name: str) -> bool:
-        """Whether it was, of this step, before a restart."""
+    async def _is_recorded(self, name: str) -> bool:
+        """Return whether this step's metrics already have this one, from before a restart."""
         rows = await anyio.to_thread.run_sync(self._folder.metrics)
         return any(row["step"] == self.step and name in row for row in rows)
 
     async def _until(
         self, condition: Callable[[], bool], who: str, what: Callable[[], str]
     ) -> None:
-        """`who` waits for `what`; both are asked again whenever something has changed, and the
-        condition not once more where it has held: it may have taken what it has found."""
+        """Wait until `condition` holds, reporting that `who` waits for `what`.
+
+        Both are evaluated whenever something changes. `condition` is not evaluated again once it
+        has held, since it may have side effects.
+        """
         if condition():
             return
         while True:
-            told = what()
-            with self._watch.waiting(who, told):
-                while what() == told:
-                    # no deadline: what is waited for has its own, or ends the run
+            reported = what()
+            with self._watch.waiting(who, reported):
+                while what() == reported:
+                    # no deadline: the awaited operation has its own, or ends the run
                     await self._changed.wait()
                     if condition():
                         return
 
-    def _tell_all(self) -> None:
+    def _notify(self) -> None:
         self._watch.moved()
         self._changed.set()
         self._changed = anyio.Event()
 
-    def _tell(self, metrics: dict[str, Any]) -> None:
+    def _report_step(self, metrics: dict[str, Any]) -> None:
         self._say(
             f"step {self.step}/{self._pace.num_steps}: reward {mean(metrics['reward'])}, "
             f"tool errors in correct {percent(metrics['tool_errors_in_correct'])}, "
-            f"{metrics.get('num_learned', 0)} of {metrics['num_rollouts']} rollouts learned, "
+            f"{metrics.get('num_learned', 0)} of {metrics['num_rollouts']} rollouts trained on, "
             f"{metrics['rollout_tokens_per_s']:,.0f} tokens/s, {metrics['step_s']:.1f} s"
         )
 
@@ -773,7 +802,7 @@ class TrainingLoop:
         self._pace.report.say(line)
 
 
-def _over_and_over(tasks: Sequence[Task], draw: random.Random) -> Iterator[Task]:
-    """Each epoch in an order of its own."""
+def _repeat_shuffled(tasks: Sequence[Task], draw: random.Random) -> Iterator[Task]:
+    """Yield the tasks for ever, each epoch in a new random order."""
     while True:
         yield from draw.sample(tasks, len(tasks))

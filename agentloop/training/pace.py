@@ -1,4 +1,4 @@
-"""How fast a run goes, from which follows where it stands."""
+"""The progress of a run: its stage, steps, pace and current activity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """Where the run stands, as it is shown."""
+    """Tracks a run's progress and shows it through a `Report`."""
 
     def __init__(self, report: Report, num_steps: int) -> None:
         self.report = report
@@ -24,13 +24,13 @@ class Pace:
         self._num_done = 0
 
     def enter(self, stage: str, num_steps: int, num_done: int = 0) -> None:
-        """`num_done` of its steps were done before a restart."""
+        """Start a stage, of which `num_done` steps were done before a restart."""
         self._stage, self._step, self._num_stage = stage, num_done, num_steps
         self._num_left -= num_done
         self._begun = self._begun or time.monotonic()
 
     def skip(self) -> None:
-        """The rest of this stage."""
+        """Skip the remaining steps of this stage."""
         self._num_left -= self._num_stage - self._step
 
     def stepped(self, metrics: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Pace:
             "reward": mean(metrics["reward"]),
             "tool errors in correct": percent(metrics["tool_errors_in_correct"]),
             "sampled tokens/s": f"{metrics['rollout_tokens_per_s']:,.0f}",
-            "learned tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
+            "trained tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
             "time": ", ".join(shares),
         }
 

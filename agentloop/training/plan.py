@@ -1,29 +1,30 @@
-"""What a training run will take, said before it starts: tokens, memory, disk, processes.
+"""Estimate what a training run will need: tokens, memory, disk space, processes.
 
-    config.json (weights need not be there) + settings ──> Plan ──> text, with warnings
+    config.json (weights need not exist) + settings ──> Plan ──> text, with warnings
 
-P are the parameters, T those that are trained (P, or a LoRA's), R the ranks, w the bytes of
-`learner.dtype`. A rank holds, under DeepSpeed 0.19's ZeRO stages:
+P is the number of parameters, T that of trained parameters (P, or a LoRA's), R the number of ranks,
+w the bytes of `learner.dtype`. With DeepSpeed 0.19's ZeRO stages, each rank holds:
 
                  1            2            3
     weights      w P          w P          w P / R
     gradients    w T          4 T / R      4 T / R
     optimizer    12 T / R     12 T / R     12 T / R
-    checkpoint   (w + 12) T   (w + 12) T   12 T          of all ranks, on the disk
+    checkpoint   (w + 12) T   (w + 12) T   12 T          all ranks together, on disk
 
-and in stage 3 what is gathered at a time: w min(P, stage3_max_live_parameters). The optimizer's
-are float32 weights and AdamW's two moments. Offloaded, they and a rank's share of the gradients lie
-in the host's memory. Buffers are the one that gradients are reduced in, and what is gathered.
-Activations are what autograd saves of Qwen3's layers, per token: w (6 H + 5 Q + 4 K + 4 I), and in
-bfloat16 4 H + 2 Q + 2 K more for norms in float32, where H, Q, K, I are the widths of a layer, its
-queries, its keys and its MLP; checkpointed, w H per layer and one layer whole. Logits are
-`head_chunk_tokens` rows, four times in float32 and once in w.
+and in stage 3 also the gathered parameters, w min(P, stage3_max_live_parameters). The optimizer
+holds float32 weights and AdamW's two moments. When offloaded, these and the rank's share of the
+gradients are in the host's memory. Buffers are the gradient reduction bucket and the gathered
+parameters. Activations are the tensors that autograd saves in Qwen3's layers, per token:
+w (6 H + 5 Q + 4 K + 4 I), and in bfloat16 another 4 H + 2 Q + 2 K for norms in float32, where H, Q,
+K, I are the widths of a layer, its queries, its keys and its MLP; with activation checkpointing,
+w H per layer plus one whole layer. Logits are `head_chunk_tokens` rows, four times in float32 and
+once in w.
 
-Left out: what torch, CUDA and NCCL take for themselves (some GiB a GPU); fragmentation; gradients
-of activations; the copy that ZeRO makes of a rank's gradients as it steps, when activations are
-gone; CUDA graphs and activations of servers (and the 2 GiB of one on a CPU); adapters' own weights
-and activations. Upper bounds are for rollouts that use up their budget: prompts come on top, and
-most rollouts are shorter.
+Not covered: memory of torch, CUDA and NCCL themselves (a few GiB per GPU); fragmentation; gradients
+of activations; ZeRO's copy of a rank's gradients during the optimizer step, when activations are
+freed; CUDA graphs and activations of servers (and the 2 GiB of a server on a CPU); weights and
+activations of adapters. Upper bounds assume rollouts that use up their budget: prompts come on top,
+and most rollouts are shorter.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ __all__ = [
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 _COUNTABLE = ("llama", "mistral", "qwen2", "qwen3")
-_BYTES_PER_TRAJECTORY_TOKEN = 64  # of a line of trajectories/*.jsonl: ids and log-probs stand twice
+_BYTES_PER_TRAJECTORY_TOKEN = 64  # in trajectories/*.jsonl, which hold ids and log-probs twice
 _MAX_HEADER_BYTES = 100 << 20
 
 
 class PlanSettings(Protocol):
-    """What a plan needs to know; `TrainSettings` has all of it."""
+    """The settings that a plan needs, a subset of `TrainSettings`."""
 
     @property
     def model(self) -> str | None: ...
@@ -93,7 +94,7 @@ class PlanSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is. `gpu_bytes` is of the smallest GPU; 0 where nobody says it."""
+    """The hardware of a machine. `gpu_bytes` is the memory of the smallest GPU; 0: unknown."""
 
     ram_bytes: int
     disk_free_bytes: int
@@ -103,11 +104,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder, as its configuration says.
+    """The shape of a dense decoder, from its configuration.
 
     Attributes:
-        counted: whether the parameters were counted in the weights; else by the configuration.
-        query_size, kv_size: width of all heads together, of queries, and of keys (or values).
+        counted: whether parameters were counted in the weights rather than computed from the
+            configuration.
+        query_size, kv_size: total width of all query heads, and of all key (or value) heads.
     """
 
     num_parameters: int
@@ -124,11 +126,13 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path, changes: Mapping[str, Any] | None = None) -> ModelShape:
-        """Of a model folder; its weights are counted where they are there, and where nothing
-        `changes` in its configuration.
+        """Read the shape of the model in a folder.
+
+        Parameters are counted in the weights if they exist and there are no `changes` to the
+        configuration.
 
         Raises:
-            ModelError: no configuration of a kind that can be planned.
+            ModelError: the configuration is missing values or of an unsupported kind.
         """
         config = _read_config(folder) | dict(changes or {})
         try:
@@ -152,14 +156,17 @@ class ModelShape:
             )
         except KeyError as error:
             raise ModelError(
-                f"{folder}/config.json: {error} is missing: it is no plan for"
+                f"{folder}/config.json: {error} is missing: cannot plan for this kind of model"
             ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerMemory:
-    """Bytes of a rank: on its device, offloaded to the host, and on the host while all ranks of a
-    machine load the model (each of them the whole of it)."""
+    """The memory of a rank, in bytes.
+
+    Fields are on its device, except `offloaded`, on the host, and `loading`, on the host while all
+    ranks of a machine load the model, each of them completely.
+    """
 
     weights: int
     gradients: int
@@ -172,19 +179,19 @@ class LearnerMemory:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         states = self.weights + self.gradients + self.optimizer
         return states + self.buffers + self.activations + self.logits
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Bytes of a server on each of its GPUs (of its host, on a CPU).
+    """The memory of a server on each of its GPUs, or in the host's memory on a CPU, in bytes.
 
     Attributes:
-        kv_token: of one token in the KV cache.
-        rollout: of a rollout that uses up its budget, prompt not counted.
-        kv_cache: of all of it; None: what fits.
+        kv_token: one token in the KV cache.
+        rollout: a rollout that uses up its budget, without its prompt.
+        kv_cache: the whole KV cache; None: as much as fits.
     """
 
     weights: int
@@ -195,8 +202,11 @@ class ServerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Bytes in the run's folder: published weights (twice, while they are replaced), one
-    checkpoint, all that are kept (one more, while it is written), trajectories at most."""
+    """The disk space of a run's folder, in bytes: upper bounds.
+
+    Published weights count twice, since they are replaced atomically, and checkpoints include one
+    that is being written.
+    """
 
     weights: int
     checkpoint: int
@@ -211,7 +221,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was computed; `text()` says it."""
+    """The estimated requirements of a run."""
 
     settings: PlanSettings
     folder: Path
@@ -224,17 +234,17 @@ class Plan:
 
     @property
     def num_rollouts(self) -> int:
-        """Of a step."""
+        """Number of rollouts per step."""
         return self.settings.loop.tasks_per_step * self.settings.loop.group_size
 
     @property
     def num_kept(self) -> int:
-        """Rollouts of a step that are learned from, at most."""
+        """Largest number of rollouts per step that are trained on."""
         return _num_kept(self.settings)
 
     @property
     def max_tokens(self) -> int:
-        """Of a step's rollouts, prompts not counted."""
+        """Largest number of tokens in a step's rollouts, without prompts."""
         return self.num_rollouts * self.settings.budget.max_response_tokens
 
     @property
@@ -243,20 +253,20 @@ class Plan:
 
     @property
     def num_processes(self) -> int:
-        """Of servers (a server counts as one, however many it is made of) and ranks."""
+        """Number of servers and ranks. A server counts as one process."""
         own = 0 if self.settings.servers else self.settings.server.count
         return own + self.settings.ranks.count
 
     @property
     def num_gpus(self) -> int:
-        """On this machine. Servers and ranks count from its first GPU on: they share."""
+        """Number of GPUs used on this machine. Servers and ranks share GPUs, from the first on."""
         return max(_server_gpus(self.settings), self.settings.ranks.count) if self.on_gpus else 0
 
     def text(self) -> str:
         return "\n".join(_lines(self)) + "\n"
 
     def data(self) -> dict[str, Any]:
-        """The same for scripts: bytes, tokens and counts."""
+        """Return the plan as plain data: bytes, tokens and counts."""
         names = ("num_rollouts", "num_kept", "max_tokens", "max_kept_tokens")
         return {
             "model": {"folder": str(self.folder), **asdict(self.shape)},
@@ -277,18 +287,20 @@ def plan(
     *,
     changes: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Compute it for `machine`, or for this one. Reads the model's config.json, the headers of its
-    weights, and what nvidia-smi says: it blocks for some tenths of a second. `changes`: what is
-    other in the model than in its folder's configuration.
+    """Estimate what a run needs. Blocks for some tenths of a second.
+
+    Args:
+        machine: the machine to compare with; None: this one, queried with nvidia-smi.
+        changes: values that differ from those in the model's config.json.
 
     Raises:
         SettingsError: the model's folder has no config.json.
-        ModelError: as `ModelShape.read`.
+        ModelError: as in `ModelShape.read`.
     """
     folder = Path(settings.model or SMALL).expanduser()
     if not (folder / "config.json").is_file():
         raise SettingsError(
-            f"model: {not_a_model(folder)}. (A plan needs the configuration alone, no weights.)"
+            f"model: {not_a_model(folder)}. (A plan only needs the configuration, no weights.)"
         )
     if machine is None:
         machine = this_machine(settings.run.folder)
@@ -312,7 +324,7 @@ def plan(
 
 
 def this_machine(folder: Path = Path()) -> Machine:
-    """Its memory, the room on the disk that `folder` is or will be on, and its NVIDIA GPUs."""
+    """Return this machine's memory, NVIDIA GPUs and free disk space at `folder`."""
     place = folder.expanduser().absolute()
     while not place.exists():
         place = place.parent
@@ -323,7 +335,7 @@ def this_machine(folder: Path = Path()) -> Machine:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         sizes = [int(line) << 20 for line in done.stdout.split()]
     except (OSError, subprocess.SubprocessError, ValueError):
-        sizes = []  # none, or none that says its size
+        sizes = []  # there is no GPU, or its size is unknown
     return Machine(ram, free, len(sizes), min(sizes, default=0))
 
 
@@ -336,12 +348,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _count(config: Mapping[str, Any], query: int, kv: int) -> int:
-    """Parameters of a dense decoder with gated MLPs; tied embeddings count once."""
+    """Count the parameters of a dense decoder with gated MLPs; tied embeddings count once."""
     kind = config.get("model_type")
     if kind not in _COUNTABLE:
         raise ModelError(
-            f"config.json: parameters of the type {kind!r} are counted in its weights alone "
-            f"(by the configuration: those of {', '.join(_COUNTABLE)})"
+            f"config.json: parameters of the model type {kind!r} can only be counted in its "
+            f"weights (from the configuration: {', '.join(_COUNTABLE)})"
         )
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     layer = 2 * hidden * (query + kv) + 3 * hidden * mlp + 2 * hidden
@@ -358,7 +370,7 @@ def _count(config: Mapping[str, Any], query: int, kv: int) -> int:
 
 
 def _count_tensors(folder: Path, *, tied: bool) -> int:
-    """Elements of all tensors in its safetensors files; 0 without any."""
+    """Count the elements of all tensors in a folder's safetensors files."""
     sizes: dict[str, int] = {}
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -366,7 +378,7 @@ def _count_tensors(folder: Path, *, tied: bool) -> int:
             try:
                 header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
             except ValueError as error:
-                raise ModelError(f"{path}: no safetensors file: {error}") from error
+                raise ModelError(f"{path}: not a safetensors file: {error}") from error
         sizes |= {k: math.prod(v["shape"]) for k, v in header.items() if k != "__metadata__"}
     if tied:
         sizes.pop("lm_head.weight", None)
@@ -374,7 +386,7 @@ def _count_tensors(folder: Path, *, tied: bool) -> int:
 
 
 def _num_trained(shape: ModelShape, learner: LearnerSettings) -> int:
-    """All parameters; or those of a LoRA: rank x (in + out) of each linear layer that it is at."""
+    """Count the trained parameters: all, or a LoRA's rank x (in + out) per adapted layer."""
     if not learner.lora.rank:
         return shape.num_parameters
     h, q, kv, mlp = shape.hidden_size, shape.query_size, shape.kv_size, shape.mlp_size
@@ -403,7 +415,7 @@ def _learner_memory(
     weights = w * (math.ceil(p / num_ranks) if stage == 3 else p)
     gradients = w * t if stage == 1 else 4 * share
     optimizer = 12 * share
-    # A GPU's is taken whole; of a CPU's only the pages that are written to.
+    # On a GPU the buffer is allocated whole; on a CPU only pages written to count.
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     buffers = w * (bucket if on_gpus else min(bucket, t))
     if stage == 3:
@@ -433,7 +445,8 @@ def _learner_memory(
 
 
 def _saved_of_layer(shape: ModelShape, dtype: str) -> int:
-    """Bytes a token that autograd keeps of a layer of Qwen3's (measured: tests/learner)."""
+    """Return the bytes per token that autograd saves in a Qwen3 layer (verified in
+    tests/learner)."""
     hidden, query, kv = shape.hidden_size, shape.query_size, shape.kv_size
     numbers = 6 * hidden + 5 * query + 4 * kv + 4 * shape.mlp_size
     if dtype == "float32":
@@ -445,7 +458,7 @@ def _server_memory(shape: ModelShape, settings: PlanSettings, on_gpus: bool) -> 
     server = settings.server
     usual = shape.dtype if on_gpus else "float32"
     w = _WIDTHS.get(server.dtype or usual, 2)
-    # A KV head is never cut: beyond as many GPUs as heads they are copied.
+    # KV heads are never split: with more GPUs than KV heads they are replicated.
     kv_share = shape.kv_size // shape.num_kv_heads * math.ceil(shape.num_kv_heads / server.tp_size)
     kv_token = 2 * shape.num_layers * kv_share * w
     size = server.max_total_tokens
@@ -487,7 +500,7 @@ def _server_gpus(settings: PlanSettings) -> int:
 
 
 def _mem_fraction(settings: PlanSettings) -> float | None:
-    """What the servers were told to take of a GPU (SGLang: --mem-fraction-static)."""
+    """Return the fraction of a GPU's memory set for servers (SGLang: --mem-fraction-static)."""
     words = [word for argument in settings.server.extra_args for word in argument.split("=", 1)]
     for name, value in pairwise(words):
         if name == "--mem-fraction-static":
@@ -520,7 +533,7 @@ def _warnings(
     if cache is not None and not s.servers and cache <= longest:
         yield f"server.max_total_tokens ({_number(cache)}) does not hold one rollout"
     if s.learner.optimizer.warmup_steps >= s.loop.steps * s.learner.updates_per_batch > 0:
-        yield f"the warm-up of {s.learner.optimizer.warmup_steps} steps takes the whole run"
+        yield f"the warm-up of {s.learner.optimizer.warmup_steps} steps lasts the whole run"
     if on_gpus:
         yield from _gpu_warnings(s, machine, learner, server)
     host = learner.loading
@@ -529,11 +542,11 @@ def _warnings(
         host = s.ranks.count * learner.total + own * (server.weights + (server.kv_cache or 0))
     host = max(host, learner.loading, s.ranks.count * learner.offloaded)
     if host > machine.ram_bytes:
-        yield f"{_size(host)} of the host's memory are needed; it has {_size(machine.ram_bytes)}"
+        yield f"{_size(host)} of host memory are needed; there are {_size(machine.ram_bytes)}"
     if disk.total > machine.disk_free_bytes:
         yield (
-            f"up to {_size(disk.total)} are written to {s.run.folder}; "
-            f"{_size(machine.disk_free_bytes)} are free there"
+            f"up to {_size(disk.total)} will be written to {s.run.folder}, where "
+            f"{_size(machine.disk_free_bytes)} are free"
         )
 
 
@@ -543,12 +556,12 @@ def _gpu_warnings(
     server_gpus = _server_gpus(s)
     needed = max(server_gpus, s.ranks.count)
     if needed > machine.num_gpus:
-        there = machine.num_gpus or "none that nvidia-smi knows"
-        yield f"{_count_of(needed, 'GPU')} needed; this machine has {there}"
+        available = machine.num_gpus or "none that nvidia-smi lists"
+        yield f"{_count_of(needed, 'GPU')} needed; this machine has {available}"
     fraction = _mem_fraction(s)
     if server_gpus and fraction is None:
         yield (
-            "servers and ranks share GPUs, and a server takes most of each: tell it how much, "
+            "servers and ranks share GPUs, and a server takes most of their memory: limit it with "
             'server.extra_args = ["--mem-fraction-static", "0.4"]'
         )
     if not machine.gpu_bytes:
@@ -560,13 +573,13 @@ def _gpu_warnings(
         share = f", and servers {_size(taken)}" if taken else ""
         yield (
             f"a rank takes {_size(learner.total)} of its GPU's {_size(machine.gpu_bytes)}{share}: "
-            "more ranks, a higher learner.zero_stage, fewer micro_batch_tokens, checkpointing"
+            "use more ranks, a higher learner.zero_stage, fewer micro_batch_tokens or checkpointing"
         )
 
 
 def _lines(p: Plan) -> Iterator[str]:
     s, loop, learner, shape = p.settings, p.settings.loop, p.settings.learner, p.shape
-    by = "counted in its weights" if shape.counted else "by its configuration"
+    by = "counted in the weights" if shape.counted else "from the configuration"
     yield f"model      {p.folder}: {_amount(shape.num_parameters)} parameters ({by})"
     yield (
         f"           {shape.num_layers} layers of {shape.hidden_size}, vocabulary "
@@ -580,18 +593,19 @@ def _lines(p: Plan) -> Iterator[str]:
         f"{s.budget.max_turns} turns, {_amount(p.max_tokens)} tokens in all"
     )
     yield (
-        f"  learn    from at most {_number(p.num_kept)} of them, {_amount(p.max_kept_tokens)} "
-        f"tokens: {_number(_micro_batches(p))} micro-batches a rank or more, "
+        f"  train    on at most {_number(p.num_kept)} of them, {_amount(p.max_kept_tokens)} "
+        f"tokens: at least {_number(_micro_batches(p))} micro-batches per rank, "
         f"{_count_of(learner.updates_per_batch, 'optimizer step')}"
     )
     factor = 8 if learner.activation_checkpointing else 6
     yield (
-        f"  compute  at most {_flops(2 * shape.num_parameters * p.max_tokens)} to roll out, "
-        f"{_flops(factor * shape.num_parameters * p.max_kept_tokens)} to learn, without attention"
+        f"  compute  at most {_flops(2 * shape.num_parameters * p.max_tokens)} for rollouts, "
+        f"{_flops(factor * shape.num_parameters * p.max_kept_tokens)} for training, without "
+        "attention"
     )
     where = _count_of(s.server.count, "server")
     if s.servers:
-        where = _count_of(len(s.servers), "server") + " of others"
+        where = _count_of(len(s.servers), "external server")
     yield f"  publish  {_size(p.disk.weights)} of weights for {where}"
     if loop.evaluate_every:
         yield f"  every {loop.evaluate_every} steps {loop.evaluate_tasks} held-out tasks, once each"
@@ -603,7 +617,7 @@ def _lines(p: Plan) -> Iterator[str]:
         f"{learner.dtype}: {_size(m.total)} each {device}"
     )
     if learner.lora.rank:
-        yield f"  of a LoRA, {_amount(_num_trained(shape, learner))} parameters are trained"
+        yield f"  LoRA with {_amount(_num_trained(shape, learner))} trained parameters"
     kept = "checkpointed" if learner.activation_checkpointing else "not checkpointed"
     parts = (
         ("weights", m.weights, ""),
@@ -616,23 +630,23 @@ def _lines(p: Plan) -> Iterator[str]:
     for name, size, note in parts:
         yield f"  {name:<12} {_size(size):>10}  {note}".rstrip()
     if m.offloaded:
-        yield f"  offloaded    {_size(m.offloaded):>10}  of the host's memory, each rank"
-    yield f"  at its start {_size(m.loading):>10}  of the host's memory, for all ranks of a node"
+        yield f"  offloaded    {_size(m.offloaded):>10}  of host memory, per rank"
+    yield f"  at the start {_size(m.loading):>10}  of host memory, for all ranks of a node"
     own = "" if s.servers else f", tp {s.server.tp_size}, dp {s.server.dp_size}"
     yield f"inference  {where}{own}; on each {device}:"
     yield f"  weights      {_size(p.server.weights):>10}"
     yield (
-        f"  KV cache     {_size(p.server.kv_token):>10}  a token, {_size(p.server.rollout)} a "
+        f"  KV cache     {_size(p.server.kv_token):>10}  per token, {_size(p.server.rollout)} per "
         "rollout that uses up its budget"
     )
     if p.server.kv_cache is not None and not s.servers:
-        yield f"               {_size(p.server.kv_cache):>10}  in all"
+        yield f"               {_size(p.server.kv_cache):>10}  in total"
     d = p.disk
     yield f"disk       {s.run.folder}: up to {_size(d.total)}"
     yield f"  weights      {_size(d.weights):>10}  twice, while they are replaced"
     yield f"  checkpoints  {_size(d.checkpoints):>10}  at most, {_size(d.checkpoint)} each"
     per_step = _size(d.trajectories_per_step)
-    yield f"  trajectories {_size(d.trajectories):>10}  at most, {per_step} a step"
+    yield f"  trajectories {_size(d.trajectories):>10}  at most, {per_step} per step"
     gpus = f", {_count_of(p.num_gpus, 'GPU')} of this machine" if p.on_gpus else ", no GPU"
     yield f"processes  {p.num_processes} of servers and learner{gpus}"
     for warning in p.warnings:

@@ -1,9 +1,9 @@
-"""What became of runs, as pictures.
+"""Plots of runs' metrics.
 
-    metrics.jsonl ──> a panel for each thing to look at, runs over one another ──> PNG, SVG
+    metrics.jsonl ──> a panel per quantity, with all runs in each ──> PNG, SVG
 
-Legible in print and to the colour-blind: Okabe and Ito's colours, and each run has line and marks
-of its own. `agentloop train` draws its own at the end; `agentloop plot` draws any.
+Legible in print and for colour-blind readers: colours by Okabe and Ito, and each run has its own
+line style and markers. `agentloop train` plots its run at the end; `agentloop plot` plots any.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What is drawn of runs, over their steps.
+    """A panel: a quantity plotted over the steps of runs.
 
     Attributes:
-        title: with the unit, where there is one.
-        name: of the metric.
-        per: the metric that it is divided by, both summed over a step and its neighbours: a rate.
-        held_out: whether the same is measured on held-out tasks, too.
-        top: of the axis; None: as high as it must be.
-        parts: of a single run these metrics are drawn, which add up to it, by what they are.
+        title: title with the unit, if there is one.
+        name: name of the metric.
+        per: metric to divide by, both summed over a step and its neighbours, for a rate.
+        held_out: whether the metric is also measured on held-out tasks.
+        top: upper end of the axis; None: automatic.
+        parts: labels by metric, for the parts that add up to it, plotted for a single run.
     """
 
     title: str
@@ -52,14 +52,14 @@ PANELS = {
         "tool errors in correct rollouts", "tool_errors_in_correct", held_out=True
     ),
     "lengths": Panel("sampled tokens of a rollout", "length_mean", held_out=True),
-    # Not `rollout_tokens_per_s`: a step whose rollouts were there already has no time of its own.
+    # Not `rollout_tokens_per_s`: the rollouts of a step may be finished before it starts.
     "throughput": Panel("sampled tokens per second", "num_sampled_tokens", per="step_s"),
     "entropy": Panel("entropy, nats per token", "learner/entropy"),
     "mismatch": Panel("mismatch of engine and learner, KL per token", "learner/mismatch_kl"),
     "loss": Panel("loss", "learner/loss"),
     "staleness": Panel("staleness, versions", "staleness_mean"),
     "times": Panel(
-        "seconds of a step",
+        "seconds per step",
         "step_s",
         parts={
             "wait_s": "waiting for rollouts",
@@ -68,11 +68,11 @@ PANELS = {
         },
     ),
 }
-"""By the names that `agentloop plot --what` takes; a metric's own name is taken, too."""
+"""Panels by the names that `agentloop plot --what` takes, besides names of metrics."""
 
 _USUAL = ("reward", "tool_errors", "lengths", "throughput", "entropy", "mismatch", "times")
-_SUPERVISED = ("loss", "entropy")  # where that is all there is
-# Okabe and Ito, "Color Universal Design": apart for all kinds of colour vision, and most in grey.
+_SUPERVISED = ("loss", "entropy")  # for runs that have only these
+# Okabe and Ito, "Color Universal Design": distinct for all colour vision, mostly also in grey.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
@@ -87,24 +87,27 @@ _MEASURED: dict[str, Any] = {
 }
 _NUM_COLUMNS = 3
 _PANEL_INCHES = (4.4, 3.3)
-_SMOOTH_FROM = 60  # steps: below, every one can be seen
+_SMOOTH_FROM = 60  # steps; fewer are legible without smoothing
 _SMOOTH_SHARE = 0.05
-_LARGE = 2_000  # on an axis: from here on digits stand in groups
+_LARGE = 2_000  # axis labels from here on have thousands separators
 
 
 def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -> list[str]:
-    """Draw the metrics of the runs in `folders` into each of `paths`, PNG or SVG by their ends.
-    Returns what is wrong with them, in words: it is left out.
+    """Plot the metrics of runs into each of `paths`, as PNG or SVG by their suffixes.
 
     Args:
-        what: keys of `PANELS`, or metrics; none: what is usual and there.
+        what: keys of `PANELS`, or names of metrics; empty: the default panels that have data.
+
+    Returns:
+        Descriptions of unreadable data, which is skipped.
 
     Raises:
-        SettingsError: matplotlib is not installed, there is nothing to draw, or nowhere to.
+        SettingsError: matplotlib is not installed, there is nothing to plot, or a path cannot be
+            written.
     """
     for path in paths:
         if path.suffix.lower() not in (".png", ".svg"):
-            raise SettingsError(f"{path}: pictures are .png or .svg")
+            raise SettingsError(f"{path}: the file name must end in .png or .svg")
     pyplot = _pyplot()
     problems: list[str] = []
     read = [_read(folder, problems) for folder in folders]
@@ -120,7 +123,7 @@ def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -
             grid = figure.add_gridspec(num_rows, num_columns)
             for index, panel in enumerate(panels):
                 row, column = divmod(index, num_columns)
-                last = index == len(panels) - 1  # it has the rest of its row
+                last = index == len(panels) - 1  # the last panel spans the rest of its row
                 place = grid[row, column:] if last else grid[row, column]
                 _draw(figure.add_subplot(place), panel, runs)
             _legend(figure, list(runs), panels)
@@ -132,7 +135,7 @@ def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each, as short as tells them apart: of `a/run` and `b/run` both parts."""
+    """Return a label for each folder: as many trailing path parts as make them distinct."""
     parts = [folder.resolve().parts for folder in folders]
     labels = []
     for one in parts:
@@ -142,7 +145,7 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
         )
         labels.append("/".join(one[-length:]))
     seen: dict[str, int] = {}
-    for index, label in enumerate(labels):  # one folder, named twice
+    for index, label in enumerate(labels):  # the same folder given twice
         seen[label] = seen.get(label, 0) + 1
         if seen[label] > 1:
             labels[index] = f"{label} ({seen[label]})"
@@ -150,7 +153,7 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each with its neighbours, `window` to either side, fewer at the ends."""
+    """Return the moving average over `window` neighbours on either side, fewer at the ends."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -173,8 +176,8 @@ _STYLE = {
     "axes.axisbelow": True,
     "legend.frameon": False,
     "hatch.linewidth": 0.6,
-    "svg.fonttype": "none",  # words stay words
-    "svg.hashsalt": "agentloop",  # the same runs, the same bytes
+    "svg.fonttype": "none",  # keep text as text
+    "svg.hashsalt": "agentloop",  # make the output reproducible
     "savefig.dpi": 150,
 }
 
@@ -191,22 +194,22 @@ def _pyplot() -> Any:
 
 
 def _read(folder: Path, problems: list[str]) -> list[Row]:
-    """Raises SettingsError: there are no metrics, or none that can be read."""
+    """Read a run's metrics. Raises SettingsError if there are none, or none are readable."""
     path, found = folder / "metrics.jsonl", list[str]()
     if not path.exists():
-        raise SettingsError(f"there is nothing to draw: {path}: No such file or directory")
+        raise SettingsError(f"there is nothing to plot: {path}: No such file or directory")
     rows = read_rows(path, found)
     of_steps: list[Row] = [row for row in rows if isinstance(row.get("step"), int)]
     if num := len(rows) - len(of_steps):
-        found.append(f"{path.name}: {num} without a step")
+        found.append(f"{path.name}: {num} rows without a step")
     if found and not of_steps:
-        raise SettingsError(f"there is nothing to draw: {folder}: {'; '.join(found)}")
+        raise SettingsError(f"there is nothing to plot: {folder}: {'; '.join(found)}")
     problems += [f"{folder}: {problem}" for problem in found]
     return of_steps
 
 
 def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
-    """Raises SettingsError: nothing of it is there."""
+    """Return the panels to plot. Raises SettingsError if the runs do not have a named one."""
     there = {
         name
         for rows in runs
@@ -219,7 +222,7 @@ def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
             chosen = [PANELS[name] for name in usual if _names(PANELS[name]) & there]
             if PANELS[usual[0]] in chosen or (chosen and usual is _SUPERVISED):
                 return chosen
-        return [PANELS[name] for name in _USUAL]  # nothing yet: the axes alone
+        return [PANELS[name] for name in _USUAL]  # no data yet: plot empty axes
     panels = []
     for name in what:
         panel = PANELS.get(name) or Panel(name, name, held_out=f"held_out/{name}" in there)
@@ -227,14 +230,14 @@ def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
             known = sorted({*PANELS, *there})
             near = difflib.get_close_matches(name, known, n=3) or known
             raise SettingsError(
-                f"--what: {name}: nothing of that is in these runs; there are {', '.join(near)}"
+                f"--what: {name}: these runs have no such metric; available: {', '.join(near)}"
             )
         panels.append(panel)
     return panels
 
 
 def _names(panel: Panel) -> set[str]:
-    """The metrics that it is drawn of."""
+    """Return the metrics that a panel shows."""
     return {panel.name, f"held_out/{panel.name}"} if panel.held_out else {panel.name}
 
 
@@ -262,7 +265,7 @@ def _draw(axes: Any, panel: Panel, runs: Mapping[str, Sequence[Row]]) -> None:
 def _lines(
     axes: Any, panel: Panel, rows: Sequence[Row], color: str, dashes: str, mark: str
 ) -> None:
-    """Of the rollouts a line, of what is held out marks with a thin one through them."""
+    """Plot the training metric as a line, and the held-out one as markers with a thin line."""
     steps, values = _points(rows, panel.name)
     window = round(_SMOOTH_SHARE * len(values) / 2) if len(values) >= _SMOOTH_FROM else 0
     if panel.per:
@@ -294,7 +297,7 @@ def _stack(axes: Any, parts: Mapping[str, str], rows: Sequence[Row]) -> None:
     stacked = axes.stackplot(numbers, *values, labels=list(parts.values()), colors=_AREAS)
     for area, hatch in zip(stacked, cycle(_HATCHES), strict=False):
         area.set(hatch=hatch, edgecolor="#333333", linewidth=0.4)
-    axes.set_ylim(0, max(map(sum, zip(*values, strict=True))) * 1.4 or 1.0)  # room for words
+    axes.set_ylim(0, max(map(sum, zip(*values, strict=True))) * 1.4 or 1.0)  # space for the legend
     axes.legend(fontsize=9, loc="upper left")
 
 
@@ -308,7 +311,7 @@ def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
 
 
 def _legend(figure: Any, runs: Sequence[str], panels: Sequence[Panel]) -> None:
-    """Of the runs, once, above all panels; and what marks are."""
+    """Draw one legend of the runs above all panels, with the meaning of markers."""
     from matplotlib.lines import Line2D
 
     styles = zip(cycle(_COLORS), cycle(_DASHES), cycle(_MARKS), strict=False)
@@ -317,23 +320,23 @@ def _legend(figure: Any, runs: Sequence[str], panels: Sequence[Panel]) -> None:
         for run, (color, dashes, _) in zip(runs, styles, strict=False)
     ]
     if any(panel.held_out for panel in panels):
-        label = "with marks: held-out tasks"
+        label = "with markers: held-out tasks"
         handles.append(Line2D([], [], color="#555555", marker="o", label=label, **_MEASURED))
     figure.legend(handles=handles, loc="outside upper left", ncols=min(4, len(handles)))
 
 
 def _words(text: str) -> str:
-    """Without what matplotlib would take for a formula, or for a name to be hidden."""
+    """Escape text that matplotlib would interpret as a formula or as a hidden label."""
     return f" {text}".replace("$", r"\$") if text.startswith("_") else text.replace("$", r"\$")
 
 
 def _save(figure: Any, path: Path) -> None:
-    # Without the date, the same runs give the same bytes.
+    # Omit the date, so that the output is reproducible.
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     partial = path.with_name(f".{path.name}.partial{path.suffix}")
     try:
         with warnings.catch_warnings():
-            # Of a name in letters that the font lacks a PNG picture shows boxes.
+            # A PNG shows boxes for letters that the font lacks.
             warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
             figure.savefig(partial, metadata=metadata)
         partial.replace(path)

@@ -1,9 +1,9 @@
-"""A learner that goes on after it was lost, and its checkpoints.
+"""A learner that is recovered after it was lost, and its checkpoints.
 
-    ask ──> the learner ──lost──> started again ──> loads the newest checkpoint ──> redo ──> ask
+    request ──> learner ──lost──> restart ──> load the newest checkpoint ──> redo steps ──> request
 
-Whoever trains with it says what its state is and how steps are done again; everything else is the
-same for rollouts (steps.py) and for dialogues (supervised.py).
+A `Trainer` provides the state and repeats steps; everything else is the same for training on
+rollouts (steps.py) and on dialogues (supervised.py).
 """
 
 from __future__ import annotations
@@ -30,40 +30,46 @@ __all__ = ["ResumableLearner", "Trainer", "load_newest", "tell_other_loss"]
 
 log = logging.getLogger(__name__)
 
-_SAME_LOSS = 1e-5  # of a step that is done again, relative
+_SAME_LOSS = 1e-5  # relative tolerance of the loss of a repeated step
 
 T = TypeVar("T")
 
 
 class Trainer(Protocol):
-    """Who trains with a learner, and knows its steps."""
+    """Trains a learner step by step, and can repeat steps after a restart."""
 
     @property
     def step(self) -> int:
-        """The last one that is done. Steps that are done again do not change it."""
+        """The last completed step. Repeating steps does not change it."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint of now is saved with: `step`, and whatever else is needed."""
+        """Return the state to save with a checkpoint: `step`, and all that is needed to resume."""
         ...
 
     def stand(self, state: Mapping[str, Any]) -> None:
-        """The learner is where this state says; it is empty at the beginning."""
+        """Take note that the learner has this state, which is empty at the start."""
         ...
 
     async def redo(self, before: int) -> None:
-        """Do all steps after where the learner stands, up to the one before `before`. Raises
-        LearnerError."""
+        """Repeat all steps after the learner's state, up to but excluding `before`.
+
+        Raises:
+            LearnerError: the learner failed.
+        """
         ...
 
     async def saved(self, step: int) -> None:
-        """A checkpoint of this step is complete."""
+        """Take note that a checkpoint of this step is complete."""
         ...
 
 
 async def load_newest(learner: Learner, folder: RunFolder, *, timeout_s: float) -> dict[str, Any]:
-    """The learner loads the newest checkpoint; returns the state that it was saved with, which is
-    empty where there is none. Raises LearnerError."""
+    """Load the newest checkpoint; return the state it was saved with, empty if there is none.
+
+    Raises:
+        LearnerError: the learner failed.
+    """
     if (checkpoint := folder.checkpoint) is None:
         return {}
     loaded = await learner.ask("load", folder=str(checkpoint), timeout_s=timeout_s)
@@ -74,19 +80,22 @@ async def load_newest(learner: Learner, folder: RunFolder, *, timeout_s: float) 
 def tell_other_loss(
     say: Callable[[str], None], step: int, before: float | None, now: float | None
 ) -> None:
-    """Say so where a step that was done again had another loss. The same batch on the same weights
-    has the same one: another loss is another run."""
+    """Report if a repeated step had another loss than before.
+
+    The same batch on the same weights must have the same loss; otherwise the run has diverged from
+    the original one.
+    """
     if before is None or now is None:
         return
     if not math.isclose(before, now, rel_tol=_SAME_LOSS, abs_tol=_SAME_LOSS):
-        say(f"Step {step} had the loss {before:.6g}, and done again {now:.6g}")
+        say(f"Step {step} had the loss {before:.6g}, but {now:.6g} when repeated")
 
 
 class ResumableLearner:
-    """A learner, its checkpoints, and what is done where it is lost.
+    """A learner with its checkpoints and its recovery after a loss.
 
     Attributes:
-        busy: to be held while it is asked, for `watch` asks, too.
+        busy: lock that must be held during requests, since `watch` makes requests, too.
     """
 
     def __init__(
@@ -101,8 +110,13 @@ class ResumableLearner:
         kept: KeptLearner | None = None,
         max_restarts: int = 0,
     ) -> None:
-        """`restored` as `load_newest` returned it; `timeout_s` is for an answer; `kept` is the
-        learner that can be started again; where it is None, one that is lost is an error."""
+        """
+        Args:
+            restored: the result of `load_newest`.
+            timeout_s: time limit of a request.
+            kept: the learner, if it may be restarted; None: a lost learner is an error.
+            max_restarts: restarts in ten minutes.
+        """
         self.busy = anyio.Lock()
         self._learner = learner
         self._folder = folder
@@ -112,7 +126,9 @@ class ResumableLearner:
         self._kept = kept
         self._restarts = Restarts(max_restarts)
         self._num_revived = 0
-        self._writing: tuple[int, str] | None = None  # step and folder of a checkpoint
+        self._writing: tuple[int, str] | None = (
+            None  # step and folder of the checkpoint being written
+        )
         self._saved_step = -1
         self._stand(restored)
 
@@ -122,23 +138,25 @@ class ResumableLearner:
             self._saved_step = int(state["step"])
 
     async def ask_once(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """One request. Raises LearnerError."""
+        """Send a request, without recovery. Raises LearnerError."""
         return await self._learner.ask(op, timeout_s=self._timeout_s, **arguments)
 
     async def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """The same, again where it was lost: for what changes nothing that was learned.
+        """Send a request that does not train, and repeat it if the learner was lost.
 
         Raises:
-            LearnerError: it is lost for good, or ended.
+            LearnerError: the learner is lost for good, or has ended itself.
         """
         return await self.until_done(lambda: self.ask_once(op, **arguments))
 
     async def until_done(self, work: Callable[[], Awaitable[T]], before: int | None = None) -> T:
-        """What `work` returns. Where the learner is lost under it, it is begun anew once the
-        learner has done all steps before that one: all that were done, if not said otherwise.
+        """Run `work` and return its result; start it again after a recovery from a lost learner.
+
+        Args:
+            before: the recovery repeats the steps before this one; None: all completed steps.
 
         Raises:
-            LearnerError: as `ask`.
+            LearnerError: as in `ask`.
         """
         while True:
             try:
@@ -147,21 +165,30 @@ class ResumableLearner:
                 await self._revive(error, before)
 
     async def watch(self) -> None:
-        """Until cancelled: start it again also where it is lost while nobody asks for anything.
-        Raises as `ask`."""
+        """Recover the learner also if it is lost between requests, until cancelled.
+
+        Raises:
+            LearnerError: as in `ask`.
+        """
         while self._kept is not None:
             num_revived = self._num_revived
             how = await self._kept.lost()
-            async with self.busy:  # no deadline: what it does has one
-                if num_revived == self._num_revived:  # who asked would have done it
+            async with self.busy:  # no deadline: requests have one
+                if num_revived == self._num_revived:  # otherwise a request has recovered it
                     await self._revive(LearnerLost(how), None)
 
     async def save(self, *, wait: bool = False) -> bool:
-        """Begin to write a checkpoint; with `wait` it is complete. Where there is one, nothing is
-        done. False: it could not be begun, such as on a disk that is full, which is said.
+        """Start writing a checkpoint, unless there is one of this step.
+
+        Args:
+            wait: wait until it is complete.
+
+        Returns:
+            False if it could not be started, for example because the disk is full; this is
+            reported.
 
         Raises:
-            LearnerError: as `ask`; with `wait` also where it cannot be written.
+            LearnerError: as in `ask`; with `wait` also if the checkpoint cannot be written.
         """
         if wait:
             await self.hear_of_checkpoint(wait=True)
@@ -174,7 +201,7 @@ class ResumableLearner:
         except LearnerRefused as error:
             if wait:
                 raise
-            self._say(f"No checkpoint of step {step} could be begun: {error}")
+            self._say(f"The checkpoint of step {step} could not be started: {error}")
             return False
         if wait:
             await self._complete(step)
@@ -186,7 +213,7 @@ class ResumableLearner:
         return str(self._folder.path / "checkpoints" / name)
 
     async def hear_of_checkpoint(self, *, wait: bool = False) -> None:
-        """Ask whether the one that is being written is complete. Raises as `ask`."""
+        """Check whether the checkpoint being written is complete. Raises the errors of `ask`."""
         if self._writing is None:
             return
         step, folder = self._writing
@@ -208,8 +235,8 @@ class ResumableLearner:
             delay_s = self._restarts.died(time.monotonic())
             if delay_s is None:
                 raise LearnerError(f"lost too often (ranks.max_restarts): {error}") from error
-            self._say(f"The learner is lost, and started again: {str(error).splitlines()[0]}")
-            log.error("the learner is lost, and started again: %s", error)
+            self._say(f"The learner was lost; restarting it: {str(error).splitlines()[0]}")
+            log.error("the learner was lost; restarting it: %s", error)
             self._writing = None
             await anyio.sleep(delay_s)
             try:

@@ -1,10 +1,10 @@
-"""A training process that is killed is started again, and goes on with its run.
+"""Restart a training process that was killed, and resume its run.
 
-    agentloop train, waits ──> agentloop train, works ── killed ──> agentloop train --resume RUN
-                     └── passes signals on; when it is gone itself, the other one ends
+    agentloop train (parent) ──> agentloop train (child) ── killed ──> agentloop train --resume RUN
+                     └── forwards signals; when the parent dies, the child ends
 
-Only a signal is worth another try (the kernel's, for want of memory; a person's; a crash in native
-code). An error that has a name would come again: it ends both; so does who asks for the end.
+Only death by a signal is worth a retry: the kernel's out-of-memory killer, a person, or a crash in
+native code. An ordinary error would recur, so it ends both processes, as does a request to stop.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_child() -> bool:
-    """Whether somebody waits for this process already."""
+    """Return whether this process is the child of a restarting parent."""
     return _FD in os.environ
 
 
 def tell_run(folder: Path) -> None:
-    """Tell whoever waits for us with which run to go on."""
+    """Tell the parent which run to resume."""
     fd = os.environ.pop(_FD, None)
     if fd is None:
         return
@@ -50,33 +50,41 @@ def revived(
     say: Callable[[str], None],
     again: Sequence[str] = (),
 ) -> int:
-    """Run `command` with `arguments`, and with `--resume RUN` in their place after it was killed,
-    `max_restarts` times in ten minutes at most, unless we were asked to end. `again` is told it
-    then, too: settings that the run's folder does not keep, such as a password. Returns its exit
-    status, as a shell gives it."""
+    """Run a command, restart it with `--resume RUN` when it is killed, and return its exit status.
+
+    Args:
+        arguments: arguments of the first start, replaced by `--resume RUN` afterwards.
+        max_restarts: restarts in ten minutes.
+        say: called with a line of text about restarts.
+        again: arguments to repeat at a restart: settings that the run's folder does not keep, such
+            as passwords.
+
+    Returns:
+        The exit status as a shell reports it. A process that was asked to stop is not restarted.
+    """
     restarts, run = Restarts(max_restarts), ""
-    # What was printed, and a page has kept, is right after a restart, too.
+    # The control token printed before must remain valid after a restart.
     environment = {_TOKEN: secrets.token_urlsafe(9), **os.environ}
     while True:
         status, told, is_to_end = _run([*command, *arguments], environment)
-        run = told or run  # killed again before it could tell, it is the same one
+        run = told or run  # killed before it could report: still the same run
         if status >= 0:
             return status
         name = _name(-status)
         if not run:
-            say(f"The training process was killed by {name}, before it had a run to go on with")
+            say(f"The training process was killed by {name} before it had a run to resume")
             return 128 - status
-        if is_to_end:  # such as by a second Ctrl-C, at its very end
-            say(f"Ended by {name}; to go on: agentloop train --resume {run}")
+        if is_to_end:  # for example by a second Ctrl-C while it was stopping
+            say(f"Ended by {name}; continue with: agentloop train --resume {run}")
             return 128 - status
         delay_s = restarts.died(time.monotonic())
         if delay_s is None:
             say(
-                f"The training process was killed by {name}, too often to be started again; "
-                f"what it had is kept: agentloop train --resume {run}"
+                f"The training process was killed by {name}, too often to be restarted; "
+                f"continue with: agentloop train --resume {run}"
             )
             return 128 - status
-        say(f"The training process was killed by {name}; going on with {run}")
+        say(f"The training process was killed by {name}; resuming {run}")
         try:
             time.sleep(delay_s)
         except KeyboardInterrupt:
@@ -85,8 +93,12 @@ def revived(
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, bool]:
-    """Its status, negative where a signal ended it, the run's folder, where there was one, and
-    whether it was asked to end."""
+    """Run the child once.
+
+    Returns:
+        Its status, negative if a signal ended it; the run's folder or ""; and whether the child was
+        asked to stop.
+    """
     reader, writer = os.pipe()
     left = bytearray()
     with open(reader, "rb") as told, _signals(left) as next_one:
@@ -112,10 +124,12 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, s
 
 @contextmanager
 def _signals(left: bytearray) -> Iterator[Callable[[], int]]:
-    """Waits for the next of what ends us, or of a child's end; none is lost, not one that came
-    before there was a child, and not one just before we waited, which a handler in Python would
-    hear only when the wait is over; those that nobody waited for are `left` in the end. From a
-    terminal the child has them, too: twice is as once."""
+    """Collect stop signals and SIGCHLD, and yield a function that waits for the next one.
+
+    No signal is lost: neither one from before the child was started nor one from just before the
+    wait, which a handler in Python would process only after it. Signals that were not waited for
+    are put into `left` at the end. A terminal also sends them to the child; repeats are harmless.
+    """
     heard, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
@@ -135,7 +149,7 @@ def _signals(left: bytearray) -> Iterator[Callable[[], int]]:
 def _name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # those of real time have none
+    except ValueError:  # real-time signals have no name
         return f"signal {number}"
 
 

@@ -1,4 +1,4 @@
-"""Groups of rollouts, scored and chosen from: what a step learns from, before it is learned."""
+"""Groups of rollouts: rolled out, scored, and filtered for training."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from agentloop.trajectory import StopReason, Trajectory
 __all__ = ["RolledOut", "Rollouts", "RollsOut", "RunGroup", "in_order"]
 
 RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
-"""`Runtime.run_group`: (prompt, *, size, name, budget, at_gate) to trajectories."""
+"""The type of `Runtime.run_group`: (prompt, *, size, name, budget, at_gate) to trajectories."""
 
 
 class RolledOut(Protocol):
-    """A group that was rolled out, scored and chosen from."""
+    """A group that was rolled out and scored, with the selection of rollouts to train on."""
 
     @property
     def figures(self) -> Mapping[str, Any]:
-        """As `agentloop.training.figures.about` takes them."""
+        """The figures that `agentloop.training.figures.about` takes."""
         ...
 
     @property
     def teaches(self) -> bool:
-        """Whether there is anything to learn from it."""
+        """True if the group has a learning signal: an advantage other than 0."""
         ...
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Each rollout with what was made of it, as it is written down."""
+        """Return the record of each rollout, with its reward and selection, as plain data."""
         ...
 
 
 class RollsOut(Protocol):
-    """Whoever rolls out: this process, or others."""
+    """Generates groups of rollouts, in this process or in remote runtimes."""
 
     async def has_room(self, size: int) -> None:
-        """Wait until a group of so many may start."""
+        """Wait for the capacity to start a group of `size` rollouts."""
         ...
 
     async def group(
@@ -64,15 +64,18 @@ class RollsOut(Protocol):
         oldest: int,
         at_gate: Callable[[], None] = lambda: None,
     ) -> RolledOut:
-        """A group of `size`; what is drawn for it depends on its name alone, which is a number
-        where it is learned from.
+        """Roll out and score a group.
 
         Args:
-            oldest: the version of the weights that may have sampled for it, at least.
-            at_gate: called when it stands in line, so that the next one may come.
+            name: name of the group, which determines all random choices. It is a decimal number if
+                the group is to be trained on.
+            size: number of rollouts.
+            oldest: oldest version of the weights that may sample it.
+            at_gate: called when the group is queued for capacity, so that the next one may be
+                admitted.
 
         Raises:
-            RequestError: the task cannot be asked.
+            RequestError: the task is not a valid request.
         """
         ...
 
@@ -89,17 +92,21 @@ async def in_order(
     on_refused: Callable[[Task, RequestError], None],
     may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
 ) -> list[tuple[Task, RolledOut]]:
-    """A group for each task, in the order of the tasks, however they finish; those that cannot be
-    asked are left out. `on_done` is told how many there are; `may_begin` waits until one more may.
+    """Roll out a group for each task; return them in the order of the tasks.
+
+    Args:
+        on_done: called with the number of finished groups.
+        on_refused: called with each task that is not a valid request, which is skipped.
+        may_begin: waits until the next group may start.
 
     Raises:
-        RequestError: none could be asked.
+        RequestError: all tasks were refused.
     """
     found: dict[int, tuple[Task, RolledOut]] = {}
     refused: RequestError | None = None
 
     async def run(numbered: tuple[int, Task], at_gate: Callable[[], None]) -> Sequence[Trajectory]:
-        number, task = numbered  # one may come twice
+        number, task = numbered  # numbered, since a task may occur twice
         group = await rolls_out.group(
             task, f"{name}-{number}", size=size, budget=budget, oldest=oldest, at_gate=at_gate
         )
@@ -115,19 +122,19 @@ async def in_order(
         source(), run, partial(rolls_out.has_room, size), max_open=max(1, len(tasks))
     ) as groups:
         async for group in groups:  # no deadline: each rollout has one
-            if group.error is not None:  # a mistake in the data
+            if group.error is not None:  # the task is invalid
                 refused = group.error
                 on_refused(group.task[1], refused)
             else:
                 on_done(len(found))
-    if refused is not None and not found:  # one that is refused is a pity, all are a mistake
-        raise RequestError(f"{refused}, and so it is with all {len(tasks)} tasks") from refused
+    if refused is not None and not found:  # skipping all tasks would hide a mistake
+        raise RequestError(f"{refused} (all {len(tasks)} tasks were refused)") from refused
     return [found[number] for number in sorted(found)]
 
 
 @dataclass(slots=True)
 class _Scored:
-    """A group with what it is worth and what is learned from it."""
+    """A scored group, with the rollouts to train on and their advantages."""
 
     task: Task
     trajectories: Sequence[Trajectory]
@@ -174,7 +181,7 @@ class _Scored:
 
 
 class Rollouts:
-    """Rolls out, scores and chooses in this process."""
+    """Generates, scores and filters groups of rollouts in this process (`RollsOut`)."""
 
     def __init__(
         self,
@@ -189,9 +196,15 @@ class Rollouts:
         distrusts: Callable[[Trajectory], bool] = lambda trajectory: False,
         emit: Emit = ignore,
     ) -> None:
-        """`has_room` as in `RollsOut`; `seed` is of what is drawn; where `enough` rollouts of a
-        group have ended the others are stopped (0: never); one that `distrusts` has no reward;
-        `emit` is told of groups and what they are worth."""
+        """
+        Args:
+            has_room: as in `RollsOut`.
+            seed: seed of all random choices.
+            enough: stop the remaining rollouts of a group when this many have ended; 0: never.
+            distrusts: returns whether a trajectory may have been sampled with wrong weights; it
+                then gets no reward.
+            emit: called with events about groups and rewards.
+        """
         self._run_group = run_group
         self._has_room = has_room
         self._scorer = scorer
@@ -203,7 +216,7 @@ class Rollouts:
         self._emit = emit
 
     async def has_room(self, size: int) -> None:
-        """See `RollsOut`."""
+        """Implement `RollsOut`."""
         await self._has_room(size)
 
     async def group(
@@ -216,10 +229,10 @@ class Rollouts:
         oldest: int,
         at_gate: Callable[[], None] = lambda: None,
     ) -> RolledOut:
-        """See `RollsOut`."""
+        """Implement `RollsOut`."""
         options: dict[str, Any] = {"enough": self._enough} if 0 < self._enough < size else {}
         full_name = f"{name}-{task.id}"
-        is_chosen = name.isdecimal()  # those of held-out and of filtered tasks have other names
+        is_chosen = name.isdecimal()  # other names are for held-out and filtered tasks
         self._emit(GroupStarted(full_name, task.id, task.prompt, task.answer, size, is_chosen))
         scored: _Scored | None = None
         try:
@@ -251,11 +264,11 @@ class Rollouts:
             if trajectory.stop_reason is StopReason.STRAGGLER:
                 rewards[index] = Reward(None, None, "stopped: enough of its group had ended")
             elif not trajectory.num_sampled_tokens:
-                rewards[index] = Reward(None, None, "nothing was sampled: it waited too long")
+                rewards[index] = Reward(None, None, "timed out in the queue: nothing was sampled")
             elif other := _other_version(trajectory, oldest):
                 rewards[index] = Reward(None, None, f"sampled with other weights: {other}")
             elif self._distrusts(trajectory):
-                why = "a server had other weights than its version says"
+                why = "sampled by a server with wrong weights"
                 rewards[index] = Reward(None, None, why)
             else:
                 rewards[index] = await self._scorer.score(trajectory, task)
@@ -266,13 +279,13 @@ class Rollouts:
         async with anyio.create_task_group() as scoring:
             for index in range(len(trajectories)):
                 scoring.start_soon(score, index)
-        return self._chosen(task, name, trajectories, [rewards[i] for i in range(len(rewards))])
+        return self._select(task, name, trajectories, [rewards[i] for i in range(len(rewards))])
 
-    def _chosen(
+    def _select(
         self, task: Task, name: str, trajectories: Sequence[Trajectory], rewards: list[Reward]
     ) -> _Scored:
         values = [reward.value for reward in rewards]
-        # Its own, for groups finish in any order.
+        # A generator per group, since groups finish in any order.
         draw = random.Random(f"{self._seed} {name}")
         if self._shuffle_rewards:
             values = _shuffled(values, draw)
@@ -289,13 +302,17 @@ class Rollouts:
 
 
 def _other_version(trajectory: Trajectory, oldest: int) -> str | None:
-    """A server that was restarted by others serves its old weights until it is probed."""
+    """Return a version older than `oldest` that sampled the trajectory, or None.
+
+    This happens when a server is restarted externally, which serves its initial weights until it is
+    probed.
+    """
     versions = (span.version for turn in trajectory for span in turn.versions)
     return next((one for one in versions if not (one.isdecimal() and int(one) >= oldest)), None)
 
 
 def _shuffled(values: Sequence[float | None], draw: random.Random) -> list[float | None]:
-    """Rewards dealt out anew; who has none, has none."""
+    """Return the rewards in random order; None values stay in place."""
     there = [value for value in values if value is not None]
     draw.shuffle(there)
     return [None if value is None else there.pop() for value in values]

@@ -1,4 +1,4 @@
-"""A run's folder: what it was told, what came of it, what it can go on from.
+"""A run's folder: its settings, results and checkpoints.
 
 config.toml  metrics.jsonl  queue.sqlite  trajectories/group-0000001.jsonl
 checkpoints/  weights/  logs/
@@ -28,33 +28,36 @@ _LOCK_POLL_S = 0.01
 
 
 class RunSettings(pydantic.BaseModel):
-    """Where a run's files go."""
+    """Settings of the run's folder."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    folder: Path = pydantic.Field(Path("runs"), description="Folder of all runs.")
+    folder: Path = pydantic.Field(Path("runs"), description="Parent folder of all runs.")
     name: str = pydantic.Field(
-        "", pattern=r"^[\w.-]*$", description="Of this run; none: the time of its start."
+        "", pattern=r"^[\w.-]*$", description="Name of this run; none: the time of its start."
     )
 
 
 class RunFolder:
-    """Makes the folder and appends to its files."""
+    """The folder of a run, locked by this process."""
 
     def __init__(self, path: Path, config: str, *, resume: bool = False) -> None:
-        """With `resume` the run that is there goes on, with the settings that it has until it is
-        told others (`tell`).
+        """Create the folder, or open that of a run to resume, and lock it.
+
+        Args:
+            config: the settings as TOML; with `resume` they are not written (see `tell`).
 
         Raises:
-            SettingsError: there is a run of that name, or one that goes on, or the folder cannot
-                be made.
+            SettingsError: a run of that name exists or is active, or the folder cannot be created.
         """
         self.path = path
-        told = ("metrics.jsonl", "start/metrics.jsonl", "queue.sqlite")
-        if not resume and any((path / name).exists() for name in told):
-            raise SettingsError(f"run.name: there is a run at {path} already")
+        signs = ("metrics.jsonl", "start/metrics.jsonl", "queue.sqlite")
+        if not resume and any((path / name).exists() for name in signs):
+            raise SettingsError(
+                f"run.name: there already is a run at {path}: use another name, or --resume"
+            )
         try:
-            path.mkdir(parents=True, exist_ok=True)  # one that never came to anything is no run
+            path.mkdir(parents=True, exist_ok=True)  # a folder without results is not a run
             weakref.finalize(self, os.close, _lock(path))
             for name in ("trajectories", "checkpoints", "weights", "logs", "batches"):
                 (path / name).mkdir(exist_ok=True)
@@ -67,7 +70,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, settings: RunSettings, config: str) -> Self:
-        """As the settings say. Its path is absolute: servers of others read weights there, too."""
+        """Create the folder of a new run. Its path is absolute, for servers that read weights."""
         name = settings.name or time.strftime("%Y%m%d-%H%M%S")
         run = cls((settings.folder.expanduser() / name).absolute(), config)
         run._become_latest()
@@ -75,23 +78,22 @@ class RunFolder:
 
     @classmethod
     def again(cls, path: Path) -> Self:
-        """The run at `path` goes on. Raises as the constructor."""
+        """Open the folder of a run to resume. Raises the errors of the constructor."""
         return cls(path.expanduser().resolve(), "", resume=True)
 
     def tell(self, config: str) -> None:
-        """From now on these are its settings, and it has something to do. Raises SettingsError:
-        they cannot be written."""
+        """Write the run's settings and mark it as active. Raises SettingsError if that fails."""
         self.write("config.toml", config)
         for name in ("ended", "failed"):
             (self.path / name).unlink(missing_ok=True)
 
     def end(self) -> None:
-        """It has done all that it was told to. Raises SettingsError: that cannot be written."""
+        """Mark the run as complete. Raises SettingsError if that cannot be written."""
         self.write("ended", "")
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Write the error down where the block raises one; a run that is stopped has not failed."""
+        """Record an error that the block raises; a run that is cancelled has not failed."""
         try:
             yield
         except Exception as error:
@@ -101,12 +103,12 @@ class RunFolder:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a group was rolled out, or a step was learned, in whichever life."""
+        """True if a group was rolled out or a step trained, now or before a restart."""
         groups = (self.path / "trajectories").glob("group-*.jsonl")
         return self.checkpoint is not None or any(True for _ in groups)
 
     def _become_latest(self) -> None:
-        """`latest` beside it leads here; where that cannot be, nobody misses it much."""
+        """Point the link `latest` in the parent folder here; ignore failures."""
         link, new = self.path.with_name("latest"), self.path.with_name(f".latest.{os.getpid()}")
         with suppress(OSError):
             if link.is_symlink() or not link.exists():
@@ -115,12 +117,12 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """Those that are whole, by the step that they hold."""
+        """Complete checkpoints by step."""
         return checkpoints_in(self.path)
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest one; None: there is none."""
+        """The newest checkpoint, or None."""
         found = self.checkpoints
         return found[max(found)] if found else None
 
@@ -133,15 +135,17 @@ class RunFolder:
         checkpoints = self.checkpoints
         if step not in checkpoints:
             there = ", ".join(map(str, sorted(checkpoints))) or "none"
-            raise SettingsError(f"--from: no checkpoint of step {step}; there are: {there}")
+            raise SettingsError(f"--from: no checkpoint of step {step}; available: {there}")
         return checkpoints[step]
 
     def undo(self, step: int, *, name: str = "", files: Iterable[str] = ()) -> None:
-        """Put aside what came after `step`: weights, checkpoints, metrics, and these `files` of
-        groups. May be called again, with the same `name`, after a kill.
+        """Set aside all results after `step`: weights, checkpoints, metrics and groups.
+
+        May be called again with the same `name` after a kill.
 
         Args:
-            name: of the folder below `undone/` that it goes to.
+            name: name of the target folder in `undone/`.
+            files: files of groups to move.
 
         Raises:
             SettingsError: there is no checkpoint of that step, or something cannot be moved.
@@ -167,18 +171,21 @@ class RunFolder:
             raise SettingsError(f"run.folder: {aside}: {error.strerror or error}") from error
 
     def within(self, name: str) -> RunFolder:
-        """A run that is a part of this one: a new one, or the one that is there, which goes on.
-        Raises as the constructor."""
+        """Create or resume a run that is a part of this one, in the subfolder `name`.
+
+        Raises:
+            SettingsError: as in the constructor.
+        """
         part = RunFolder.again(self.path / name)
         part.tell((self.path / "config.toml").read_text("utf-8"))
         return part
 
     @staticmethod
     def model_in(path: Path) -> Path:
-        """The folder of the newest model of the run at `path`.
+        """Return the folder of the newest model of the run at `path`.
 
         Raises:
-            SettingsError: there is none.
+            SettingsError: there is no run, or it has no model.
         """
         published = [one for one in (path / "weights").glob("*") if one.name.isdigit()]
         newest = sorted(published, key=lambda one: int(one.name))[-1:]
@@ -188,15 +195,15 @@ class RunFolder:
         raise SettingsError(f"{path} is not a run with a model. Try `agentloop ls`.")
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Raises SettingsError: the file cannot be written, such as on a disk that is full."""
+        """Append a row to metrics.jsonl. Raises SettingsError if that fails (disk full)."""
         self.append("metrics.jsonl", metrics)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """A line of the file of this name. Raises as `add_metrics`."""
+        """Append a row to a JSONL file. Raises SettingsError if that fails (disk full)."""
         _append(self.path / name, [row])
 
     def write(self, name: str, text: str) -> None:
-        """A file of this name: what was there before, or all of it. Raises SettingsError."""
+        """Write a file atomically. Raises SettingsError if that fails."""
         try:
             _write(self.path / name, text)
         except OSError as error:
@@ -204,14 +211,13 @@ class RunFolder:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
 
     def add_group(self, number: int, rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
-        """The rollouts of the `number`-th group, a line each; the file appears when it is whole,
-        and a power cut does not take it back.
+        """Write the rollouts of a group, one per line, atomically and durably.
 
         Returns:
-            Its path, relative to the run's folder, and its size in bytes.
+            The file's path, relative to the run's folder, and its size in bytes.
 
         Raises:
-            SettingsError: it cannot be written, such as on a disk that is full.
+            SettingsError: the file cannot be written, for example because the disk is full.
         """
         path = self.path / "trajectories" / f"group-{number:07}.jsonl"
         partial = path.with_name(f".{path.name}.partial")
@@ -223,13 +229,13 @@ class RunFolder:
                 os.fsync(file.fileno())
                 size = file.tell()
             partial.replace(path)
-            _sync(path.parent)  # which has its name
+            _sync(path.parent)  # make the file's name durable, too
         except OSError as error:
             raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
         return str(path.relative_to(self.path)), size
 
     def read_group(self, path: str) -> list[dict[str, Any]]:
-        """What `add_group` wrote. Raises SettingsError: it is not there any more, or damaged."""
+        """Read a group's rollouts. Raises SettingsError if they are missing or damaged."""
         try:
             lines = (self.path / path).read_bytes().splitlines()
         except OSError as error:
@@ -237,7 +243,7 @@ class RunFolder:
         return _parsed(lines, self.path / path)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What `add_metrics` wrote; a line that a kill cut short is left out.
+        """Read metrics.jsonl, ignoring an incomplete last line.
 
         Raises:
             SettingsError: another line is damaged.
@@ -245,8 +251,7 @@ class RunFolder:
         return self.rows("metrics.jsonl")
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """What `append` wrote into the file of this name; none where it is not there. Raises as
-        `metrics`."""
+        """Read the rows of a JSONL file, none if it does not exist. Raises like `metrics`."""
         try:
             whole = (self.path / name).read_bytes().rpartition(b"\n")[0]
         except FileNotFoundError:
@@ -255,13 +260,15 @@ class RunFolder:
 
 
 def checkpoints_in(run: Path) -> dict[int, Path]:
-    """The checkpoints of the run in that folder which are whole, by the step that they hold."""
+    """Return the complete checkpoints of the run in a folder, by step."""
     return dict(_checkpoints(run))
 
 
 def _checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """Return all checkpoints with the step that each holds. Two may hold the same one: a step that
-    fails leaves a checkpoint of what was before it."""
+    """Return all complete checkpoints with their steps.
+
+    Two may have the same step, since a failing step leaves a checkpoint of the state before it.
+    """
     found = []
     for path in sorted((run / "checkpoints").glob("*/state.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -270,42 +277,41 @@ def _checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 
 def is_going_on(run: Path) -> bool:
-    """Whether a process has the run in that folder. To ask does not disturb it, or one that is
-    about to take it.
+    """Return whether a process has locked the run in a folder, without disturbing it.
 
     Raises:
-        OSError: its lock cannot be read.
+        OSError: the lock file cannot be read.
     """
     try:
         file = os.open(run / ".lock", os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        return not _has(file, fcntl.LOCK_SH)  # given back at once
+        return not _has(file, fcntl.LOCK_SH)  # released at once
     finally:
         os.close(file)
 
 
 def _lock(path: Path) -> int:
-    """A file that this process holds until its end: nobody else has this run meanwhile.
+    """Lock a run for this process and return the file descriptor that holds the lock.
 
     Raises:
-        SettingsError: somebody has.
+        SettingsError: another process has locked it.
     """
     file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     deadline_s = time.monotonic() + _LOCK_WAIT_S
     while not _has(file, fcntl.LOCK_EX):
-        # A run has it alone; who asks `is_going_on` has it with others, and for a moment.
+        # A run's lock is exclusive; `is_going_on` takes a shared one for a moment.
         if not _has(file, fcntl.LOCK_SH) or time.monotonic() > deadline_s:
             os.close(file)
-            raise SettingsError(f"run.name: a run at {path} is going on")
+            raise SettingsError(f"run.name: the run at {path} is active in another process")
         fcntl.flock(file, fcntl.LOCK_UN)
         time.sleep(_LOCK_POLL_S)
     return file
 
 
 def _has(file: int, lock: int) -> bool:
-    """Whether we have this lock by now."""
+    """Try to take a lock; return whether it succeeded."""
     try:
         fcntl.flock(file, lock | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -314,7 +320,7 @@ def _has(file: int, lock: int) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder written to the disk."""
+    """Flush a folder's entries to disk."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -323,21 +329,21 @@ def _sync(folder: Path) -> None:
 
 
 def _move(paths: Iterable[Path], folder: Path) -> None:
-    """Move files and folders into `folder`, which is made if there are any."""
+    """Move files and folders into `folder`, creating it if there are any."""
     for path in list(paths):
         folder.mkdir(exist_ok=True)
         path.replace(folder / path.name)
 
 
 def _write(path: Path, text: str) -> None:
-    """A kill leaves what was there before, or all of it: without it no run can be gone on with."""
+    """Write a file atomically, so that a kill leaves either the old or the new content."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, "utf-8")
     partial.replace(path)
 
 
 def _cut_to_lines(path: Path) -> None:
-    """A kill may have left half a line."""
+    """Cut off an incomplete last line, which a kill may have left."""
     if path.exists():
         data = path.read_bytes()
         if len(whole := data.rpartition(b"\n")[0]) + 1 < len(data):

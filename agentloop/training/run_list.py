@@ -1,8 +1,8 @@
-"""The runs below a folder, as they stand, read from what they leave there.
+"""Summaries of the runs in a folder, read from their files.
 
     config.toml  metrics.jsonl  checkpoints/  .lock ──> RunSummary
 
-Nothing is written, nothing of a run is waited for, and what is damaged is told beside what is not.
+Nothing is written or locked, and damaged files are reported along with the readable data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RunKind", "RunState", "RunSummary", "Stages", "find_runs", "read_row
 
 Row = Mapping[str, Any]
 
-_SIGNS = (  # any of them makes a folder a run's; others, too, have a config.toml
+_SIGNS = (  # besides config.toml, which other folders have, too, a run has one of these
     ("metrics.jsonl",),
     ("queue.sqlite",),
     ("config.toml", ".lock"),
@@ -34,7 +34,7 @@ _MAX_DEPTH = 4
 
 
 class RunKind(StrEnum):
-    """What a run does."""
+    """The kind of a run."""
 
     TRAIN = "train"
     SFT = "sft"
@@ -43,25 +43,29 @@ class RunKind(StrEnum):
 
 
 class RunState(StrEnum):
-    """How a run is."""
+    """The state of a run."""
 
-    GOING_ON = "going on"  # a process has it
-    ENDED = "ended"  # it has done all that it was told to
-    COLLAPSED = "collapsed"  # it was stopped by its own rules
-    FAILED = "failed"  # an error ended it: `problems` says which
-    STOPPED = "stopped"  # neither: it can be gone on with
+    GOING_ON = "going on"  # locked by a process
+    ENDED = "ended"  # complete
+    COLLAPSED = "collapsed"  # stopped by the collapse rules
+    FAILED = "failed"  # ended by an error, which is in `problems`
+    STOPPED = "stopped"  # none of these: it can be resumed
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Those of a training run: their names, in order, and the steps of all of them."""
+    """The stages of a training run: their names in order, and the total number of steps."""
 
     names: tuple[str, ...]
     num_steps: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Stages:
-        """As its settings say. Raises KeyError, TypeError, ValueError: they do not."""
+        """Read the stages from a run's settings.
+
+        Raises:
+            KeyError, TypeError, ValueError: the settings are invalid.
+        """
         if stages := config.get("stages"):
             return cls(tuple(stages), sum(int(stage["steps"]) for stage in stages.values()))
         return cls((), int(config["loop"]["steps"]))
@@ -69,17 +73,17 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run, as far as it can be read.
+    """The summary of a run, as far as its files are readable.
 
     Attributes:
         stage: such as "2/3 longer", or "start" before the rollouts.
-        step, num_steps: of all stages; None: not known.
-        reward, tool_errors: of the last step that has one; `held_out_reward` of the last
-            evaluation.
-        checkpoints: their steps.
-        num_bytes: that it takes on the disk.
-        changed_unix_s: when it last wrote something down.
-        problems: what is wrong with it, in words.
+        step, num_steps: counted over all stages; None: unknown.
+        reward, tool_errors: values of the last step that has them.
+        held_out_reward: value of the last evaluation.
+        checkpoints: steps of the checkpoints.
+        num_bytes: size on disk.
+        changed_unix_s: time of the last write to the run's files.
+        problems: descriptions of damaged or unreadable files and of errors.
     """
 
     path: Path
@@ -98,8 +102,9 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """`folder`, where it is a run's, else the runs below it. Links are not followed; what is
-    within a run is a part of it.
+    """Yield `folder` if it is a run's, otherwise the runs inside it.
+
+    Symbolic links are not followed, and runs inside of runs are not yielded.
 
     Raises:
         OSError: `folder` cannot be read.
@@ -124,12 +129,12 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
                 yield path
             elif depth > 1:
                 yield from _below(path, depth - 1)
-        except OSError:  # others' business
+        except OSError:  # an unreadable subfolder
             continue
 
 
 def summarize(path: Path) -> RunSummary:
-    """How the run in `path` stands. It never raises for what is in there."""
+    """Summarize the run in a folder. Never raises for the content of its files."""
     problems: list[str] = []
     config = _config(path / "config.toml", problems)
     kind = _kind(config)
@@ -165,7 +170,7 @@ def summarize(path: Path) -> RunSummary:
 
 
 class _Where:
-    """How far a run is, and its figures there, as the rows of its metrics say."""
+    """The progress of a run and its last values, from its rows of metrics."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         steps = (_int(row.get("step")) for row in reversed(rows))
@@ -187,14 +192,17 @@ def _of_training(
     try:
         stages = Stages.of(config)
     except (KeyError, TypeError, ValueError, AttributeError):
-        problems.append("config.toml: it does not say how many steps there are")
+        problems.append("config.toml: the number of steps is missing")
     else:
         where.stage, where.num_steps = _stage(rows, stages), stages.num_steps
     return where
 
 
 def _of_evaluation(path: Path, rows: Sequence[Row], problems: list[str]) -> _Where:
-    """A step is a task here; its row may be written again, with what was missing."""
+    """Return the progress of an evaluation, counted in tasks.
+
+    A task's row may occur twice, the second time with samples that were missing.
+    """
     tasks = {row.get("group"): row for row in rows}
     where = _Where(rows)
     where.step = len(tasks) or None
@@ -207,7 +215,7 @@ def _of_evaluation(path: Path, rows: Sequence[Row], problems: list[str]) -> _Whe
             where.num_steps = int(told["num_tasks"])
             where.reward = float(told["avg_at_k"]["value"]) if told["avg_at_k"] else None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            problems.append(f"results.json: it cannot be read: {error}")
+            problems.append(f"results.json: cannot be read: {error}")
     return where
 
 
@@ -216,7 +224,7 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror or error}")
-    except ValueError as error:  # no TOML, or no UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         problems.append(f"{path.name}: {error}")
     return {}
 
@@ -233,8 +241,10 @@ def _kind(config: Mapping[str, Any]) -> RunKind:
 
 
 def read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Those of the metrics that can be read. What a kill, or somebody who writes right now, has cut
-    short is no damage."""
+    """Read the rows of metrics that are readable, and report damaged ones.
+
+    An incomplete last line is not damage: it may be from a kill or a write in progress.
+    """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -272,7 +282,7 @@ def _state(path: Path, kind: RunKind, where: _Where, problems: list[str]) -> Run
     except OSError as error:
         problems.append(f".lock: {error.strerror or error}")
     last = _changed(path / "metrics.jsonl")
-    # What is written at the end; what was written before is of an earlier end.
+    # The file written last tells how the run ended; others are from earlier ends.
     ends = {
         RunKind.TRAIN: path / "ended",
         RunKind.SFT: path / "model" / "config.json",
@@ -292,7 +302,7 @@ def _state(path: Path, kind: RunKind, where: _Where, problems: list[str]) -> Run
 
 
 def _changed(path: Path) -> float:
-    """0: it is not there."""
+    """Return a file's modification time, or 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -300,8 +310,10 @@ def _changed(path: Path) -> float:
 
 
 def _size(path: Path, problems: list[str]) -> tuple[int, float]:
-    """Bytes on the disk, a file with several names once; and when the run last wrote anything of
-    its own: the entropies of `agentloop analyze` are not."""
+    """Return the bytes on disk, counting hard links once, and the time of the run's last write.
+
+    The files of `agentloop analyze` do not count as written by the run.
+    """
     seen: set[tuple[int, int]] = set()
     num_bytes, changed = 0, 0.0
 
@@ -313,7 +325,7 @@ def _size(path: Path, problems: list[str]) -> tuple[int, float]:
         for name in files:
             try:
                 stat = os.lstat(os.path.join(root, name))
-            except OSError:  # a run that goes on removes what it needs no more
+            except OSError:  # an active run may remove files meanwhile
                 continue
             if (key := (stat.st_dev, stat.st_ino)) not in seen:
                 seen.add(key)

@@ -1,4 +1,4 @@
-"""Where a run stands: what people look at while they wait for it."""
+"""The status of a run, and the interfaces for reporting it and for detecting stalls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ __all__ = ["Report", "Standing", "Unwatched", "Watch", "clock"]
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """
+    """The status of a run.
+
     Attributes:
-        stage: what is done at the moment, such as "stage 2 of 3: longer".
-        step, num_steps: done and to do, in this stage.
-        waits: who waits for whom.
-        values: figures of the last step, as they are shown, by their names.
-        left_s: seconds to the end of the run at the pace so far; None: nobody knows yet.
-        unit: what is counted.
+        stage: the current stage, such as "stage 2 of 3: longer".
+        step, num_steps: completed and total steps of this stage.
+        waits: description of the current activity.
+        values: formatted metrics of the last step, by name.
+        left_s: estimated seconds to the end of the run; None: not known yet.
+        unit: the unit of `step`.
     """
 
     stage: str
@@ -32,48 +33,48 @@ class Standing:
 
 
 class Report(Protocol):
-    """Whoever is told."""
+    """Displays the progress of a run."""
 
     def __call__(self, line: str) -> None:
-        """What is done now."""
+        """Show the current activity."""
 
     def say(self, line: str) -> None:
-        """What stays to be read."""
+        """Print a line that stays on the screen."""
 
     def show(self, standing: Standing) -> None:
-        """Where it stands now."""
+        """Show the current status."""
 
 
 class Watch(Protocol):
-    """Whoever sees to it that nothing stalls in silence."""
+    """Detects stalls of a run."""
 
     def moved(self) -> None:
-        """Something did: a group ended, a step is done."""
+        """Report progress: a group has ended, or a step is complete."""
 
     def waiting(self, who: str, what: str) -> AbstractContextManager[None]:
-        """Within, `who` waits for `what`."""
+        """Report that `who` waits for `what` while the context is open."""
 
     def take_lag_s(self) -> float:
-        """For how long the event loop was blocked at most, since this was asked."""
+        """Return the longest blocking of the event loop since the last call, in seconds."""
 
 
 class Unwatched:
-    """Nobody does."""
+    """A `Watch` that does nothing."""
 
     def moved(self) -> None:
-        """See `Watch`."""
+        """Implement `Watch`."""
 
     def waiting(self, who: str, what: str) -> AbstractContextManager[None]:
-        """See `Watch`."""
+        """Implement `Watch`."""
         return nullcontext()
 
     def take_lag_s(self) -> float:
-        """See `Watch`."""
+        """Implement `Watch`."""
         return 0.0
 
 
 def clock(seconds: float) -> str:
-    """Such as 0:07, 12:30 or 3:04:05."""
+    """Format a duration, such as 0:07, 12:30 or 3:04:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

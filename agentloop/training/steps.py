@@ -1,11 +1,11 @@
-"""The learner's steps, each from its lease; what a lost learner has forgotten is done again.
+"""The learner's steps, each from a leased batch; steps lost with a learner are repeated.
 
     lease ──> batch (a file) ──> the learner ──> version + 1
-      ▲                            │ lost: started again, it loads the newest checkpoint
+      ▲                            │ lost: restart and load the newest checkpoint
       └──── the steps since then ──┘
 
-A checkpoint is written beside the training; the groups of a step are acknowledged to the queue once
-one that holds the step is complete.
+Checkpoints are written while training continues. The groups of a step are acknowledged to the queue
+when a checkpoint that includes the step is complete.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ __all__ = ["Steps"]
 
 
 class Steps:
-    """Where the learner is.
+    """The training steps of a learner (`Trainer`).
 
     Attributes:
-        step: the last one that is done. One that was lost comes back to it: who looks meanwhile
-            does not see the steps that it does again.
-        version: of its weights: how many of the steps had something to learn from.
+        step: the last completed step; unchanged while a recovered learner repeats steps.
+        version: version of the learner's weights: the number of steps with anything to train on.
     """
 
     def __init__(
@@ -51,13 +50,14 @@ class Steps:
         kept: KeptLearner | None = None,
         max_restarts: int = 0,
     ) -> None:
-        """`restored` as `load_newest` returned it; `timeout_s` is for an answer; `kept` is the
-        learner that can be started again; where it is None, one that is lost is an error."""
+        """Take the arguments of `ResumableLearner`."""
         self._queue = queue
         self._folder = folder
         self._timeout_s = timeout_s
         self._say = say
-        self._published_in: Path | None = None  # the folder of the newest weights, in this life
+        self._published_in: Path | None = (
+            None  # folder of the newest weights published by this process
+        )
         self._learner = ResumableLearner(
             learner,
             folder,
@@ -71,35 +71,40 @@ class Steps:
         self.step, self.version = self._step, self._version
 
     def state(self) -> dict[str, Any]:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         return {"step": self.step, "version": self.version}
 
     def stand(self, state: Mapping[str, Any]) -> None:
-        """See `Trainer`: the learner itself does, which may be behind."""
+        """Implement `Trainer`. The learner may be behind `step` while steps are repeated."""
         self._step, self._version = int(state.get("step", 0)), int(state.get("version", 0))
 
     async def redo(self, before: int) -> None:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         for lease in await self._queue.rewind(self._step):
             if lease.step < before:
                 self._compare(lease, await self._learn(lease))
 
     async def saved(self, step: int) -> None:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         await self._queue.acknowledge(step)
 
     async def watch(self) -> None:
-        """Until cancelled: start it again also where it is lost while nobody asks for anything.
-        Raises as `learn`."""
+        """Recover the learner also if it is lost between requests, until cancelled.
+
+        Raises:
+            LearnerError: as in `learn`.
+        """
         await self._learner.watch()
 
     async def learn(self, lease: Lease) -> dict[str, Any]:
-        """The step of this lease; nothing where there is nothing to learn, or is not to be.
+        """Train on a leased batch and return the metrics.
+
+        The learner is not called if there is nothing to train on or training is disabled.
 
         Raises:
-            LearnerError: it is lost for good, or ended.
+            LearnerError: the learner is lost for good, or has ended itself.
         """
-        async with self._learner.busy:  # no deadline: what it does has one
+        async with self._learner.busy:  # no deadline: requests have one
             await self._learner.hear_of_checkpoint()
             learn = partial(self._learn, lease)
             metrics = await self._learner.until_done(learn, before=lease.step)
@@ -107,32 +112,30 @@ class Steps:
             return metrics
 
     async def publish(self, publisher: Publisher) -> Published:
-        """Its weights as they are. Raises as `learn`."""
+        """Publish the current weights. Raises the errors of `learn`."""
 
         async def publish() -> Published:
             published = await publisher.publish(str(self.version), timeout_s=self._timeout_s)
             self._published_in = published.folder if isinstance(published, InFolder) else None
             return published
 
-        async with self._learner.busy:  # no deadline: what it does has one
+        async with self._learner.busy:  # no deadline: requests have one
             return await self._learner.until_done(publish)
 
     async def checkpoint(self, *, wait: bool = False) -> bool:
-        """Begin to write one; with `wait` it is complete. Where there is one, nothing is done.
-        False: it could not be begun, such as on a disk that is full, which is said.
-
-        Raises:
-            LearnerError: as `learn`; with `wait` also where it cannot be written.
-        """
-        async with self._learner.busy:  # no deadline: what it does has one
+        """Start writing a checkpoint; see `ResumableLearner.save`."""
+        async with self._learner.busy:  # no deadline: requests have one
             return await self._learner.save(wait=wait)
 
     async def do_again(self, tell: Callable[[Lease, Mapping[str, Any]], None]) -> None:
-        """The steps that no checkpoint holds, after a restart of ours; each is told of."""
+        """Repeat the steps since the newest checkpoint after a restart of this process.
+
+        `tell` is called with the lease and metrics of each.
+        """
         leases = await self._queue.rewind(self.step)
         if leases:
             first, last = leases[0].step, leases[-1].step
-            self._say(f"Steps {first} to {last} are done again: no checkpoint holds them")
+            self._say(f"Repeating steps {first} to {last}, which are not in a checkpoint")
         for lease in leases:
             metrics = await self.learn(lease)
             self._compare(lease, metrics)
@@ -163,8 +166,11 @@ class Steps:
         return metrics
 
     def _write_batch(self, path: Path, lease: Lease) -> int:
-        """How many rollouts there are to learn from. One whose advantage is 0 counts all the same:
-        the objective is a mean over all tokens of a group."""
+        """Write the batch file and return the number of rollouts in it.
+
+        Rollouts with an advantage of 0 are included: the objective is a mean over all tokens of a
+        group.
+        """
         samples = [
             Sample(one["ids"], one["mask"], one["logprobs"], row["advantage"], number)
             for number, group in enumerate(lease.groups)
@@ -179,7 +185,11 @@ class Steps:
         return len(samples)
 
     async def go_back(self, checkpoint: Path) -> None:
-        """The run ends with the weights of this checkpoint, and no others. Raises as `learn`."""
+        """Load a checkpoint and leave only its weights in the run's folder.
+
+        Raises:
+            LearnerError: as in `learn`.
+        """
         weights = self._folder.path / "weights"
         await anyio.to_thread.run_sync(partial(shutil.rmtree, weights, ignore_errors=True))
 
@@ -190,17 +200,19 @@ class Steps:
             folder = str(weights / version)
             await self._learner.ask_once("publish", folder=folder, version=version)
 
-        async with self._learner.busy:  # no deadline: what it does has one
-            # Where it is lost, no step is done again: what it loads then is not to be left.
+        async with self._learner.busy:  # no deadline: requests have one
+            # If the learner is lost, do not repeat steps: `load` replaces its weights anyway.
             await self._learner.until_done(load, before=0)
             self.step, self.version = self._step, self._version
 
     async def leave_model(self) -> None:
-        """Leave the learner's weights, and no others, in the run's folder. A folder that is there
-        already may be of an earlier life, and other weights of that version."""
+        """Leave only the learner's current weights in the run's folder.
+
+        Weights of this version published by an earlier process may differ, and are replaced.
+        """
         folder = self._folder.path / "weights" / str(self.version)
         if self._published_in != folder:
-            async with self._learner.busy:  # no deadline: what it does has one
+            async with self._learner.busy:  # no deadline: requests have one
                 await self._learner.ask("publish", folder=str(folder), version=str(self.version))
         await anyio.to_thread.run_sync(_remove_others, folder)
 
@@ -210,7 +222,7 @@ class Steps:
 
 
 def _remove_others(folder: Path) -> None:
-    """Remove the weights of other versions, which lie beside those in `folder`."""
+    """Remove the weights of other versions next to those in `folder`."""
     for other in folder.parent.iterdir():
         if other.name.isdigit() and other != folder:
             shutil.rmtree(other, ignore_errors=True)

@@ -1,12 +1,12 @@
-"""The supervised start: dialogues in, the ids that rollouts would have, a model that imitates.
+"""Supervised fine-tuning on dialogues, encoded with the same ids as rollouts.
 
-    lines ──> Dialogue ──model's own template──> trajectories ──> samples ──> batches ──> learner
-                         │ one per question: prompt, then per turn what is sampled (trained) and
-                         │ what the runtime appends to it (not trained)
+    lines ──> Dialogue ──chat template──> trajectories ──> samples ──> batches ──> learner
+                         │ one per question: the prompt, then per turn the assistant's tokens
+                         │ (trained on) and the tokens that the runtime appends (not trained on)
 
-A dialogue is an object with `messages`, in OpenAI's terms, and maybe `tools`. An assistant's call
-stands in `tool_calls`, or, where it is not even JSON, in the content as the model is to write it.
-Not covered: images and audio, messages of which a part is trained.
+A dialogue is an object with OpenAI `messages` and optionally `tools`. A call of the assistant is in
+`tool_calls`, or, if it is meant to be malformed, in the content as the model should write it.
+Not covered: images and audio, and training on a part of a message.
 """
 
 from __future__ import annotations
@@ -55,31 +55,33 @@ __all__ = [
     "trajectories_of",
 ]
 
-_NUM_TOLD = 10  # lines of progress of a run
+_NUM_LINES = 10  # progress lines per run
 
 
 class DialoguesSettings(pydantic.BaseModel):
-    """Where dialogues come from."""
+    """Settings of the source of dialogues."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     paths: list[Path] = pydantic.Field(
-        default_factory=list, description="JSONL files of dialogues: messages and tools."
+        default_factory=list, description="JSONL files of dialogues (messages and tools)."
     )
     teacher: int = pydantic.Field(
         0,
         ge=0,
-        description="So many dialogues about arithmetic, of a teacher who often errs, besides "
-        "(those of `agentloop data teacher`).",
+        description="Number of additional synthetic arithmetic dialogues with frequent, corrected "
+        "mistakes (as from `agentloop data teacher`).",
     )
     levels: list[int] = pydantic.Field(
-        default_factory=lambda: [2], min_length=1, description="Levels of the teacher's problems."
+        default_factory=lambda: [2],
+        min_length=1,
+        description="Difficulty levels of the teacher's problems.",
     )
-    seed: int = pydantic.Field(0, ge=0, description="Of the teacher's problems and mistakes.")
+    seed: int = pydantic.Field(0, ge=0, description="Seed of the teacher's dialogues.")
     max_tool_response_tokens: int = pydantic.Field(
         512,
         ge=8,
-        description="A longer tool response keeps its head and its tail; as "
+        description="Longer tool responses are cut in the middle. Set it to the value of "
         "budget.max_tool_response_tokens of the rollouts that follow.",
     )
 
@@ -97,33 +99,33 @@ class DialoguesSettings(pydantic.BaseModel):
 
 
 class SupervisedSettings(pydantic.BaseModel):
-    """How long to imitate, and how fast."""
+    """Settings of the supervised training loop."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    epochs: int = pydantic.Field(3, ge=1, description="How often each dialogue is seen.")
+    epochs: int = pydantic.Field(3, ge=1, description="Number of passes over the dialogues.")
     batch_tokens: int = pydantic.Field(
-        131_072, ge=2, description="Tokens of one optimizer step, prompts included."
+        131_072, ge=2, description="Tokens per optimizer step, including prompts."
     )
     lr: float = pydantic.Field(5e-6, ge=0, lt=1, description="Learning rate after the warm-up.")
     warmup: float = pydantic.Field(
-        0.04, ge=0, le=1, description="Share of the steps over which the rate rises linearly."
+        0.04, ge=0, le=1, description="Share of the steps with linear warm-up of the learning rate."
     )
-    seed: int = pydantic.Field(0, ge=0, description="Of the order in each epoch.")
+    seed: int = pydantic.Field(0, ge=0, description="Seed of the order in each epoch.")
     checkpoint_every: int = pydantic.Field(
         100,
         ge=0,
-        description="Steps between two checkpoints: what a learner that died, or a run that was "
-        "stopped, goes on from; 0: none.",
+        description="Steps between checkpoints, from which a lost learner or a stopped run "
+        "resumes; 0: none.",
     )
     step_timeout_s: float = pydantic.Field(
-        3600.0, gt=0, description="For the learner's answer to one request."
+        3600.0, gt=0, description="Time limit of one request to the learner."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Messages and tools in OpenAI's terms; `where` they stand, for errors."""
+    """Messages and tools as OpenAI defines them. `where` is their location, for error messages."""
 
     messages: Sequence[Message]
     tools: Sequence[Schema]
@@ -131,21 +133,21 @@ class Dialogue:
 
 
 def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
-    """The dialogues of JSONL files, and the teacher's.
+    """Yield the dialogues of the JSONL files, then the teacher's.
 
     Raises:
-        DataError: names the file, the line and the field.
+        DataError: a dialogue is invalid; the message names the file, the line and the field.
     """
     for path in settings.paths:
         for number, row in read_jsonl(path):
             where = f"{path}: line {number}"
             if not isinstance(row, Mapping):
-                raise DataError(f"{where}: an object is expected")
+                raise DataError(f"{where}: expected an object")
             messages, tools = row.get("messages"), row.get("tools") or []
             if not isinstance(messages, list) or not messages:
-                raise DataError(f"{where}: field 'messages': a list of messages is expected")
+                raise DataError(f"{where}: field 'messages': expected a list of messages")
             if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
-                raise DataError(f"{where}: field 'tools': a list of schemas is expected")
+                raise DataError(f"{where}: field 'tools': expected a list of schemas")
             yield Dialogue(messages, tools, where)
     taught = lessons(settings.teacher, levels=settings.levels, seed=settings.seed)
     for number, row in enumerate(taught, 1):
@@ -155,11 +157,12 @@ def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
 def trajectories_of(
     chat: ChatFormat, dialogue: Dialogue, *, max_tool_response_tokens: int
 ) -> list[Trajectory]:
-    """What the runtime would leave behind if the model said what the assistant says: a
-    trajectory for each question, whose prompt is all that stands before its first turn.
+    """Return the trajectories that the runtime would record if the model wrote the dialogue.
+
+    There is one trajectory per question; its prompt is everything before the question's first turn.
 
     Raises:
-        DataError: names the message.
+        DataError: a message is invalid; the error names it.
     """
     found: list[Trajectory] = []
     messages = dialogue.messages
@@ -176,7 +179,7 @@ def trajectories_of(
     except RequestError as error:
         raise DataError(f"{dialogue.where}: field 'messages': {error}") from error
     if not found or _role(messages, -1) != "assistant":
-        raise DataError(f"{dialogue.where}: field 'messages': the last one is not the assistant's")
+        raise DataError(f"{dialogue.where}: field 'messages': the last one must be the assistant's")
     return found
 
 
@@ -187,7 +190,7 @@ def _add_turns(
     index: int,
     max_tool_response_tokens: int,
 ) -> int:
-    """Turns and results from messages[index] on; returns where the next question may stand."""
+    """Add the turns and results from messages[index] on; return the index after them."""
     while _role(messages, index) == "assistant":
         turn, at = _turn(chat, messages, index), index
         trajectory.turns.append(turn)
@@ -200,9 +203,9 @@ def _add_turns(
             turn.observation_ids = chat.observation([truncated(chat, c, limit) for c in contents])
         elif goes_on or num_results or (num_calls and index < len(messages)):
             raise RequestError(
-                f"messages[{at}]: it makes {num_calls} calls; {num_results} results and "
-                f"{'another' if goes_on else 'no'} turn follow. Each call needs its result, and "
-                "results need a turn"
+                f"messages[{at}]: makes {num_calls} calls, followed by {num_results} results and "
+                f"{'another' if goes_on else 'no'} turn. Each call needs a result, and results "
+                "must be followed by a turn"
             )
     return index
 
@@ -219,23 +222,23 @@ def _turn(chat: ChatFormat, messages: Sequence[Message], index: int) -> Turn:
 
 
 def _role(messages: Sequence[Message], index: int) -> str | None:
-    """Of that message; None where there is none."""
+    """Return the role of messages[index], or None if there is no such message."""
     if not -1 <= index < len(messages):
         return None
     message = messages[index]
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{index}]: an object with a role is expected")
+        raise RequestError(f"messages[{index}]: expected an object with a role")
     role: str = message["role"]
     return role
 
 
 def _responses(messages: Sequence[Message], index: int) -> list[str]:
-    """The contents of the tool messages from messages[index] on."""
+    """Return the contents of the tool messages from messages[index] on."""
     contents: list[str] = []
     while _role(messages, index) == "tool":
         content = messages[index].get("content")
         if not isinstance(content, str):
-            raise RequestError(f"messages[{index}].content: a string is expected")
+            raise RequestError(f"messages[{index}].content: expected a string")
         contents.append(content)
         index += 1
     return contents
@@ -244,11 +247,10 @@ def _responses(messages: Sequence[Message], index: int) -> list[str]:
 def read_samples(
     chat: ChatFormat, settings: DialoguesSettings, *, max_tokens: int
 ) -> tuple[list[Sample], int]:
-    """The samples of all files, and the number of those left out, which have more than
-    `max_tokens`.
+    """Read all samples; return them and the number of those skipped for exceeding `max_tokens`.
 
     Raises:
-        DataError: as `read_dialogues` and `trajectories_of`; or nothing is left.
+        DataError: as in `read_dialogues` and `trajectories_of`, or if no samples are left.
     """
     samples: list[Sample] = []
     num_left_out = 0
@@ -262,15 +264,18 @@ def read_samples(
                 continue
             samples.append(Sample(ids, trajectory.mask, trajectory.logprobs, 0.0, len(samples)))
     if not samples:
-        raise DataError(f"data.paths: no dialogue of at most {max_tokens} tokens stands there")
+        raise DataError(f"data.paths: there is no dialogue of at most {max_tokens} tokens")
     return samples, num_left_out
 
 
 def step_plan(
     lengths: Sequence[int], *, epochs: int, batch_tokens: int, seed: int
 ) -> list[tuple[int, list[int]]]:
-    """(epoch, indices of samples) of each step. Each epoch is shuffled anew, and cut where a step
-    would hold more than `batch_tokens`; a longer sample is a step by itself."""
+    """Plan the steps of a run: (epoch, indices of samples) of each.
+
+    Each epoch is shuffled anew and split into steps of at most `batch_tokens`; a longer sample is a
+    step by itself.
+    """
     steps: list[tuple[int, list[int]]] = []
     for epoch in range(1, epochs + 1):
         order = list(range(len(lengths)))
@@ -286,7 +291,7 @@ def step_plan(
 
 
 def learning_rate(step: int, num_steps: int, *, peak: float, warmup: float) -> float:
-    """Of step 1 to `num_steps`: up to `peak` in a line, then down to almost 0 along a cosine."""
+    """Return the learning rate of a step from 1 to `num_steps`: linear warm-up, cosine decay."""
     num_rising = math.ceil(warmup * num_steps)
     if step <= num_rising:
         return peak * step / num_rising
@@ -295,21 +300,20 @@ def learning_rate(step: int, num_steps: int, *, peak: float, warmup: float) -> f
 
 
 class FineTuning:
-    """A supervised run: its steps, and where it is. It goes on from the newest checkpoint in its
-    folder, where there is one (`Trainer`).
+    """A supervised run (`Trainer`). It resumes from the newest checkpoint in its folder.
 
     Attributes:
-        step: the last one that is done.
-        model: the folder of the published model; None: it is not done yet.
+        step: the last completed step.
+        model: folder of the published model; None: training is not complete.
     """
 
     def __init__(
         self, settings: SupervisedSettings, samples: Sequence[Sample], folder: RunFolder
     ) -> None:
-        """Takes seconds where there are many samples.
+        """Plan the steps, which takes seconds for many samples.
 
         Raises:
-            SettingsError: the steps that its checkpoint holds were of other dialogues.
+            SettingsError: the steps of the checkpoint were trained on other batches.
         """
         self._settings = settings
         self._samples = samples
@@ -333,9 +337,9 @@ class FineTuning:
         step = state["step"]
         if step >= len(self._lineage) or state.get("lineage") != self._lineage[step]:
             raise SettingsError(
-                f"--resume: {self._folder.path}: its first {step} steps were of other dialogues, "
-                "or dealt out in another way: leave data.*, loop.batch_tokens, loop.seed and "
-                "learner.micro_batch_tokens as they were, or begin another run"
+                f"--resume: {self._folder.path}: its first {step} steps were trained on other "
+                "batches: leave data.*, loop.batch_tokens, loop.seed and "
+                "learner.micro_batch_tokens as they were, or start a new run"
             )
 
     async def run(
@@ -347,13 +351,14 @@ class FineTuning:
         max_restarts: int = 0,
         emit: Emit = ignore,
     ) -> Path:
-        """Train on all samples, `settings.epochs` times; returns the folder of the published model.
+        """Train on all samples for `settings.epochs` epochs; return the published model's folder.
 
-        `kept` is the learner, where it may be started again, so often in ten minutes; `emit` is
-        told of each step's metrics (`Measured`).
+        Args:
+            kept: the learner, if it may be restarted, up to `max_restarts` times in ten minutes.
+            emit: called with the metrics of each step (`Measured`).
 
         Raises:
-            LearnerError: it failed, or an answer is late.
+            LearnerError: the learner failed or did not respond in time.
         """
         timeout_s = self._settings.step_timeout_s
         restored: Mapping[str, Any] = {}
@@ -375,12 +380,12 @@ class FineTuning:
         try:
             return await self._run(report)
         finally:
-            del self._learner  # each has the other, and the folder's lock is ours while we are
+            del self._learner  # break the reference cycle, which would keep the folder locked
 
     async def _run(self, report: Report) -> Path:
         self.step = first = self._stands
         if first:
-            report.say(f"Going on after step {first}, of which there is a checkpoint")
+            report.say(f"Resuming from the checkpoint of step {first}")
         every, num_steps = self._settings.checkpoint_every, len(self._steps)
         started = time.monotonic()
         for step in range(first + 1, num_steps + 1):
@@ -398,7 +403,7 @@ class FineTuning:
         return model
 
     async def _learn(self, step: int) -> dict[str, Any]:
-        """One step; its metrics, which are written down unless they were before."""
+        """Train one step and return its metrics, which are recorded unless they were before."""
         begun = time.monotonic()
         epoch, indices = self._steps[step - 1]
         path = self._folder.path / "batches" / f"step-{step:05}.safetensors"
@@ -427,23 +432,23 @@ class FineTuning:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         return self._state(self.step)
 
     def _state(self, step: int) -> dict[str, Any]:
         return {"step": step, "lineage": self._lineage[step]}
 
     def stand(self, state: Mapping[str, Any]) -> None:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         self._stands = int(state.get("step", 0))
 
     async def redo(self, before: int) -> None:
-        """See `Trainer`."""
+        """Implement `Trainer`."""
         for step in range(self._stands + 1, before):
             await self._learn(step)
 
     async def saved(self, step: int) -> None:
-        """See `Trainer`: nothing depends on it."""
+        """Implement `Trainer`: nothing depends on it."""
 
     def _tell(self, report: Report, metrics: Mapping[str, Any], left_s: float) -> None:
         step, num_steps, epoch = metrics["step"], len(self._steps), metrics["epoch"]
@@ -454,22 +459,24 @@ class FineTuning:
                 "supervised start",
                 step,
                 num_steps,
-                waits="The learner imitates the dialogues",
+                waits="The learner trains on the dialogues",
                 values={
                     "epoch": f"{epoch} of {self._settings.epochs}",
                     "loss": said,
-                    "learned tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
+                    "trained tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
                 },
                 left_s=left_s,
             )
         )
-        if step % max(1, num_steps // _NUM_TOLD) == 0 or step == num_steps:
+        if step % max(1, num_steps // _NUM_LINES) == 0 or step == num_steps:
             report.say(f"step {step}/{num_steps}, epoch {epoch}: loss {said}")
 
 
 def lineage(samples: Sequence[Sample], steps: Sequence[tuple[int, Sequence[int]]]) -> list[str]:
-    """What was learned after 0, 1, 2, ... steps, as checksums: equal ones mean the same samples in
-    the same steps."""
+    """Return checksums of the training data after 0, 1, 2, ... steps.
+
+    Equal checksums mean the same samples in the same steps.
+    """
     contents = [
         hashlib.sha256(array("q", sample.ids).tobytes() + bytes(sample.mask)).digest()
         for sample in samples
@@ -483,7 +490,7 @@ def lineage(samples: Sequence[Sample], steps: Sequence[tuple[int, Sequence[int]]
 
 
 def _version_in(model: Path) -> str | None:
-    """Of the model in that folder, which appears when it is whole; None: there is none."""
+    """Return the version of the published model in a folder, or None if there is none."""
     try:
         version: str = json.loads((model / "published.json").read_bytes())["version"]
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""A run goes back to one of its checkpoints (`--from`): what came after it is undone.
+"""Return a run to one of its checkpoints (`--from`), undoing all later steps.
 
-    the journal, in one transaction ──> the run's files, one by one ──> the journal: that is done
+    the journal, in one transaction ──> the run's files, one by one ──> the journal: done
 
-A kill before the transaction leaves the run as it was; after it, what is left to do is done when
-the run goes on, whatever it is told then.
+A kill before the transaction leaves the run unchanged; after it, the undo is finished when the run
+is resumed, whatever its arguments.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["finish_undo", "undo"]
 
 
 async def undo(folder: RunFolder, queue: GroupQueue, step: int) -> None:
-    """Make the run what it was after `step`.
+    """Return a run to its state after `step`.
 
     Raises:
-        SettingsError: there is no checkpoint of that step, and nothing has changed; or the files
-            cannot be moved, and it is to be finished.
+        SettingsError: there is no checkpoint of that step, so nothing was changed; or the files
+            cannot be moved, so `finish_undo` is still to be called.
     """
     folder.checkpoint_of(step)
     await queue.undo(step)
@@ -31,7 +31,7 @@ async def undo(folder: RunFolder, queue: GroupQueue, step: int) -> None:
 
 
 async def finish_undo(folder: RunFolder, queue: GroupQueue) -> None:
-    """Finish what `undo` has begun and a kill has kept from its end. Raises SettingsError."""
+    """Finish an `undo` that was interrupted, if there is one. Raises SettingsError."""
     undone = await queue.noted("undone")
     if undone is None:
         return

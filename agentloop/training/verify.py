@@ -1,13 +1,12 @@
-"""Whether a server has the weights that the learner has.
+"""Verify that a server has the learner's weights.
 
-    published.json ── SHA-256 of what the learner had ──> the files, read again ──┐
-                                                                                  ├─> a Proof
-    /weights_checker ── a checksum of each tensor ── what the server has ─────────┘
+    published.json ── SHA-256 of the learner's files ──> the files, read again ──┐
+                                                                                 ├─> a Proof
+    /weights_checker ── checksum of each tensor on the server ───────────────────┘
 
-A server's word for its version is nothing, and that servers are alike only says that they are all
-right or all wrong. So each tensor that a server tells of is held against the learner's, where it is
-known what it must say (checksums.py); of the rest, and of other servers, it is compared what is
-alike.
+The version that a server reports proves nothing, and equal servers may all be wrong. So each tensor
+that a server reports is compared with the learner's if its expected checksum is known
+(checksums.py); all other tensors are only compared between servers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np  # transformers brings it
+import numpy as np  # a dependency of transformers
 
 from agentloop.inference.sglang import Checksum, WeightsInfo
 from agentloop.training.checksums import MODELS, VERSIONS, Layout, Tensor, checksum, parts_of
@@ -38,18 +37,18 @@ _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNASKED = "weights.verify is false"
 
 Sum = Callable[[str, int], str | None]
-"""Of a tensor of a server's, on a tensor-parallel rank; None: it is not known."""
+"""The expected checksum of a server's tensor on a tensor-parallel rank; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was found out about a server's weights.
+    """The result of verifying a server's weights.
 
     Attributes:
-        checksum: of all of them, SGLang's own.
-        rest: of what was not compared with the learner's: "" if all was.
-        wrong: which tensor is not the learner's, in words.
-        unproven: why none was compared.
+        checksum: SGLang's checksum of all weights.
+        rest: checksum of the tensors that were not compared with the learner's; "" if all were.
+        wrong: description of a tensor that differs from the learner's.
+        unproven: the reason why no tensor was compared.
     """
 
     checksum: str
@@ -59,7 +58,7 @@ class Proof:
 
 
 def prove(found: Checksum, expected: Sum, *, unproven: str = "") -> Proof:
-    """Hold each tensor against what is expected of it."""
+    """Compare each tensor with its expected checksum."""
     rest = hashlib.sha256()
     wrong, num_known, num_unknown = "", 0, 0
     for rank, tensors in found.ranks:
@@ -70,17 +69,19 @@ def prove(found: Checksum, expected: Sum, *, unproven: str = "") -> Proof:
             else:
                 num_known += 1
                 if known != tensors[name] and not wrong:
-                    wrong = f"its {name} is not what the learner has"
+                    wrong = f"its {name} differs from the learner's"
     if not num_known:
-        return Proof(found.whole, found.whole, unproven=unproven or "it tells of no such tensor")
+        return Proof(found.whole, found.whole, unproven=unproven or "it reports no known tensor")
     return Proof(found.whole, rest.hexdigest() if num_unknown else "", wrong)
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Which servers have the right weights, and why the others have not, by url. `rest` is what is
-    right of that which nobody could hold against the learner's; none where nobody knows, or needs
-    to."""
+    """The servers with the right weights, and the errors of the others, by url.
+
+    `rest` is the accepted checksum of tensors that could not be compared with the learner's; None
+    if it is unknown or not needed.
+    """
 
     right: list[str]
     wrong: dict[str, str]
@@ -88,8 +89,11 @@ class Judgement:
 
 
 def judge(proofs: Mapping[str, Proof], rest: str | None = None) -> Judgement:
-    """The learner's tensors decide; of what was not compared with them, what was right before
-    (`rest`), or else what most servers have."""
+    """Decide which servers have the right weights.
+
+    Tensors compared with the learner's must match; the others must have the accepted checksum
+    (`rest`), or that of most servers if there is none yet.
+    """
     wrong = {url: proof.wrong for url, proof in proofs.items() if proof.wrong}
     others = {url: proof.rest for url, proof in proofs.items() if url not in wrong and proof.rest}
     if rest is None:
@@ -97,34 +101,37 @@ def judge(proofs: Mapping[str, Proof], rest: str | None = None) -> Judgement:
         rest = most if num and not (less and less[0][1] == num) else None
     for url, found in others.items():
         if rest is None:
-            wrong[url] = f"nobody knows which of the servers' weights are right: {others}"
+            wrong[url] = f"the servers' weights differ, and it is unknown which are right: {others}"
         elif found != rest:
             wrong[url] = f"its weights differ from the others': {proofs[url].checksum}"
     return Judgement(sorted(proofs.keys() - wrong.keys()), wrong, rest)
 
 
 def layout_of(info: WeightsInfo, config: Mapping[str, Any]) -> Layout | str:
-    """How a server holds a model of this configuration; why nobody knows that."""
+    """Return the layout of a model on a server, or the reason why it is unknown."""
     if info.sglang not in VERSIONS:
-        return f"SGLang {info.sglang}: known is what {' and '.join(VERSIONS)} says of its tensors"
+        return f"SGLang {info.sglang}: only checksums of {' and '.join(VERSIONS)} are known"
     if info.unusual:
-        return f"its tensors are not simply the model's: {info.unusual}"
+        return f"its tensors differ from the model's: {info.unusual}"
     if config.get("model_type") not in MODELS:
-        return f"a model of the type {config.get('model_type')}: known are {', '.join(MODELS)}"
+        return f"the model type {config.get('model_type')}: only {', '.join(MODELS)} are known"
     dtype = _DTYPES.get(info.dtype, info.dtype)
     if info.device not in ("cpu", "cuda"):
         return f"the device {info.device}"
     if info.device == "cpu" and dtype != "float32":
-        return f"{dtype} on a CPU, where some pack their weights"
+        return f"{dtype} on a CPU, where weights may be packed"
     if dtype not in (*_ANY_DTYPE, "auto"):
-        return f"the type {dtype}"
+        return f"the dtype {dtype}"
     num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     return Layout(info.device, dtype, info.num_ranks, num_kv_heads)
 
 
 class PublishedFiles:
-    """The weights in a folder that the learner has published, as servers hold them. Made for one
-    hand-over: what was computed for one server serves the others like it."""
+    """The expected checksums of weights published in a folder.
+
+    Made for one weight sync: checksums computed for one server are reused for others of the same
+    layout.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -132,11 +139,11 @@ class PublishedFiles:
         self._parts: dict[str, tuple[str, ...]] = {}
         self._config: dict[str, Any] = {}
         self._sums: dict[tuple[str, int, Layout], str] = {}
-        self._problem: str | None = None  # none yet known
+        self._problem: str | None = None  # None: not checked yet
         self._is_damaged = False
 
     def prove(self, found: Checksum, info: WeightsInfo) -> Proof:
-        """Takes as long as it takes to read and hash all of it: in a thread."""
+        """Verify a server's weights. Reads and hashes all files: call it in a thread."""
         if self._problem is None:
             self._problem = self._open()
         if self._is_damaged:
@@ -149,14 +156,14 @@ class PublishedFiles:
         return prove(found, lambda name, rank: self._sums.get((name, rank, layout)))
 
     def _open(self) -> str:
-        """Why there is nothing to compare with; "" if there is."""
+        """Return the reason why the files cannot be used, or ""."""
         try:
             manifest = json.loads((self._folder / "published.json").read_bytes())
             self._config = json.loads((self._folder / "config.json").read_bytes())
             for file, differs in _in_threads(self._differs, list(manifest["sha256"].items())):
                 if differs:
                     self._is_damaged = True
-                    return f"{self._folder / file} is not what the learner has published"
+                    return f"{self._folder / file} differs from what the learner published"
                 self._tensors |= _read(self._folder / file)
         except (OSError, KeyError, ValueError) as error:
             return f"{self._folder} cannot be read: {error}"
@@ -169,7 +176,7 @@ class PublishedFiles:
             return file, hashlib.file_digest(stream, "sha256").hexdigest() != expected
 
     def _with_dtype(self, layout: Layout, found: Checksum) -> Layout:
-        """Of a server that was not told a type, the one of its smallest tensor."""
+        """Complete the layout of a server without a configured dtype, by its smallest tensor."""
         if layout.dtype != "auto":
             return layout
         ranks = [(rank, sums) for rank, sums in found.ranks if sums.keys() & self._parts.keys()]
@@ -199,13 +206,13 @@ class PublishedFiles:
 
 
 def _in_threads(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Hashing lets go of Python's lock."""
+    """Map `work` over `items` in threads; hashing releases the GIL."""
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(work, items))
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of safetensors, mapped into memory."""
+    """Return the tensors of a safetensors file, memory-mapped."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

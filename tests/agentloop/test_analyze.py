@@ -1,4 +1,4 @@
-"""`agentloop analyze entropy`: which rollouts, by which weights, and what is said of them."""
+"""`agentloop analyze entropy`: which rollouts are scored with which weights, and its output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ THOUGHT, CALL, ANSWER = (
 
 
 def rollout(name: str, version: str) -> Trajectory:
-    """It thinks, calls, and says what came of it."""
+    """A rollout that reasons, makes a call and answers."""
 
     def turn(ids: list[int], **more: Any) -> Turn:
         spans = [VersionSpan(version, 0, len(ids))]
@@ -56,7 +56,7 @@ def rollout(name: str, version: str) -> Trajectory:
 
 
 def weights(folder: Path) -> Path:
-    """A model folder; its weights are of no interest here."""
+    """Create a model folder; its weights do not matter here."""
     folder.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (SMALL / name).is_file():
@@ -66,7 +66,8 @@ def weights(folder: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Four groups of two, sampled under versions 1 to 4; weights 2 and 5 are kept."""
+    """Create a run with four groups of two, sampled under versions 1 to 4, that keeps weights 2
+    and 5."""
     folder = RunFolder(tmp_path / "run", to_toml(TrainSettings()))
     for number in range(1, 5):
         rows = [
@@ -80,7 +81,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class Starts:
-    """Learners that were started, by their settings, in place of processes."""
+    """Records the settings of learners instead of starting processes."""
 
     def __init__(self) -> None:
         self.settings: list[LearnerSettings] = []
@@ -202,7 +203,7 @@ def test_long_rollouts_fit(run: Path, starts: Starts, capsys: pytest.CaptureFixt
 def test_an_evaluation_is_scored_by_its_model(
     run: Path, starts: Starts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its servers have had it from their start, under no number."""
+    """The servers of an evaluation keep their initial weights, which have no version number."""
     shutil.rmtree(run / "weights")
     shutil.rmtree(run / "trajectories")
     model = weights(tmp_path / "model")
@@ -240,7 +241,7 @@ def test_a_run_without_rollouts_is_named(
     row = {"trajectory": Trajectory("1.0", [1]).to_dict()}
     (run / "trajectories" / "group-0000001.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["analyze", "entropy", str(run)]) == 2
-    assert "nothing was sampled" in capsys.readouterr().err
+    assert "no tokens were sampled" in capsys.readouterr().err
 
 
 def test_without_the_learner_it_says_what_to_install(

@@ -1,4 +1,4 @@
-"""`agentloop chat`: whose model answers, and what is wrong with it."""
+"""`agentloop chat`: the choice of the model, and errors."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_an_answer_that_is_interrupted_is_forgotten(
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        (("start/model",), "start/model (no weights were published)"),
+        (("start/model",), "start/model (no weights have been published)"),
         (
             ("start/model", "weights/9", "weights/12"),
-            "weights/12 (version 12, the newest that was published)",
+            "weights/12 (version 12, the newest published)",
         ),
         (("model",), "model"),  # of a supervised run
     ],

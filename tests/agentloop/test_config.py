@@ -1,4 +1,4 @@
-"""Settings from every source: who wins, and what is said of those that are wrong."""
+"""Settings from all sources: their order, and error messages."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def test_an_override_needs_no_quotes(override: str, model: str) -> None:
         (["zzz=1"], r"unknown setting 'zzz' \(known here: model, servers, server, wing\)"),
         (["wing.inner.deep=1"], "did you mean 'wing.inner.depth'"),
         (["server=1"], "'server' is a section: set server.KEY"),
-        (["server.port"], "is no setting: write section.key=value"),
-        (["=1"], "is no setting"),
-        (["a b=1"], "is no setting"),
+        (["server.port"], "is not a setting: write section.key=value"),
+        (["=1"], "is not a setting"),
+        (["a b=1"], "is not a setting"),
         (["server.port=many"], r"server.port: .*not 'many' \(from override 'server.port=many'\)"),
         (["server.port=-1"], r"server.port: .*greater than or equal to 0, not -1"),
         (["server.port.x=1"], r"server.port: .*\(from override"),
@@ -174,12 +174,12 @@ def test_what_two_files_extend_lies_below_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("extends = 3", r"top\.toml: extends: a file's name, or a list of them, is expected"),
-        ('extends = [""]', r"top\.toml: extends: a file's name, or a list"),
-        ("extends = {a = 1}", r"top\.toml: extends: a file's name, or a list"),
+        ("extends = 3", r"top\.toml: extends: expected a file name or a list of file names"),
+        ('extends = [""]', r"top\.toml: extends: expected a file name or a list"),
+        ("extends = {a = 1}", r"top\.toml: extends: expected a file name or a list"),
         ('extends = "gone.toml"', r"top\.toml: extends: .*gone\.toml: No such file"),
-        ('extends = "top.toml"', r"top\.toml: extends: a circle: .*top\.toml -> .*top\.toml"),
-        ('extends = "around.toml"', r"around\.toml: extends: a circle: .*top.* -> .*around.* -> "),
+        ('extends = "top.toml"', r"top\.toml: extends: a cycle: .*top\.toml -> .*top\.toml"),
+        ('extends = "around.toml"', r"around\.toml: extends: a cycle: .*top.* -> .*around.* -> "),
         ('extends = "bad.toml"', r"^[^:]*bad\.toml: unknown setting 'server\.prot'"),
         ('extends = "worse.toml"', r"server\.port: .*not 'x' \(from [^ ]*worse\.toml\)"),
         ('extends = "worst.toml"', r"top\.toml: extends: .*worst\.toml: Expected"),
@@ -205,9 +205,9 @@ def test_what_is_wrong_with_an_extended_file_is_said_of_it(
         (
             "AGENTLOOP_SERVERS",
             "http://127.0.0.1:1",
-            "the environment: AGENTLOOP_SERVERS: JSON expected",
+            "the environment: AGENTLOOP_SERVERS: expected JSON",
         ),
-        ("AGENTLOOP_SERVER", "{nope", "the environment: AGENTLOOP_SERVER: JSON expected"),
+        ("AGENTLOOP_SERVER", "{nope", "the environment: AGENTLOOP_SERVER: expected JSON"),
     ],
 )
 def test_a_bad_variable_is_named(

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, progress, and how they end."""
+"""Helpers of all commands: arguments, progress, and exit statuses."""
 
 from __future__ import annotations
 

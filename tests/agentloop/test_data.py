@@ -1,4 +1,4 @@
-"""`agentloop data`: from files at hand to one JSONL file, or a reason why not."""
+"""`agentloop data`: JSONL files from local files, and errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_another_number_of_rows_is_refused(
     file, out = jsonl(tmp_path / "1.jsonl", rows(29)), tmp_path / "out.jsonl"
     command = ["data", "prepare", "aime-2024", file, "--out", str(out)]
     assert main(command) == 2
-    assert "aime-2024: 29 rows, but there are 30 in AIME 2024" in capsys.readouterr().err
+    assert "aime-2024: 29 rows, but AIME 2024, I and II has 30" in capsys.readouterr().err
     assert not out.exists()
     assert main([*command, "--any-count"]) == 0
     assert len(written(out)) == 29
@@ -101,7 +101,7 @@ def test_errors_name_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def rolled_out(path: Path, *rewards: tuple[int, Sequence[float | None]]) -> str:
-    """A file of rollouts: (number of the problem, its rewards)."""
+    """Write a file of rollouts from (number of the problem, its rewards) pairs."""
     path.parent.mkdir(exist_ok=True)
     settings = TasksSettings(kind="jsonl", paths=[Path(jsonl(path.parent / "problems", rows(20)))])
     ids = {task.answer: task.id for task in read_tasks(settings)}
@@ -164,16 +164,16 @@ def test_rollouts_that_say_nothing_are_refused(
 
     bad = tmp_path / "bad.jsonl"
     for row, said in [
-        ([1], "line 1: an object is expected"),
-        ({"reward": 1.0}, "line 1: field 'task': a problem's id"),
-        ({"task": "a"}, "line 1: field 'reward': a number or null"),
-        ({"task": "a", "reward": "1"}, "line 1: field 'reward': a number or null"),
+        ([1], "line 1: expected an object"),
+        ({"reward": 1.0}, "line 1: field 'task': expected a problem's id"),
+        ({"task": "a"}, "line 1: field 'reward': expected a number or null"),
+        ({"task": "a", "reward": "1"}, "line 1: field 'reward': expected a number or null"),
     ]:
         assert f"{bad}: {said}" in refused(jsonl(bad, [row]))  # type: ignore[list-item]
     others = rolled_out(bad, (7, [1.0]))
     assert "--tasks: none of the 1 problems of the rollouts is among the 2" in refused(others)
     solved = rolled_out(bad, (0, [1.0]), (1, [1.0]))
-    assert "nothing is left: all 2 problems" in refused(solved, "--solved", "1/1")
+    assert "no problem is left: all 2 are solved" in refused(solved, "--solved", "1/1")
     assert f"{tmp_path}: no trajectories/*.jsonl" in refused(str(tmp_path))
     for share in ("0/8", "9/8", "8", "a/b"):
         with pytest.raises(SystemExit):

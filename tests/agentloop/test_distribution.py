@@ -1,4 +1,4 @@
-"""What the project says about packages, its own and others'."""
+"""Names and versions of packages, and hints to install them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_name_is_that_of_the_project() -> None:
 
 
 def test_every_hint_names_an_extra_that_exists() -> None:
-    """Also those in documents, and none of another project's distribution."""
+    """This covers the documents, which must not name another project's distribution either."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tox.ini"]
     files += [*ROOT.glob("agentloop/**/*.py"), *ROOT.glob("tests/**/*.py")]
     found = set()

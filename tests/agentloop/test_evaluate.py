@@ -1,4 +1,4 @@
-"""An evaluation put together: what is sampled, what is refused, what is left behind."""
+"""`agentloop evaluate` as a whole: sampling, errors, and results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import eventually
 
 
 class Said:
-    """Progress, kept."""
+    """Records progress lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -65,7 +65,7 @@ def portal() -> Iterator[BlockingPortal]:
 
 @pytest.fixture
 def fake(portal: BlockingPortal) -> Iterator[FakeEndpoint]:
-    """In a loop of its own, as others are."""
+    """Run a fake server in a thread with its own event loop."""
     with portal.wrap_async_context_manager(FakeEndpoint().serving()) as fake:
         yield fake
 
@@ -177,12 +177,12 @@ def test_a_refused_key_ends_it_at_once(
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("sampling.temperature=0.1", "--resume: sampling: it is another in the run"),
+        ("sampling.temperature=0.1", "--resume: sampling: differs from the run's"),
         ("budget.max_turns=1", "--resume: budget.max_turns"),
         ("tasks.seed=4", "--resume: tasks"),
         ("reward.function=math", "--resume: reward"),
         ("endpoint.model=other", "--resume: endpoint.model"),
-        ("evaluate.num_samples=2", "--resume: evaluate.num_samples: the run has 4 already"),
+        ("evaluate.num_samples=2", "--resume: evaluate.num_samples: the run already has 4"),
     ],
 )
 def test_a_run_does_not_go_on_as_another_one(
@@ -210,7 +210,7 @@ def test_a_run_of_that_name_is_not_written_over(
     assert main(arguments) == 0
     gc.collect()
     assert main(arguments) == 2
-    assert "run.name: there is a run at" in capsys.readouterr().err
+    assert "run.name: there already is a run at" in capsys.readouterr().err
 
 
 @pytest.mark.anyio
@@ -253,17 +253,17 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["endpoint.model=m"], "endpoint.model: it is of no use without endpoint.url"),
-        (["endpoint.url=http://a/v1", "servers=['http://a:1']"], "servers: endpoint.url answers"),
+        (["endpoint.model=m"], "endpoint.model: set endpoint.url, too"),
         (
-            ["evaluate.num_samples=2", "evaluate.pass_at=[3]"],
-            "pass_at: 3 requires at least as many samples",
+            ["endpoint.url=http://a/v1", "servers=['http://a:1']"],
+            "servers: not used with endpoint.url",
         ),
+        (["evaluate.num_samples=2", "evaluate.pass_at=[3]"], "pass_at: 3 requires at least as many samples"),
         (["endpoint.url=a"], "endpoint.url: 'a' is not of the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
         (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),
         (["--resume", "/no/such/run"], "--resume: /no/such/run is not a run (no config.toml)"),
-        (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: files of one kind"),
+        (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: give files of one kind"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(
@@ -310,7 +310,7 @@ def test_held_out_tasks_are_those_that_training_leaves_out(tmp_path: Path) -> No
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    """What a training run leaves, as far as it matters here."""
+    """Create a run folder as training leaves it, as far as evaluation needs it."""
     run = tmp_path / "trained"
     (run / "weights" / "3").mkdir(parents=True)
     (run / "weights" / "3" / "config.json").write_text("{}")
@@ -327,7 +327,7 @@ def test_of_a_training_run_it_takes_what_an_evaluation_needs(
     assert main(["--run", str(trained), "--dry-run", "evaluate.num_samples=2"]) == 0
     out = capsys.readouterr().out
     assert "tasks      9, of arithmetic" in out
-    assert "samples    2 of each: 18, by our own loop" in out
+    assert "samples    2 of each: 18, by agentloop" in out
 
 
 def test_files_are_measured_in_place_of_what_the_run_holds_out(

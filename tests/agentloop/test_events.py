@@ -1,4 +1,4 @@
-"""A feed gives its reader everything, in order, however far behind it is."""
+"""A feed delivers all events in order, however far behind its reader is."""
 
 from __future__ import annotations
 

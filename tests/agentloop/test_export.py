@@ -1,4 +1,4 @@
-"""`agentloop export`: which weights it takes, what it writes, and what it refuses."""
+"""`agentloop export`: the choice of weights, the written files, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentloop.models import SMALL
 
 
 def published(folder: Path, version: str, *, without: tuple[str, ...] = ()) -> Path:
-    """A folder as the learner publishes it, of the small model."""
+    """Create a folder of the small model as the learner publishes it."""
     ignore = shutil.ignore_patterns("README.md", "__pycache__", *without)
     shutil.copytree(SMALL, folder, ignore=ignore)
     sha256 = {
@@ -35,7 +35,7 @@ def published(folder: Path, version: str, *, without: tuple[str, ...] = ()) -> P
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that was stopped while it published step 10."""
+    """Create a run that was stopped while it published step 10."""
     folder = tmp_path / "runs" / "first"
     for step in ("2", "9"):
         published(folder / "weights" / step, step)
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def shards(folder: Path) -> None:
-    """The weights of `folder`, in two float32 files."""
+    """Split the weights of `folder` into two float32 files."""
     tensors: dict[str, Any] = {}
     with safe_open(folder / "model.safetensors", "np") as file:
         for name in file.keys():  # noqa: SIM118
@@ -97,7 +97,7 @@ def test_the_newest_weights_of_a_run(run: Path, capsys: pytest.CaptureFixture[st
     assert ChatFormat.load(out).generation_prompt == ChatFormat.load(SMALL).generation_prompt
     assert list(out.parent.iterdir()) == [out]
     card = (out / "README.md").read_text()
-    assert "# first\n\nTrained by agentloop; version 9 of it.\n" in card
+    assert "# first\n\nTrained with agentloop; weight version 9.\n" in card
     assert "| reward | 0.625 |\n| learner/lr | 1e-06 |" in card
     assert "| held_out/reward | 0.75 |" in card
     assert "[loop]\nsteps = 9\n```" in card
@@ -106,7 +106,7 @@ def test_the_newest_weights_of_a_run(run: Path, capsys: pytest.CaptureFixture[st
 
 def test_an_older_step_and_a_folder_by_itself(run: Path, tmp_path: Path) -> None:
     assert find(run, 2).version == "2"
-    with pytest.raises(ModelError, match=r"weights of step 3 \(there are: 2, 9\)"):
+    with pytest.raises(ModelError, match=r"weights of step 3 \(available: 2, 9\)"):
         find(run, 3)
     assert find(run / "weights" / "2").run == run
     with pytest.raises(ModelError, match="a model folder: it has no steps"):
@@ -114,9 +114,9 @@ def test_an_older_step_and_a_folder_by_itself(run: Path, tmp_path: Path) -> None
     assert find(SMALL) == find(SMALL, None)
     assert (find(SMALL).run, find(SMALL).version) == (None, None)
     shutil.rmtree(run / "weights")
-    with pytest.raises(ModelError, match=r"no published weights \(there are: none\)"):
+    with pytest.raises(ModelError, match=r"no published weights \(available: none\)"):
         find(run)
-    with pytest.raises(ModelError, match=r"neither a run's folder .* nor a model's"):
+    with pytest.raises(ModelError, match=r"neither a run's folder .* nor a model folder"):
         find(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_what_is_not_what_was_published_is_refused(run: Path, tmp_path: Path) ->
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(ModelError, match=r"9/model\.safetensors: not what was published"):
+    with pytest.raises(ModelError, match=r"9/model\.safetensors: differs from the published"):
         export(run, tmp_path / "out")
     weights.unlink()
     with pytest.raises(ModelError, match=r"weights/9: model\.safetensors is missing"):
@@ -205,7 +205,7 @@ def test_what_exists_is_never_written_over(tmp_path: Path, kind: str) -> None:
         out.mkdir()
     else:
         out.symlink_to(tmp_path / "gone")
-    with pytest.raises(SettingsError, match="out: it exists already"):
+    with pytest.raises(SettingsError, match="out: already exists"):
         export(SMALL, out)
 
 
@@ -215,12 +215,12 @@ def test_a_failure_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     for dtype in (None, "float32"):
-        with pytest.raises(AgentLoopError, match="it ends too early"):
+        with pytest.raises(AgentLoopError, match="the file is truncated"):
             export(folder, tmp_path / "out", dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     weights.write_bytes(b"\xff" * 100)
     assert main(["export", str(folder), str(tmp_path / "out")]) == 2
-    assert "model.safetensors: no safetensors file" in capsys.readouterr().err
+    assert "model.safetensors: not a safetensors file" in capsys.readouterr().err
     assert main(["export", str(SMALL), f"{weights}/out"]) == 2
     assert "model.safetensors" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,4 +1,4 @@
-"""`agentloop ls`: what a person sees, and what a script gets."""
+"""`agentloop ls`: its table and its JSON."""
 
 from __future__ import annotations
 

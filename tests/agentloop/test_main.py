@@ -1,4 +1,4 @@
-"""`agentloop COMMAND` before any command runs."""
+"""`agentloop COMMAND`, before any command runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_question_is_found_wherever_it_stands(
     ("arguments", "said"),
     [
         (["serve.port=1", ""], "the question is empty"),
-        (["What", "serve.port=1", "is"], "one question is expected, in quotes, not 'What', 'is'"),
+        (["What", "serve.port=1", "is"], "expected one question, in quotes, not 'What', 'is'"),
     ],
 )
 def test_what_is_no_question_is_said(

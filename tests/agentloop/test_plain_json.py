@@ -1,4 +1,4 @@
-"""What goes through JSON comes back as it was, whatever a model wrote into it."""
+"""JSON round-trips whatever a model may have written."""
 
 from __future__ import annotations
 

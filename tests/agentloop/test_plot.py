@@ -43,6 +43,6 @@ def test_places_and_things_are_chosen(run: Path, capsys: pytest.CaptureFixture[s
     assert main(["plot", str(run), str(run), "--out", str(out), "--what", "reward"]) == 0
     assert out.exists()
     assert main(["plot", str(run), "--out", str(out), "--what", "reward,wishes"]) == 2
-    assert "--what: wishes: nothing of that" in capsys.readouterr().err
+    assert "--what: wishes: these runs have no such metric" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plot", str(run), "--what", ","])

@@ -1,4 +1,4 @@
-"""The recipes: each says which command takes it, and that command takes it."""
+"""The recipes are accepted by the commands that they name."""
 
 from __future__ import annotations
 
@@ -235,8 +235,8 @@ ASKED = {"role": "user", "content": "What is 2 + 2?"}
 
 
 def like_qwen3_base(folder: Path) -> Path:
-    """A tokenizer that says what those of Qwen3's base models say: its end of text is no end of a
-    turn; and a template of the model's own, which thinks elsewhere."""
+    """Create a tokenizer like those of Qwen3's base models, whose end of text does not end a
+    turn, with a chat template that puts reasoning elsewhere."""
     transformers = pytest.importorskip("transformers")
     made = tokenizer()
     made.add_special_tokens([END_OF_TEXT])
@@ -251,7 +251,7 @@ def paper_settings() -> ChatSettings:
 
 
 def imitated(chat: ChatFormat, *turns: dict[str, Any]) -> str:
-    """What is learned of a dialogue, and the markup between."""
+    """Return the text of a dialogue that is trained on, and the markup between."""
     dialogue = Dialogue([ASKED, *turns], [TOOL], "here")
     (trajectory,) = trajectories_of(chat, dialogue, max_tool_response_tokens=512)
     return chat.decode(trajectory.ids[len(trajectory.prompt_ids) :])

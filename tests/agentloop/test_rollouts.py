@@ -1,4 +1,4 @@
-"""`agentloop rollouts` put together: what it is told, and what the trainer says."""
+"""`agentloop rollouts` as a whole: its own settings and the trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows of a training run: before its parts are there, while they are, and after."""
+"""The page of a training run: before its parts exist, while they do, and afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKEN = {"X-Control-Token": "sesame"}
 
 
 class Told:
-    """Progress, played."""
+    """Records progress."""
 
     line = "Starting 1 server"
 
@@ -48,7 +48,7 @@ class Told:
 
 
 class PlayedRuntime:
-    """A runtime whose rollouts go on until they are cancelled."""
+    """A runtime whose rollouts run until they are cancelled."""
 
     def __init__(self) -> None:
         self.chat = chat_format()
@@ -83,7 +83,7 @@ class PlayedRuntime:
 
 
 class PlayedLoop:
-    """Notes what it is asked."""
+    """Records the calls that it gets."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -212,7 +212,7 @@ async def test_before_the_loop_is_there_it_cannot_be_controlled(tmp_path: Path) 
         for what in ("pause", "resume", "drain", "checkpoint"):
             status, body = await at.post("/api/control", {"do": what})
             assert status == 400
-            assert "has not begun" in body["error"]
+            assert "has not started" in body["error"]
         for asked in ({"do": "cancel"}, {"do": "cancel", "rollout": "r"}):
             status, body = await at.post("/api/control", asked)
             assert status == 400
@@ -240,10 +240,10 @@ async def test_what_is_drained_begins_no_groups_again(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         at.begin()
         _, body = await at.post("/api/control", {"do": "resume"})
-        assert body["done"] == "groups are begun again"
+        assert body["done"] == "groups are started again"
         at.loop.is_draining = True
         _, body = await at.post("/api/control", {"do": "resume"})
-        assert "no groups are begun" in body["done"]
+        assert "no groups are started" in body["done"]
 
 
 async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
@@ -306,8 +306,8 @@ async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: P
     [
         ("returns", "finished", "The run has finished."),
         ("raises", "failed", "The run has failed: no disk left."),
-        ("is cancelled", "stopped", "The run was stopped; agentloop train --resume"),
-        ("is drained", "stopped", "The run was drained; agentloop train --resume"),
+        ("is cancelled", "stopped", "The run was stopped; to continue: agentloop train --resume"),
+        ("is drained", "stopped", "The run was drained; to continue: agentloop train --resume"),
     ],
 )
 async def test_the_page_is_told_how_the_run_ended(

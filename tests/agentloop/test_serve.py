@@ -1,4 +1,4 @@
-"""The service over a played engine: OpenAI's client, bad input, clients that leave."""
+"""The service over a fake engine: OpenAI's client, bad input, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class PlayedRouter(ScriptedEngine):
 
 
 class NoCalls:
-    """A pool that is never asked to run anything."""
+    """A pool that must not be asked to run anything."""
 
     def stats(self) -> dict[str, Any]:
         return {}
 
 
 class PlayedRuntime(Runtime):
-    """A runtime whose parts are there without having been started."""
+    """A runtime whose parts exist without having been started."""
 
     def __init__(self, settings: Settings, router: PlayedRouter) -> None:
         super().__init__(settings)
@@ -162,7 +162,7 @@ async def test_a_clients_own_tools_make_the_round_trip() -> None:
         (b"{nope", 400, "not valid JSON"),
         ({"messages": []}, 400, "messages: "),
         ({"messages": HELLO, "regex": "x"}, 400, 'regex: "x" is not supported'),
-        ({"messages": HELLO, "model": "other"}, 404, "'other' does not exist here"),
+        ({"messages": HELLO, "model": "other"}, 404, "'other' is not served here"),
         ({"messages": [{"role": "wizard", "content": ""}]}, 400, "messages[0].role"),
         ({"messages": [{"role": "wizard"}], "stream": True}, 400, "messages[0].role"),
         ({"messages": HELLO, "tools": [{}]}, 400, "tools[0].type: "),
@@ -192,7 +192,7 @@ async def test_what_is_not_there_is_told_in_json_with_what_is() -> None:
         async with at.post("/v1/responses", {"input": "hello"}) as response:
             assert (response.status, response.content_type) == (404, "application/json")
             error = (await response.json())["error"]
-        assert error["message"].startswith("POST /v1/responses is not offered; there are POST /v1/")
+        assert error["message"].startswith("POST /v1/responses does not exist; available: POST")
         assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_url")
         async with at.http.get(f"{at.url}/v1/chat/completions") as response:
             assert (response.status, response.content_type) == (405, "application/json")
@@ -325,7 +325,7 @@ async def test_rollouts_know_the_span_of_their_caller(stream: bool) -> None:
 
 
 async def test_no_more_tokens_are_sampled_than_were_asked_for() -> None:
-    """Those of tool responses do not count."""
+    """Tokens of tool responses do not count."""
     call = says(call_text("nope", {}))
     num = len(ids_of(CHAT, call_text("nope", {}) + END))
     async with service(call, says("done"), budget={"max_sampled_tokens": num + 9}) as at:

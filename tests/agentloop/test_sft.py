@@ -1,4 +1,4 @@
-"""`agentloop sft`: its settings; and, with a real learner, a start from random weights."""
+"""`agentloop sft`: its settings, and training from random weights with a real learner."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_runs_own_settings_can_be_used_again(tmp_path: Path) -> None:
 
 
 def test_the_laptops_stages_fit_together() -> None:
-    """What is learned from rollouts is asked with the tools, and about what, it was taught."""
+    """The rollouts use the tools and the kind of problems that the supervised start has taught."""
     settings = load_settings(TrainSettings, [RECIPES / "laptop.toml"])
     assert settings.start is not None
     (row,) = lessons(1, levels=[2])
@@ -111,7 +111,7 @@ def test_the_laptops_stages_fit_together() -> None:
 
 
 class Said:
-    """Progress, kept."""
+    """Records progress."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -130,7 +130,7 @@ OWN = "{#- ours -#}" + (SMALL / "chat_template.jinja").read_text("utf-8")
 
 
 def tiny_settings(folder: Path, name: str) -> list[str]:
-    """Of runs that are quick: two layers of random weights, and two ranks."""
+    """Return the settings of a quick run: two layers of random weights, and two ranks."""
     model = folder / "tiny"
     if not model.exists():
         shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -161,8 +161,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.real
 @pytest.mark.timeout(900)
 async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """A run that nothing happens to, and one whose process is killed, whose next learner loses a
-    rank: the same losses, and the same weights."""
+    """An undisturbed run and one whose process is killed, and that then loses a rank, have
+    equal losses and weights."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
     said = Said()
     settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "unbroken"))
@@ -199,8 +199,8 @@ async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
     said = Kills()
     settings = told(SftSettings, [], run)
     again = await sft(settings, said, resume=run)  # type: ignore[arg-type]
-    assert f"Going on after step {step}, of which there is a checkpoint" in said.lines
-    assert sum("lost, and started again" in line for line in said.lines) == 1
+    assert f"Resuming from the checkpoint of step {step}" in said.lines
+    assert sum("was lost; restarting it" in line for line in said.lines) == 1
     assert not [line for line in said.lines if "had the loss" in line]
     for name in ("step", "learner/loss", "learner/grad_norm", "learner/lr"):
         assert [row[name] for row in rows(run)] == [row[name] for row in expected], name
@@ -213,7 +213,7 @@ async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
 
 
 def pid_of_rank_1(logs: Path) -> int:
-    """Of all processes, the one that writes there and is no guardian."""
+    """Return the pid of rank 1: the process that writes to that log and is not a guardian."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (process / "cmdline").read_bytes().split(b"\0")
@@ -227,7 +227,7 @@ def pid_of_rank_1(logs: Path) -> int:
 async def test_who_stops_a_run_is_told_how_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the settings of the run, of which some may change."""
+    """The command resumes with the run's settings, some of which may be changed."""
     said, begun = Said(), anyio.Event()
 
     async def imitate(*_: object) -> Path:
@@ -243,7 +243,7 @@ async def test_who_stops_a_run_is_told_how_it_goes_on(
         await begun.wait()
         tasks.cancel_scope.cancel()
     assert said.lines[-1] == (
-        "Stopped; there is no checkpoint yet. It goes on by: agentloop sft --resume one"
+        "Stopped; there is no checkpoint yet. Continue with: agentloop sft --resume one"
     )
     again = told(SftSettings, ["loop.epochs=9"], Path("one"))
     assert again == settings.model_copy(

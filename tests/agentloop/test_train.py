@@ -1,4 +1,4 @@
-"""A training run put together: what is refused before it starts, and how it ends."""
+"""A training run as a whole: errors before it starts, and how it ends."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_missing_packages_are_named_before_anything_starts(
 def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--restarts", "-1"])
-    assert "--restarts: 0 at least, not -1" in capsys.readouterr().err
+    assert "--restarts: must be at least 0, not -1" in capsys.readouterr().err
 
 
 def run_at(path: Path, *overrides: str) -> TrainSettings:
@@ -256,7 +256,7 @@ PLAYED_RANK = RANK.replace(
 
 
 class PlayedServer(FakeSGLang):
-    """Says the same to every prompt; from the `silent_after`-th request on, nothing."""
+    """Gives the same response to every prompt; from request `silent_after` on, none."""
 
     silent_after = 1000
 
@@ -268,7 +268,7 @@ class PlayedServer(FakeSGLang):
 
 
 class Said:
-    """Progress, kept."""
+    """Records progress."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -302,7 +302,7 @@ def played_settings(folder: Path, server: FakeSGLang) -> TrainSettings:
 
 
 def pids_of(script: Path) -> list[int]:
-    """Of the ranks that run it, not of their guardians."""
+    """Return the pids of the ranks, without their guardians."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -356,7 +356,7 @@ async def test_who_stops_a_run_is_told_how_it_goes_on(
         tasks.start_soon(stop, tasks.cancel_scope)
         await train(played_settings(tmp_path, server), cast(console.Progress, said))
     assert said.lines[-1] == (
-        f"Stopped; there is {there}. It goes on by: agentloop train --resume {folder}"
+        f"Stopped; there is {there}. Continue with: agentloop train --resume {folder}"
     )
 
 
@@ -389,7 +389,7 @@ async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
             folder = await train(settings, cast(console.Progress, said))
             metrics = (folder / "metrics.jsonl").read_text().splitlines()
             assert [json.loads(line)["step"] for line in metrics] == [0, 1, 1, 2, 2]
-            assert any("lost, and started again" in line for line in said.lines)
+            assert any("was lost; restarting it" in line for line in said.lines)
         else:
             with pytest.raises(learner.LearnerError, match="exit status 137"):
                 await train(settings, cast(console.Progress, said))

@@ -1,4 +1,4 @@
-"""What a trajectory says about itself."""
+"""The properties of trajectories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentloop view`: folders with a run, with half of one, and with none; the page as one file."""
+"""`agentloop view`: folders with a run, an incomplete one, and none; the page as one file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import eventually
 
 
 def run_in(folder: Path, *, model: str = "") -> Path:
-    """A run that has ended, of one group and one step."""
+    """Create a run that has ended, with one group and one step."""
     made = RunFolder(folder, f'model = "{model}"\n')
     hostile = rollout("1-a/b: c.0") | {"answer": "</script><script>alert(1)</script><!--"}
     made.add_group(1, [{"group": 1, "version": 0, **hostile}])
@@ -32,7 +32,7 @@ def run_in(folder: Path, *, model: str = "") -> Path:
 
 
 def bodies(html: Path) -> dict[str, Any]:
-    """What an exported page has to show."""
+    """Return the data that an exported page contains."""
     found = re.search(
         r'<script id="run" type="application/json">(.*?)</script>', html.read_text(), re.DOTALL
     )

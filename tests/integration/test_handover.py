@@ -293,7 +293,7 @@ async def test_a_single_server_with_other_weights_serves_nothing(
         (file,) = published.folder.glob("*.safetensors")
         whole = await anyio.Path(file).read_bytes()
         await anyio.Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 64]))
-        with pytest.raises(ServerError, match="is not what the learner has published"):
+        with pytest.raises(ServerError, match="differs from what the learner published"):
             await served.hand_over(published, timeout_s=TIMEOUT_S)
         assert here.states() == ["stale"]
         await anyio.Path(file).write_bytes(whole)
@@ -308,7 +308,7 @@ async def test_a_single_server_with_other_weights_serves_nothing(
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(SGLangServer, "update_weights", stale)
-            with pytest.raises(ServerError, match="is not what the learner has"):
+            with pytest.raises(ServerError, match="differs from the learner's"):
                 await served.hand_over(others, timeout_s=TIMEOUT_S)
         assert here.states() == ["stale"]
         assert (await served.hand_over(others, timeout_s=TIMEOUT_S)).num_verified == 1

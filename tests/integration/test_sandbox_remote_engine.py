@@ -232,7 +232,7 @@ async def test_nothing_is_left(
 
 
 async def test_an_engine_that_wants_tls_says_so(engine: PrivateEngine, url: str) -> None:
-    with pytest.raises(SandboxUnavailable, match="wants TLS: set engine_certs"):
+    with pytest.raises(SandboxUnavailable, match="requires TLS: set engine_certs"):
         async with connect(url):
             pass
 
@@ -248,7 +248,7 @@ async def test_certificates_that_are_missing_or_wrong(
         async with connect(url, str(others)):
             pass
     shutil.copy(certs / "ca.pem", others / "ca.pem")  # right authority, a stranger's certificate
-    with pytest.raises(SandboxUnavailable, match="no Docker Engine answers"):
+    with pytest.raises(SandboxUnavailable, match="no Docker Engine responds"):
         async with connect(url, str(others)):
             pass
 

@@ -101,7 +101,7 @@ def test_it_says_what_is_wrong(docker_engine: None) -> None:
         port = url.rpartition(":")[2]
         for wrong, says in [
             (f"port={port}", "cannot listen on"),
-            ("pool.engines=unix:///nowhere", "no Docker Engine answers"),
+            ("pool.engines=unix:///nowhere", "no Docker Engine responds"),
             ("prot=1", "unrecognized arguments: --prot=1"),
         ]:
             done = subprocess.run(

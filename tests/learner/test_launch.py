@@ -106,7 +106,7 @@ async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
     others: list[subprocess.Popen[bytes]] = []
 
     def start_other(line: str) -> None:
-        _, found, path = line.partition("Start on each of the other nodes its line of ")
+        _, found, path = line.partition("start its command from ")
         if found:
             (command,) = Path(path).read_text().splitlines()
             with (tmp_path / "other.log").open("wb") as log:
@@ -123,7 +123,7 @@ async def test_with_a_fixed_port_another_nodes_line_in_a_loop_rejoins(
     loops: list[subprocess.Popen[bytes]] = []
 
     def start_other(line: str) -> None:
-        _, found, path = line.partition("Start on each of the other nodes its line of ")
+        _, found, path = line.partition("start its command from ")
         if found and not loops:
             (command,) = Path(path).read_text().splitlines()
             loop = ["sh", "-c", f"while :; do {command}; sleep 1; done"]

@@ -1,4 +1,4 @@
-"""What hostile or clumsy programs do, and what must come of it: one table for both forms.
+"""Hostile or faulty programs and their expected outcomes: one table for both backends.
 
 Each row is checked against the answer, and then by a harmless call (`AFTER`), which must find
 nothing of it. `wall` names what a row relies on beyond a process of its own: "uid" (one per call,
@@ -596,7 +596,8 @@ print(6 * 7, os.listdir("."), sum(map(is_there, range(1, min(os.getpid() + 100, 
 
 
 async def check_after(pool: Pool, num_processes: int | None) -> None:
-    """`num_processes`: as many as a call saw before; None where it sees the machine's own."""
+    """Check the worker after an attack. `num_processes`: the number before; None if calls see
+    the machine's."""
     for _ in range(150):
         result = await pool.run(AFTER)
         assert result.ok, result
@@ -922,7 +923,7 @@ async def check_channel(pool: Pool, channel: Channel) -> None:
 
 
 async def check_that_the_next_finds_nothing(pool: Pool) -> None:
-    """In a pool whose few directories are used in turn."""
+    """Check that a call's files are gone, in a pool that reuses its few directories."""
     left = [
         "import os\nfor n in range(50): open(f'.f{n}', 'w').write('x')",
         "import os\nos.symlink('/', 'r'); os.symlink('/etc/passwd', 'p'); os.symlink('.', 'd')",
@@ -961,7 +962,7 @@ for n in range(100):
 
 
 async def check_that_disks_are_apart(pool: Pool) -> None:
-    """What one session has filled, a call beside it can still write to."""
+    """Check that a call can write when a session beside it has filled its disk."""
     async with pool.session() as session:
         assert (await session.run(FILL_DISK)).stdout == "No space left on device\n"
         for _ in range(pool.settings.slots_per_worker):

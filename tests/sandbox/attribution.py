@@ -1,4 +1,4 @@
-"""Random programs, hostile ones among them, beside neighbours that verify themselves.
+"""Random programs, some hostile, next to calls that verify themselves.
 
 Whatever a program does is its own affair: its call, or its session, ends with a status that judges
 the program. Nobody beside it may notice. `attribute` runs such a mix and returns every violation,
@@ -94,7 +94,7 @@ HARMLESS = (
 
 @dataclass(frozen=True)
 class Program:
-    """One call of several pieces, or a session with a cell for each piece."""
+    """A call of several pieces, or a session with a cell for each piece."""
 
     pieces: tuple[str, ...]
     in_session: bool
@@ -115,7 +115,7 @@ def programs(seed: int, number: int) -> list[Program]:
 
 @dataclass
 class Found:
-    """What came of it: how programs ended, how many neighbours were right, what must not be."""
+    """The results: how programs ended, the number of correct neighbours, and violations."""
 
     ends: Counter[str] = field(default_factory=Counter)
     num_right: int = 0
@@ -125,7 +125,7 @@ class Found:
 async def attribute(
     pool: Pool, *, seed: int, number: int, side_by_side: int = 3, num_neighbours: int = 2
 ) -> Found:
-    """Run `number` random programs, with neighbours beside them all the time."""
+    """Run `number` random programs, with neighbours running all the time."""
     found = Found()
     left = iter(programs(seed, number))
     num_replaced = pool.stats()["replaced"]

@@ -1,4 +1,4 @@
-"""A load with known answers, and somebody who kills what runs it."""
+"""A load with known results, while processes of its workers are killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 20.0  # no call takes as long, however slow the machine
 
 
 def program(n: int) -> str:
-    """What call number `n` runs: mostly trivial; some fail, some sleep."""
+    """Return the program of call number `n`: mostly trivial; some fail, some sleep."""
     match n % 20:
         case 0:
             return f"print({n}); raise ValueError({n})"
@@ -49,7 +49,7 @@ def is_right(n: int, result: CallResult) -> bool:
 
 @dataclasses.dataclass
 class Tally:
-    """What came of a load."""
+    """The results of a load."""
 
     num_answers: list[int]
     ends: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -72,14 +72,14 @@ class Tally:
             self.wrong.append(result)
 
     def check(self) -> None:
-        """Each call got one answer, and none a wrong one."""
+        """Check that each call got one result, and none a wrong one."""
         assert set(self.num_answers) == {1}
         assert self.wrong == []
         assert self.most_attempts <= 2
 
 
 async def run_load(pool: Pool, num_calls: int, tally: Tally, first: int = 0) -> None:
-    """All calls at once: what doesn't run waits in the pool."""
+    """Run all calls at once; the pool queues those that cannot run yet."""
 
     async def one(n: int) -> None:
         tally.add(n, await pool.run(program(n), timeout_s=TIMEOUT_S))
@@ -123,8 +123,8 @@ def kill_one(kind: str, fronts: list[int], dice: random.Random) -> bool:
 
 
 async def answers(tally: Tally, every: int, dice: random.Random) -> AsyncIterator[None]:
-    """Again and again, on average at each `every`th answer: by the clock, workers of a slow machine
-    would be killed before they are up."""
+    """Wait again and again, on average for `every` results. With a clock, workers of a slow
+    machine would be killed before they are up."""
     while True:
         due = tally.ends.total() + dice.expovariate(1 / every)
         while tally.ends.total() < due:  # noqa: ASYNC110 - the tally sets no event
@@ -136,14 +136,14 @@ async def kill_at_random(
     kinds: list[str], fronts: Callable[[], list[int]], tally: Tally, every: int,
     dice: random.Random, killed: Counter[str],
 ) -> None:  # fmt: skip
-    """Until cancelled, some process of some worker."""
+    """Kill random processes of random workers until cancelled."""
     async for _ in answers(tally, every, dice):
         kind = dice.choice(kinds)
         killed[kind] += kill_one(kind, fronts(), dice)
 
 
 async def own_a_pool(settings: PoolSettings) -> None:
-    """What a process does that is to be killed: a pool under load, for ever."""
+    """Run a pool under load for ever, in a process to be killed."""
     async with Pool(settings) as pool:
         tally = Tally([0] * 1_000_000)
 
@@ -159,7 +159,8 @@ async def own_a_pool(settings: PoolSettings) -> None:
 
 
 async def kill_an_owner(settings: PoolSettings, tmp: Path) -> set[int]:
-    """Start such a process with its temporary files in `tmp`, kill it at work; what it ran."""
+    """Start such a process with temporary files in `tmp`, kill it at work, and return the pids
+    of its children."""
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "TMPDIR": str(tmp)}
     command = [sys.executable, "-m", "tests.sandbox.chaos", settings.model_dump_json()]

@@ -1,4 +1,4 @@
-"""What a request may cost before it is known what it says."""
+"""The cost of a request before it is validated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JSON = st.recursive(
 
 
 def num_values(value: Any) -> int:
-    """Every opening bracket, comma and colon."""
+    """Count the opening brackets, commas and colons."""
     match value:
         case list():
             return 1 + max(0, len(value) - 1) + sum(map(num_values, value))

@@ -76,7 +76,8 @@ async def pool(form: str, anyio_backend: str) -> AsyncIterator[Pool]:
 
 @pytest.fixture(scope="module")
 async def num_processes(pool: Pool) -> AsyncIterator[int | None]:
-    """How many a call sees in a worker that is at rest; None where it sees the machine's."""
+    """Return the number of processes that a call sees in an idle worker; None if it sees the
+    machine's."""
     if pool.stats()["layers"]["processes apart"].startswith("no"):
         yield None
     else:
@@ -84,7 +85,7 @@ async def num_processes(pool: Pool) -> AsyncIterator[int | None]:
 
 
 def lacks(pool: Pool, wall: str) -> bool:
-    """What this form does not promise on this machine."""
+    """Return the protections that local workers lack on this machine."""
     layers = pool.stats()["layers"]
     missing = {
         "": False,

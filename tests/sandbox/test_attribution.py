@@ -1,4 +1,4 @@
-"""Whose failure is whose, for random programs in local workers."""
+"""The attribution of failures of random programs in local workers."""
 
 from __future__ import annotations
 

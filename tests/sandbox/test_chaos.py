@@ -54,7 +54,7 @@ async def test_calls_while_workers_are_killed(scratch: Path) -> None:
         async with anyio.create_task_group() as group:
 
             async def kill_outers() -> None:
-                """The part that waits outside of the namespaces."""
+                """Kill the parts that wait outside of the namespaces."""
                 async for _ in answers(tally, 1000, dice):
                     with contextlib.suppress(ProcessLookupError, IndexError):
                         os.kill(dice.choice(outers()), 9)

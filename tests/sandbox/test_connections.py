@@ -1,4 +1,4 @@
-"""Connections that do nothing: their time and number are bounded, and no other suffers."""
+"""Idle connections are bounded in time and number without affecting others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST, REQUEST_S, IDLE_S = 4, 5.0, 20.0
 
 
 class ConnectionsMachine(RuleBasedStateMachine):
-    """Any course of events, beside a plain list of who is there and since when."""
+    """Any sequence of events, compared with a plain list of connections and times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ async def connected(client: Client, sent: str = "") -> AsyncIterator[anyio.abc.S
 
 
 async def until_closed(stream: anyio.abc.SocketStream) -> bytes:
-    """Everything that came before."""
+    """Read until the connection is closed; return all data."""
     got = bytearray()
     with anyio.fail_after(15):
         try:

@@ -1,4 +1,4 @@
-"""Which backend a pool chooses: engines that are missing, slow, silent or broken."""
+"""The choice of the backend: engines that are missing, slow, silent or broken."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are st
 
 
 class FakeEngine:
-    """Answers /version once it is told to; everything else is a 500."""
+    """A fake engine that answers /version once it is told to, and everything else with 500."""
 
     def __init__(self, folder: str) -> None:
         self.path = str(Path(folder, "docker.sock"))
@@ -43,7 +43,7 @@ class FakeEngine:
 
 @pytest.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeEngine]:
-    """The local engine, silent so far, of which little patience is had at a time."""
+    """Run a fake local engine, silent at first, with short timeouts."""
     monkeypatch.setattr("sandbox.engine.ANSWER_TIMEOUT_S", 0.05)
     with tempfile.TemporaryDirectory() as folder:  # not pytest's: a socket's path must be short
         async with serving(FakeEngine(folder)) as fake:
@@ -115,7 +115,7 @@ async def test_local_processes_where_no_engine_listens(
         async with Pool(PoolSettings(workers=1, preload=[]), on_progress=told.append) as pool:
             assert pool.stats()["backend"] == "process"
         assert len(told) == 1
-        assert told[0].startswith("Calls run in local processes: no Docker Engine answers at")
+        assert told[0].startswith("Calls run in local processes: no Docker Engine responds at")
         assert not set(told[0]) & set("[]{}")
         for named in ({"backend": "docker"}, {"image": "mine"}):
             with pytest.raises(NoEngine):
@@ -129,7 +129,7 @@ async def test_local_processes_where_no_engine_listens(
 
 
 def wrapped(error: aiohttp.ClientConnectionError) -> aiodocker.DockerError:
-    """As aiodocker raises it."""
+    """Wrap an error as aiodocker does."""
     try:
         try:
             raise error
@@ -160,6 +160,6 @@ def test_what_is_wrong_is_said_in_words(code: int, kind: type[Exception], says: 
 
 
 async def test_the_name_of_an_engine_is_checked() -> None:
-    with pytest.raises(SandboxUnavailable, match=r"an engine is unix:///path or tcp"):
+    with pytest.raises(SandboxUnavailable, match=r"an engine must be unix:///path or tcp"):
         async with sandbox.engine.connect("ftp://box"):
             pass

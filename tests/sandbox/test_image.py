@@ -50,7 +50,7 @@ def test_wheels_are_those_that_the_base_can_run() -> None:
 
 
 def make_wheel(folder: Path, name: str, version: str, needs: str = "") -> str:
-    """Its hash."""
+    """Create a wheel and return its hash."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     files = {
@@ -72,7 +72,8 @@ def make_wheel(folder: Path, name: str, version: str, needs: str = "") -> str:
 
 @pytest.fixture
 def only_local_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """pip sees alpha 1 and 2, of which the recipe pins the first, and beta, which needs any."""
+    """Let pip find only alpha 1 and 2, of which the recipe pins the first, and beta, which
+    needs any alpha."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     pinned = make_wheel(wheels, "alpha", "1.0")
@@ -125,8 +126,8 @@ def test_without_pip_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"packages": ["--index-url=http://x"]}, "'--index-url=http://x' is not a package's name"),
-        ({"packages": ["a", "../b"]}, "'../b' is not a package's name"),
+        ({"packages": ["--index-url=http://x"]}, "--index-url=http://x' is not a valid"),
+        ({"packages": ["a", "../b"]}, "'../b' is not a valid requirement"),
         ({"packages": ["a"], "image": "mine"}, "not to 'mine'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Pools do not start where calls would not be isolated, and doctor says so."""
+"""Pools refuse to start if calls would not be isolated, and doctor reports that."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings(**more: object) -> PoolSettings:
 
 @pytest.fixture
 def local_workers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """What every local worker tells of its layers from now on; no engine listens."""
+    """Set the layers that every local worker reports; no engine listens."""
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr("sandbox.engine.local_engine", lambda: f"unix://{tmp_path}/none")
     layers: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What a call may use, what its worker may use, and that no two workers share a uid."""
+"""The limits of calls and workers; no two workers share a uid."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def alone() -> AsyncIterator[Pool]:
 
 
 def of_the_last_session() -> list[int]:
-    """Pids of the youngest processes that count up (see COUNTING)."""
+    """Return the pids of the youngest counting processes (see COUNTING)."""
     return [process.pid for process in census() if process.num_threads == 7]
 
 
@@ -292,7 +292,7 @@ def test_workers_have_uids_of_their_own_however_many() -> None:
 
 
 def test_workers_of_other_processes_have_other_uids() -> None:
-    """However few there are to choose from: here two."""
+    """This holds even with only two uids to choose from."""
     few = REMAPPED_UIDS[:128]
     code = (
         "import sys\nfrom sandbox.backend import uid_range\n"
@@ -399,7 +399,7 @@ def test_what_survived_its_worker_ends_before_its_directory_is_removed(tmp_path:
 def test_a_link_put_in_the_place_of_a_directory_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the moment when it is seen and that when it is opened."""
+    """The link is placed between the check of the directory and its opening."""
     outside = tmp_path / "outside"
     (outside / "kept").mkdir(parents=True)
     outside.chmod(0o500)

@@ -29,7 +29,7 @@ from sandbox import (
 )
 from sandbox.backend import _read_worker
 from sandbox.link import MAX_SILENT_BEATS, Link
-from sandbox.pool import _Room, _Waiter, _Worker
+from sandbox.pool import _SlotQueue, _Waiter, _Worker
 from sandbox.process import ProcessBackend
 from sandbox.protocol import FrameReader, encode
 from sandbox.worker.kernel import remove_below
@@ -42,20 +42,20 @@ FOREVER = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(1)"
 
 
 def endless_before(moment: float) -> str:
-    """A program that never ends in a worker which was there at `moment` (time.time()), and at once
-    in a later one: a call's directory is as old as its worker."""
+    """Return a program that never ends in workers that existed at `moment` (time.time()) and
+    ends at once in later ones, judged by the age of its directory."""
     return f"import os, time\nwhile os.stat('.').st_mtime < {moment!r}: time.sleep(0.01)"
 
 
 def started_since(others: set[int]) -> set[int]:
-    """The processes of the workers that have come to the children `others` of this process; those
-    of a pool that was there before come and go meanwhile."""
+    """Return the processes of workers started since `others`, the children of this process
+    then. Those of an existing pool come and go meanwhile."""
     outers = set(children(os.getpid())) - others
     return outers.union(*map(descendants, outers))
 
 
 def runs(pid: int) -> bool:
-    """False for a zombie too: who reaps it isn't ours to say."""
+    """Return whether a process runs. A zombie does not, whoever has to reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -178,7 +178,7 @@ async def test_too_large_is_refused(pool: Pool) -> None:
     assert result.status is CallStatus.SANDBOX_ERROR
     assert result.status.infrastructure
     assert result.error is not None
-    assert "the most is" in result.error.message
+    assert "the maximum is" in result.error.message
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
@@ -269,7 +269,7 @@ async def test_without_a_waiting_room_free_slots_still_serve() -> None:
 
 
 async def test_a_worker_is_recycled_beside_a_session_that_lives_on() -> None:
-    """However many calls pass: a session of an hour is one that outlives its worker's share."""
+    """The session outlives its worker's share of calls, as one that lasts an hour would."""
     async with Pool(BARE.model_copy(update={"recycle_after": 3})) as pool:
         async with pool.session() as session:
             first = (await session.run("x = 41")).worker_id
@@ -278,8 +278,8 @@ async def test_a_worker_is_recycled_beside_a_session_that_lives_on() -> None:
             assert (await session.run("x + 1")).result == "42"
             await wait_until(lambda: pool.stats()["workers"] == 1)
             assert (pool.stats()["slots"], pool.stats()["sessions"]) == (4, 1)
-        await wait_until(lambda: [w.link.worker_id for w in pool._room.workers] != [first])
-        await wait_until(lambda: len(pool._room.workers) == 1)
+        await wait_until(lambda: [w.link.worker_id for w in pool._queue.workers] != [first])
+        await wait_until(lambda: len(pool._queue.workers) == 1)
         assert (await pool.run("1")).ok
 
 
@@ -294,12 +294,12 @@ async def test_workers_that_are_kept_for_their_sessions_are_bounded() -> None:
             for _ in range(5):
                 assert (await pool.run("1")).ok
         await wait_until(lambda: pool.stats()["workers"] == settings.workers)
-        assert len(pool._room.workers) == 2 * settings.workers
+        assert len(pool._queue.workers) == 2 * settings.workers
         assert [(await s.run("x")).result for s in sessions] == ["0", "1", "2", "3"]
 
 
 class Breaking:
-    """A backend whose first workers fail in a way that no backend should."""
+    """A backend whose first workers fail in an unexpected way."""
 
     name = "breaking"
     layers: Mapping[str, str] = {}
@@ -336,8 +336,8 @@ async def test_whatever_keeps_a_worker_from_starting_its_place_is_not_given_up(
 
 
 class Vanishing:
-    """A backend whose workers answer nothing and are lost with the first call that they get; if
-    `together`, all of them with it."""
+    """A backend whose workers never reply and are lost with their first call; if `together`,
+    all at once."""
 
     name = "vanishing"
     layers: Mapping[str, str] = {}
@@ -376,7 +376,7 @@ async def vanish(
 async def test_a_call_that_loses_two_workers_the_second_alone_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else a program could make its own failure look like ours."""
+    """Otherwise a program could make its own failure look like one of infrastructure."""
     result = await vanish(monkeypatch, Vanishing(), 2)
     assert (result.status, result.signal, result.attempt) == (CallStatus.KILLED, 9, 2)
     assert not result.status.infrastructure
@@ -395,18 +395,18 @@ async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_m
 
 
 class Grants:
-    """A `_Room` of workers with four slots, and which of them each waiter was given."""
+    """A `_SlotQueue` of workers with four slots, with the grants of each waiter."""
 
     def __init__(self, num_workers: int) -> None:
-        self.room = _Room()
+        self.queue = _SlotQueue()
         self.workers = [_Worker(Link(str(n)), BARE) for n in range(num_workers)]
-        self.room.workers += self.workers
+        self.queue.workers += self.workers
 
     def ask(self, *, alone: bool = False, only: _Worker | None = None) -> _Waiter:
-        return self.room.enter(only, alone)
+        return self.queue.enter(only, alone)
 
     def given(self, *waiters: _Waiter) -> list[int | None]:
-        """By its number; None: it still waits."""
+        """Return the number of a waiter's worker; None: it still waits."""
         return [None if w.worker is None else self.workers.index(w.worker) for w in waiters]
 
 
@@ -419,20 +419,20 @@ def test_a_call_that_runs_alone_waits_until_a_worker_is_empty_and_keeps_it_so() 
     more = [here.ask(), here.ask()]
     cell = here.ask(only=second)
     assert here.given(alone, *more, cell) == [None, 0, None, None]  # the second is to be empty
-    here.room.free(second)
-    here.room.free(second)
+    here.queue.free(second)
+    here.queue.free(second)
     assert here.given(alone, *more, cell) == [1, 0, None, None]
-    assert not second.has_seat
-    here.room.free(second)
+    assert not second.can_open_session
+    here.queue.free(second)
     assert here.given(*more, cell) == [0, 1, 1]
-    assert second.has_seat
+    assert second.can_open_session
 
 
 def test_two_calls_that_run_alone_have_a_worker_each_or_wait_for_one_another() -> None:
     here = Grants(2)
     calls = [here.ask(alone=True) for _ in range(3)]
     assert here.given(*calls) == [0, 1, None]
-    here.room.free(here.workers[0])
+    here.queue.free(here.workers[0])
     assert here.given(*calls) == [0, 1, 0]
 
 
@@ -441,7 +441,7 @@ def test_a_call_that_wants_to_run_alone_and_gives_up_leaves_the_workers_to_other
     here.ask()
     alone, other = here.ask(alone=True), here.ask()
     assert here.given(alone, other) == [None, None]
-    here.room.leave(alone)
+    here.queue.leave(alone)
     assert here.given(other) == [0]
 
 
@@ -474,11 +474,11 @@ async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_bea
     with anyio.fail_after(15):
         await link.watch()
     assert len(asked) == 20 + MAX_SILENT_BEATS
-    assert "it said nothing for" in link.why
+    assert "it was silent for" in link.why
 
 
 def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Let what workers fork do this instead of going to its directory."""
+    """Let the forked processes of workers do this instead of entering their directory."""
     sources = dict(_read_worker())
     code = sources["sandbox.worker.child"]
     assert "    os.chdir(spec.home(lane))\n" in code
@@ -530,7 +530,7 @@ async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: P
     result = await pool.run("#" + "\U0001f600" * 6_000_000 + "\ud800")  # 12 bytes each as JSON
     assert result.status is CallStatus.SANDBOX_ERROR
     assert result.error is not None
-    assert "the most is" in result.error.message
+    assert "the maximum is" in result.error.message
     assert pool.stats()["busy"] == 0
 
 
@@ -611,7 +611,7 @@ async def test_a_session_is_lost_with_its_worker() -> None:
 
 async def test_no_engine_is_said_plainly() -> None:
     settings = PoolSettings(backend="docker", engines=["unix:///nowhere/docker.sock"])
-    with pytest.raises(SandboxUnavailable, match="no Docker Engine answers at unix:///nowhere"):
+    with pytest.raises(SandboxUnavailable, match="no Docker Engine responds at unix:///nowhere"):
         async with Pool(settings):
             pass
 
@@ -623,7 +623,7 @@ async def test_the_body_s_exception_comes_out_unchanged() -> None:
 
 
 def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
-    """Also for a user whom modes hold back; nothing outside is touched by way of a link."""
+    """This includes users restricted by file modes, and never touches anything through a link."""
     base = tmp_path / "base"
     (base / "a/b/c").mkdir(parents=True)
     (base / "a/b/f").write_text("x")
@@ -658,7 +658,8 @@ def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
-    """kill -9: the workers see the end of their connection; directories go at the next start."""
+    """After kill -9 the workers notice the closed connection; directories are removed at the
+    next start."""
     os.chmod(tmp_path, 0o755)
     program = (
         "import anyio, os, sandbox\n"
@@ -830,7 +831,7 @@ async def test_a_closed_session_stays_closed(pool: Pool) -> None:
 
 
 def test_a_directory_however_deep_is_emptied(tmp_path: Path) -> None:
-    """Deeper than a recursion or a path may be, and closed on the way."""
+    """The directory is deeper than recursion or a path permits, and closed on the way."""
     at = os.open(tmp_path, os.O_RDONLY)
     for n in range(1500):
         os.mkdir("d", dir_fd=at)

@@ -1,4 +1,4 @@
-"""A pool over hosts: each host is a real service over local workers, in this process."""
+"""A pool over hosts: each host is a real service over local workers in this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALL = {"code": FOREVER, "stdin": "", "timeout_s": 600}
 
 
 class Host:
-    """One machine's service; `stop` is the loss of it."""
+    """A host's service; `stop` simulates its loss."""
 
     url = ""
 
@@ -80,7 +80,10 @@ async def test_a_call_on_a_host() -> None:
     async with host() as there, over(there) as pool:
         result = await pool.run("print(input())\n6 * 7", stdin="größe \ud800")
         assert (result.status, result.stdout, result.result) == (CallStatus.OK, "größe ?\n", "42")
-        assert (result.attempt, result.worker_id) == (1, there.pool._room.workers[0].link.worker_id)
+        assert (result.attempt, result.worker_id) == (
+            1,
+            there.pool._queue.workers[0].link.worker_id,
+        )
         failed = await pool.run("1 / 0")
         assert failed.error is not None
         assert failed.error.type == "ZeroDivisionError"
@@ -114,9 +117,11 @@ async def test_calls_go_where_others_are_not() -> None:
         for _ in range(4):
             group.start_soon(busy.pool.run, FOREVER, "", 600)
         async with over(busy, idle) as pool:
-            await wait_until(lambda: pool._room.workers[0].room != pool._room.workers[1].room)
+            await wait_until(
+                lambda: pool._queue.workers[0].num_available != pool._queue.workers[1].num_available
+            )
             ids = {(await pool.run("1")).worker_id for _ in range(4)}
-            assert ids == {idle.pool._room.workers[0].link.worker_id}
+            assert ids == {idle.pool._queue.workers[0].link.worker_id}
         group.cancel_scope.cancel()
 
 
@@ -156,7 +161,7 @@ async def test_one_missing_host_is_no_failure_and_all_are() -> None:
         hosts = [there.url, "http://127.0.0.1:1"]
         async with Pool(PoolSettings(hosts=hosts)) as pool:
             assert (await pool.run("1")).ok
-    with pytest.raises(SandboxUnavailable, match="gave no connection"):
+    with pytest.raises(SandboxUnavailable, match="cannot connect to the host"):
         async with Pool(PoolSettings(hosts=["http://127.0.0.1:1"])):
             pass
 
@@ -223,7 +228,7 @@ async def test_a_session_that_ends_itself_on_a_host_is_known_for_it() -> None:
 async def test_a_session_lost_with_its_worker_on_a_host_is_nobodys_doing() -> None:
     async with host() as there, over(there) as pool, pool.session() as session:
         await session.run("x = 1")
-        there.pool._room.workers[0].link.lose("it died")
+        there.pool._queue.workers[0].link.lose("it died")
         assert await lost_by(session) is LostBy.INFRASTRUCTURE
         assert session.lost_by is LostBy.INFRASTRUCTURE
 
@@ -261,7 +266,7 @@ async def test_the_token_is_needed() -> None:
 
 
 class Names(aiohttp.abc.AbstractResolver):
-    """A network in which every name leads to this machine."""
+    """A network in which all names resolve to this machine."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
@@ -282,7 +287,7 @@ class Names(aiohttp.abc.AbstractResolver):
 
 
 async def test_a_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/recipes/paper.toml names them."""
+    """The form of the name is that in docs/recipes/paper.toml."""
     monkeypatch.setattr(aiohttp.connector, "DefaultResolver", lambda loop: Names())
     async with host(token="hush") as there:
         there.url = there.url.replace("127.0.0.1", "node-4")
@@ -325,12 +330,12 @@ async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> N
     [
         (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
         (b"\0\0\0\2{]", "not JSON"),
-        (encode({"no": 1}), "does not know: {'no': 1}"),
+        (encode({"no": 1}), "unknown frame: {'no': 1}"),
         (encode({"op": "run"}), "does not know"),
         (encode({"op": "run", **CALL, "id": [1]}), "does not know"),
         (encode({"op": "kill", "id": {}}), "does not know"),
         (encode({"op": "close", "session": []}), "does not know"),
-        (encode({"op": "run", "id": 1, **CALL}) * 2, "id 1 is that of a call which is still open"),
+        (encode({"op": "run", "id": 1, **CALL}) * 2, "id 1 belongs to a call that is still open"),
     ],
 )
 async def test_garbage_ends_its_own_connection_alone(garbage: bytes, says: str) -> None:

@@ -56,7 +56,7 @@ async def service(pool: Pool, **more: Any) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def begun(client: Client, rest: str) -> AsyncIterator[anyio.abc.SocketStream]:
-    """A POST /v1/run whose head, and nothing of whose body, has come."""
+    """A POST /v1/run whose head has arrived, without its body."""
     host, port = client.url.removeprefix("http://").split(":")
     async with await anyio.connect_tcp(host, int(port)) as stream:
         await stream.send(f"POST /v1/run HTTP/1.1\r\nHost: {host}\r\n{rest}\r\n\r\n".encode())
@@ -153,7 +153,7 @@ async def test_a_lost_session_is_told(client: Client) -> None:
 
 
 async def session_that_has_run(client: Client) -> str:
-    """Where its cells go. A session that rested until we came is not the one: then another."""
+    """Return the path of a session's cells, opening another one if it has expired meanwhile."""
     busy = {"code": "import time; time.sleep(0.5); 1"}
     with anyio.fail_after(15):
         while True:
@@ -329,7 +329,7 @@ async def test_where_no_session_is_free_it_is_said_at_once() -> None:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
             error = (await response.json())["error"]
         assert error["type"] == "overloaded"
-        assert error["message"].startswith("no session is free, of 1: close one, or allow more")
+        assert error["message"].startswith("none of 1 sessions is free: close one, or allow more")
 
 
 async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
@@ -550,7 +550,7 @@ async def test_code_judges_batches_keep_their_order(client: Client, form: str) -
 
 @pytest.mark.parametrize("path", ["/run", "/judge"])
 async def test_code_judges_own_client_takes_every_answer(client: Client, path: str) -> None:
-    """Its dataclass has these fields and refuses others."""
+    """The client's dataclass has exactly these fields."""
     for one in (
         {"type": "python", "solution": "1"},
         {"type": "cpp", "solution": "1"},
@@ -562,7 +562,7 @@ async def test_code_judges_own_client_takes_every_answer(client: Client, path: s
         fields = ["sub_id", "success", "run_success", "cost", "reason"]
         assert list(answer) == fields + ["stdout", "stderr"] * (path == "/run")
     _, answer = await client.post("/run", {"type": "cpp", "solution": "1"})
-    assert answer["stderr"] == "the type 'cpp' is not offered here, only 'python'"
+    assert answer["stderr"] == "the type 'cpp' is not supported here, only 'python'"
 
 
 async def test_code_judge_keeps_the_first_characters(pool: Pool) -> None:
@@ -623,7 +623,7 @@ async def test_sandbox_fusion(client: Client, ask: Any, status: str, ran: Any) -
     _, answer = await client.post("/run_code", {"language": "python", **ask})
     assert answer["status"] == status
     if ran is None:
-        assert "not offered" in answer["message"]
+        assert "not supported" in answer["message"]
     else:
         run = answer["run_result"]
         assert (run["status"], run["return_code"], run["stdout"]) == ran
@@ -632,7 +632,7 @@ async def test_sandbox_fusion(client: Client, ask: Any, status: str, ran: Any) -
 async def test_sandbox_fusion_answers_with_all_of_an_output_or_not_at_all(client: Client) -> None:
     _, answer = await client.post("/run_code", {"code": "print('x' * 5_000_000)"})
     assert (answer["status"], answer["run_result"]) == ("SandboxError", None)
-    assert answer["message"].startswith("the output has 5000001 bytes; the most is")
+    assert answer["message"].startswith("the output has 5000001 bytes; the maximum is")
 
 
 async def test_the_document_names_every_path(pool: Pool, client: Client) -> None:
@@ -651,7 +651,8 @@ async def test_the_document_names_every_path(pool: Pool, client: Client) -> None
 
 
 def is_described(value: Any, schema: Any, schemas: Any, told: set[str]) -> bool:
-    """Whether a value fits a schema, of the little that ours say; the names that it must have."""
+    """Return whether a value matches a schema, as far as the service's schemas go, including
+    required fields."""
     if name := schema.get("$ref"):
         return is_described(value, schemas[name.rpartition("/")[2]], schemas, told)
     if "allOf" in schema:

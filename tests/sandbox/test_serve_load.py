@@ -1,4 +1,4 @@
-"""bench.sandbox, small: pool and service under its load, and that it sees a wrong answer."""
+"""A small run of bench.sandbox against pool and service, which must detect wrong results."""
 
 from __future__ import annotations
 

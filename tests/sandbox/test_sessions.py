@@ -1,4 +1,4 @@
-"""Sessions: how they end, by whose doing, and that a cell runs in no other process."""
+"""Sessions: their ends, the causes, and that a cell runs in no other process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN = {"op": "run", "stdin": "", "timeout_s": 15}
 
 
 async def wait_until_lost(session: Session) -> None:
-    """Between cells a session is stopped: what it has begun goes on with the next one."""
+    """Wait until a session is lost. Between cells its process is stopped, so run cells."""
     with anyio.fail_after(15):
         while session.lost_by is None:
             with contextlib.suppress(SessionLost):
@@ -71,7 +71,7 @@ async def test_a_process_that_ends_between_two_cells_is_its_programs_doing(pool:
 
 
 async def test_no_cell_runs_in_a_fresh_process(pool: Pool) -> None:
-    """However close it comes after the end of the session's own."""
+    """This holds even right after the end of the session's own process."""
     results: list[CallResult] = []
     for n in range(40):
         async with pool.session() as session:
@@ -140,7 +140,7 @@ async def test_a_session_that_was_closed_is_lost_by_its_caller(pool: Pool) -> No
 
 
 async def test_what_is_known_of_sessions_goes_with_them(pool: Pool) -> None:
-    link = pool._room.workers[0].link
+    link = pool._queue.workers[0].link
     for code in ("1", "import os; os._exit(0)"):
         async with pool.session() as session:
             await session.run(code)
@@ -159,7 +159,7 @@ def test_an_end_that_is_told_twice_keeps_its_first_cause() -> None:
 
 
 def test_an_interrupt_is_for_one_cell_alone() -> None:
-    """One that comes between two cells is for neither; a cell's own handler stays."""
+    """An interrupt between two cells affects neither; a cell's own handler stays in place."""
     code = (
         "import mmap, os, signal\n"
         "from sandbox.worker.child import run_lasting_cell\n"
@@ -189,7 +189,7 @@ def test_an_interrupt_is_for_one_cell_alone() -> None:
 
 
 async def test_a_cell_that_leaves_its_time_behind_stops_and_the_next_is_whole(pool: Pool) -> None:
-    """The interrupt of the one comes as it ends: at some of these moments, before the other."""
+    """The interrupt of a cell may arrive at its very end, before the next one."""
     async with pool.session() as session:
         await session.run("import time")
         for n in range(30):
@@ -230,7 +230,7 @@ async def test_when_a_program_began_is_measured(pool: Pool, forged: int) -> None
 
 
 async def test_a_session_that_floods_its_channel_is_not_listened_to(pool: Pool) -> None:
-    """What it writes there ends its own cells, and keeps nobody else waiting."""
+    """Excess messages end the session's own cells and do not delay others."""
     async with pool.session() as session:
         flood = (
             "import os, threading\n"
@@ -240,7 +240,7 @@ async def test_a_session_that_floods_its_channel_is_not_listened_to(pool: Pool) 
             "for _ in range(3): threading.Thread(target=flood, daemon=True).start()"
         )
         await session.run(flood)
-        front = pool._room.workers[0].link.hello["pid"]
+        front = pool._queue.workers[0].link.hello["pid"]
         before, began = cpu_used(front), time.monotonic()
         for _ in range(20):
             assert (await pool.run("1")).ok

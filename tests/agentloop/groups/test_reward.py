@@ -231,11 +231,11 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
     ("gold", "answer", "value", "why"),
     [
         ("g", "hangs", 0.0, "not done after 3 s (2 tries): the answer breaks the check"),
-        ("g", "crashes", 0.0, "its process ended by SIGSEGV (2 tries): the answer breaks"),
-        ("g", "exits", 0.0, "its process ended with status 71 (2 tries): the answer breaks"),
+        ("g", "crashes", 0.0, "the process ended by SIGSEGV (2 tries): the answer breaks"),
+        ("g", "exits", 0.0, "the process ended with status 71 (2 tries): the answer breaks"),
         ("g", "raises", 0.0, "RecursionError: too deep (2 tries): the answer breaks the check"),
         ("g", "raises where it is not the first call", 1.0, "equal to the reference answer"),
-        ("g", "is killed", None, "its process ended by SIGKILL (2 tries)"),
+        ("g", "is killed", None, "the process ended by SIGKILL (2 tries)"),
         ("hangs", "raises", None, "on the reference answer it fails, too"),
     ],
 )

@@ -101,7 +101,7 @@ class Controls:
 
     async def do(self, what: str, rollout: str | None) -> str:
         if what == "cancel" and rollout is None:
-            raise RequestError("rollout: which one is to be cancelled?")
+            raise RequestError("rollout: name the rollout to cancel")
         self.done.append((what, rollout))
         return "it is done"
 

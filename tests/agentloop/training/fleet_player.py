@@ -1,4 +1,4 @@
-"""A runtime of a fleet whose rollouts are played: in a test's process, or as one of its own."""
+"""A fleet's runtime with fake rollouts, run in a test's process or in its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEASE_S = 8.0  # a busy machine may stop us for seconds
 
 @dataclass
 class Group:
-    """What was rolled out."""
+    """A group that was rolled out."""
 
     rows_: Sequence[Mapping[str, Any]]
     figures: Mapping[str, Any] = field(default_factory=lambda: {"rejected": None, "rollouts": []})
@@ -36,7 +36,7 @@ class Group:
 
 
 class Player:
-    """Rolls out and serves weights, in name."""
+    """Fakes rollouts and weight syncs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -104,7 +104,7 @@ class Player:
         return True
 
     async def run(self, settings: FleetSettings, rollouts: RollsOut | None = None) -> None:
-        """As `agentloop rollouts`; `rollouts` are in place of ours."""
+        """Run like `agentloop rollouts`, with `rollouts` instead of the real ones."""
         async with Link.open(settings, settings.run) as link:
             word = await heard(link, within_s=settings.give_up_s, say=lambda line: None)
             member = Member(
@@ -122,7 +122,7 @@ class Player:
 
 @asynccontextmanager
 async def playing(settings: FleetSettings, *players: Player) -> AsyncIterator[None]:
-    """They are there, within."""
+    """Run fake runtimes while the context is open."""
     async with anyio.create_task_group() as tasks:
         for player in players:
             tasks.start_soon(player.run, settings)
@@ -131,7 +131,8 @@ async def playing(settings: FleetSettings, *players: Player) -> AsyncIterator[No
 
 
 async def main(url: str, run: str, folder: str) -> None:
-    """Says in files of the folder what it was asked for, and never comes to an end with it."""
+    """Run a fake runtime that writes its requests to files in the folder and never completes
+    one."""
     player = Player(str(os.getpid()))
     player.gate = anyio.Event()
     settings = FleetSettings(redis=url, run=run)

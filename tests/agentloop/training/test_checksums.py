@@ -1,4 +1,4 @@
-"""What a server must say of the learner's tensors, and what follows from what it says."""
+"""The expected checksums of a server's tensors, and their comparison."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def numbered(*shape: int) -> Any:
     ],
 )
 def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel(size: int, expected: int) -> None:
-    """What the kernel gives in Triton's interpreter; tests/integration runs it."""
+    """The values are from the kernel under Triton's interpreter; tests/integration runs it."""
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     layout = Layout("cuda", "bfloat16", 1, 2)
     assert checksum("x", [Tensor("uint8", data)], layout, 0) == f"{expected:016x}"
@@ -82,7 +82,7 @@ def test_on_one_rank_it_is_the_whole_model_with_rows_of_zeros_behind_a_vocabular
 
 
 def test_each_rank_has_its_part() -> None:
-    """Of four, where two have the same keys and values."""
+    """Two of four ranks share the same keys and values."""
     layout = Layout("cpu", "float32", 4, 2)
     q, k, v = numbered(8, 3), numbered(2, 3) + 50, numbered(2, 3) + 90
     down, norm = numbered(3, 8), numbered(3)
@@ -128,9 +128,9 @@ def test_the_type_that_auto_means() -> None:
         ({"dtype": "bfloat16"}, {}, "bfloat16 on a CPU"),
         ({"device": "cuda", "dtype": "bfloat16"}, {}, None),
         ({"device": "cuda", "dtype": "auto"}, {}, None),
-        ({"device": "cuda", "dtype": "float8"}, {}, "the type float8"),
+        ({"device": "cuda", "dtype": "float8"}, {}, "the dtype float8"),
         ({"device": "xpu"}, {}, "the device xpu"),
-        ({}, {"model_type": "deepseek_v3"}, "a model of the type deepseek_v3"),
+        ({}, {"model_type": "deepseek_v3"}, "the model type deepseek_v3"),
     ],
 )
 def test_where_it_is_not_known_what_a_server_must_say_that_is_said(
@@ -156,12 +156,12 @@ def proof(*ranks: Mapping[str, str]) -> Proof:
 
 def test_every_rank_of_a_server_must_have_what_is_the_learners() -> None:
     assert proof({"a": "1", "b": "2"}, {"a": "3", "b": "4"}) == Proof("whole", "")
-    assert proof({"a": "1"}, {"a": "1"}).wrong == "its a is not what the learner has"
-    assert proof({"a": "1", "b": "1"}).wrong == "its b is not what the learner has"
+    assert proof({"a": "1"}, {"a": "1"}).wrong == "its a differs from the learner's"
+    assert proof({"a": "1", "b": "1"}).wrong == "its b differs from the learner's"
     one, other = proof({"a": "1", "x": "5"}), proof({"a": "1", "x": "6"})
     assert not one.wrong
     assert one.rest != other.rest != ""
-    assert proof({"x": "5"}) == Proof("whole", "whole", unproven="it tells of no such tensor"), (
+    assert proof({"x": "5"}) == Proof("whole", "whole", unproven="it reports no known tensor"), (
         "then SGLang's own is all there is"
     )
     assert proof() == proof({"x": "5"})

@@ -1,4 +1,4 @@
-"""Collapses are found, soon, and traced to where they began; ordinary learning never is one.
+"""Collapses are detected soon and traced to their start; ordinary training raises no alarm.
 
 The series are made up, but for one: nobody has published the paper's own.
 """
@@ -76,7 +76,7 @@ def series(num: int, make: Callable[[int], Row]) -> list[Row]:
 
 
 def judged(rows: Iterable[Row], settings: CollapseSettings = SETTINGS) -> Verdict | None:
-    """The first verdict."""
+    """Return the first verdict."""
     collapse = Collapse(settings)
     return next((found for one in rows if (found := collapse.seen(one))), None)
 
@@ -86,7 +86,8 @@ def noisy(value: float, spread: float, draw: random.Random) -> float:
 
 
 def the_papers(seed: int = 0) -> list[Row]:
-    """510 steps up, then down to a tenth within forty, while entropy and gradients explode."""
+    """Yield 510 steps of rising reward, then a fall to a tenth within forty, with exploding
+    entropy and gradients."""
     draw = random.Random(seed)
 
     def make(step: int) -> Row:
@@ -138,7 +139,7 @@ def test_by_the_reward_alone() -> None:
     ],
 )
 def test_each_rule_finds_its_own(rule: Rule, bad: dict[str, Any]) -> None:
-    """What begins at step 101 is found when the window and the patience say so."""
+    """A violation from step 101 on is detected after the window and the patience."""
     verdict = judged(
         series(200, lambda step: row(step, **({"reward": 0.6} | (bad if step > 100 else {}))))
     )
@@ -152,12 +153,12 @@ def test_each_rule_finds_its_own(rule: Rule, bad: dict[str, Any]) -> None:
     "alone", [{"entropy": 2.0}, {"gradient": 3.0}, {"truncated": 0.5}, {"skipped": 1}]
 )
 def test_what_a_run_that_learns_may_do(alone: dict[str, Any]) -> None:
-    """These say something only when the reward sags, too."""
+    """These metrics count only together with a declining reward."""
     assert not judged(series(200, lambda step: row(step, 0.6, **(alone if step > 100 else {}))))
 
 
 def test_a_policy_that_loses_its_entropy() -> None:
-    """Over 200 steps to nothing, while the reward stays where it is."""
+    """The entropy falls to nothing over 200 steps while the reward is constant."""
     draw = random.Random(0)
     rows = series(
         200, lambda step: row(step, noisy(0.5, 0.03, draw), entropy=0.6 * math.exp(-step / 25))
@@ -182,7 +183,8 @@ def test_runs_that_were_measured() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_an_ordinary_noisy_run(seed: int) -> None:
-    """It learns to 0.7 in 500 steps, and gets longer and surer; a mean of 128 rollouts is told."""
+    """The reward rises to 0.7 in 500 steps, with longer answers and less entropy; each is a
+    mean of 128 rollouts."""
     draw = random.Random(seed)
 
     def make(step: int) -> Row:
@@ -205,7 +207,7 @@ def test_a_reward_that_never_moves(reward: float | None) -> None:
 
 
 def test_one_that_begins_at_nothing_for_long() -> None:
-    """Now and then one is right; half of that is nothing to speak of."""
+    """Rewards are rare, so half of their mean is insignificant."""
     draw = random.Random(0)
     rows = series(300, lambda step: row(step, max(0.0, draw.gauss(0.01, 0.02))))
     rows += [row(step, min(0.8, (step - 300) / 100)) for step in range(301, 500)]
@@ -223,7 +225,7 @@ def test_while_the_reward_rises_nothing_is_a_collapse() -> None:
 
 
 def test_a_step_without_the_metric_neither_counts_nor_clears() -> None:
-    """Where nothing was learned there is none: it takes twice as long."""
+    """A step that trains on nothing lacks the metric, so detection takes twice as long."""
 
     def make(step: int) -> Row:
         learned = {} if step % 2 else {"mismatch": None}
@@ -268,7 +270,7 @@ def test_noise_within_the_bounds_is_never_a_collapse(rows: list[Row]) -> None:
 
 @given(st.lists(ANYTHING, max_size=15))
 def test_outliers_move_nothing(outliers: list[Row]) -> None:
-    """One in three is anything at all: fewer than half of any window."""
+    """One in three values is arbitrary: fewer than half of any window."""
     rows = [one for outlier in outliers for one in (row(0, 0.65), row(0, 0.65), outlier)]
     assert not judged(numbered(rows), TIGHT)
 
@@ -293,7 +295,7 @@ def test_a_sharp_fall_is_found_at_once_and_dated(
 
 
 def test_a_stage_begins_with_a_clean_sheet() -> None:
-    """Tasks that every rollout solves are dropped for it: the reward falls, as it should."""
+    """Tasks that every rollout solves are dropped for the stage, so a lower reward is expected."""
     before = series(100, lambda step: row(step, 0.8))
     after = [row(step, 0.3) for step in range(101, 200)]
     assert judged([*before, *after])
@@ -311,7 +313,8 @@ def test_a_run_that_goes_on_remembers() -> None:
 
 
 def test_what_was_undone_counts_for_nothing() -> None:
-    """It collapsed, and went on from step 500: now all is well, although the file tells both."""
+    """After a collapse and a resume from step 500 there is no alarm, although the file has both
+    histories."""
     rows = the_papers()
     again = [row(step, 0.7) for step in range(501, 530)]
     collapse = Collapse.replay(SETTINGS, rows, step=500)
@@ -335,9 +338,9 @@ def test_the_report() -> None:
     verdict = Verdict(Rule.GRADIENT, "the norm rose", step=530, since=521, last_good=512)
     text = report(verdict, [*rows, {"step": 530, "held_out/reward": 0.1}], [400, 450, 500, 520])
     assert "collapsed at step 530" in text
-    assert "The norm rose (medians). So it has been since step 521. Rule: `gradient`" in text
+    assert "The norm rose (medians), since step 521. Rule: `gradient`" in text
     assert "The last good step was 512" in text
-    assert "Go on from the checkpoint of step 500" in text
+    assert "Continue from the checkpoint of step 500" in text
     table = [line for line in text.splitlines() if line.startswith("| 5")]
     assert [line.split()[1] for line in table] == [str(step) for step in range(521, 531)]
     assert "learner.optimizer.lr" in text
@@ -348,12 +351,12 @@ def test_a_report_where_little_is_known(rule: Rule) -> None:
     rows: list[Row] = [{"step": 1, "reward": None}]
     text = report(Verdict(rule, "why", 1, 1, None), rows, [])
     assert "No step was good." in text
-    assert "start anew" in text
+    assert "start a new run" in text
     assert "| 1 | - | - |" in text
 
 
 def test_the_checkpoint_is_older_than_the_last_good_step() -> None:
-    """The rollouts of step 50 are of the weights of step 49."""
+    """The rollouts of step 50 are sampled with the weights of step 49."""
     verdict = Verdict(Rule.REWARD, "why", 70, 60, 50)
     assert checkpoint_before(verdict, [30, 40, 50, 60]) == 40
     assert checkpoint_before(verdict, [50]) is None

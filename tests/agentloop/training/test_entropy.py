@@ -1,4 +1,4 @@
-"""Which tokens are marked, of which kind they are, and what is counted of them."""
+"""Which tokens are marked, their kinds, and the statistics."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_with_all_marked_nothing_is_left_out(found: list[list[Sampled]]) -> None
 
 
 def test_text_calls_and_what_follows_a_result_are_told_apart() -> None:
-    """A rollout: it thinks, it calls, it reads what came of it."""
+    """The rollout reasons, makes a call and reads the result."""
     first = Sampled([7, 8, 9, 9], [0.1, 3.0, 0.2, 0.3], calls=((2, 4),))
     second = Sampled([7, 5], [2.0, 0.0], after_result=True)
     analysis = analyze([[first, second]], 0.5)
@@ -114,7 +114,7 @@ def test_text_calls_and_what_follows_a_result_are_told_apart() -> None:
 
 
 def test_each_rollout_has_a_share_of_its_own() -> None:
-    """A rollout that hesitates everywhere does not take all the marks."""
+    """A rollout of high entropy everywhere does not take all the marks."""
     sure, unsure = Sampled([1] * 10, [0.1] * 10), Sampled([2] * 10, [5.0] * 10)
     tokens = analyze([[sure], [unsure]], 0.2).kinds[Kind.FORKING].tokens
     assert [(token.id, token.num_marked) for token in tokens] == [(2, 2), (1, 2)]

@@ -1,4 +1,4 @@
-"""Entropies of rollouts on disk: asked of a learner, kept, and found again."""
+"""The entropies of rollouts on disk: computed by a learner, cached, and read again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ORIGIN = Origin("/weights/2", "abc", "2", 1.0)
 
 
 def rollout(name: str = "1.0") -> Trajectory:
-    """It calls, gets a result, and answers; then it is cut off at once."""
+    """Create a rollout that makes a call, gets a result, and is then cut off at once."""
     called = Turn(
         output_ids=[5, 6, 7],
         logprobs=[-0.5, -1.0, -1.5],
@@ -51,7 +51,7 @@ def rollout(name: str = "1.0") -> Trajectory:
 
 
 def group(folder: Path, *rollouts: Trajectory, number: int = 1) -> Path:
-    """Of a run, as training writes it."""
+    """Write a group of a run as training does."""
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     path = folder / "trajectories" / f"group-{number:07}.jsonl"
     rows = [{"task": "t", "reward": 1.0, "trajectory": one.to_dict()} for one in rollouts]
@@ -64,7 +64,8 @@ def names_in(folder: Path) -> list[str]:
 
 
 class Learner:
-    """Its entropies are a hundredth of the ids; its log-probabilities the engine's, and `off`."""
+    """A fake learner: entropies are a hundredth of the ids, log-probabilities the engine's plus
+    `off`."""
 
     def __init__(self, off: float = 0.0, entropy: float | None = None) -> None:
         self.off, self.entropy = off, entropy
@@ -117,7 +118,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: Any) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     damage(rows[1])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match=r"group-0000001\.jsonl: line 2: no rollout"):
+    with pytest.raises(DataError, match=r"group-0000001\.jsonl: line 2: not a rollout"):
         read_rollouts(path)
 
 
@@ -143,7 +144,7 @@ async def test_where_nothing_was_sampled_nobody_is_asked(tmp_path: Path) -> None
 @pytest.mark.anyio
 async def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
     rollouts = read_rollouts(group(tmp_path, rollout()))
-    with pytest.raises(LearnerError, match="no number"):
+    with pytest.raises(LearnerError, match="not finite"):
         await score(Learner(entropy=float("nan")), rollouts, tmp_path, timeout_s=5)
 
 
@@ -165,7 +166,7 @@ def rollouts(tmp_path: Path) -> list[Rollout]:
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[Rollout]) -> None:
-    """In the form that the page reads: a line for each rollout, by its id."""
+    """The file has the form that the page reads: a line for each rollout, by its id."""
     folder = EntropyFolder(tmp_path)
     found = Found([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
     assert folder.kept(1, rollouts, ORIGIN) is None

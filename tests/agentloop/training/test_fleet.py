@@ -1,4 +1,4 @@
-"""A fleet around a Redis of its own: played rollouts, real deaths."""
+"""A fleet around a Redis server of its own: fake rollouts, real deaths."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def settings_for(server: RedisServer, **changes: Any) -> FleetSettings:
 
 
 class Trainer:
-    """A fleet, what it says, and a model folder to hand over."""
+    """A fleet, the lines that it prints, and a model folder to publish."""
 
     def __init__(self, fleet: Fleet, folder: Path) -> None:
         self.fleet = fleet
@@ -76,7 +76,7 @@ class Trainer:
         return await self.fleet.hand_over(InFolder(str(version), folder), timeout_s=timeout_s)
 
     async def groups(self, *names: str, oldest: int = 0) -> dict[str, RolledOut]:
-        """As the loop asks for them: one after the other comes in line."""
+        """Request groups like the loop, each when the one before is queued."""
         found: dict[str, RolledOut] = {}
 
         async def ask(name: str) -> None:
@@ -125,7 +125,7 @@ async def until(found: Callable[[], Awaitable[Any]], expected: Any) -> None:
 
 
 async def left(settings: FleetSettings) -> list[int]:
-    """Entries that are still in the streams."""
+    """Return the numbers of entries left in the streams."""
     async with Link.open(settings, "test") as link:
         return [
             await link.do(lambda redis, name=name: redis.xlen(name))  # type: ignore[misc]
@@ -176,7 +176,7 @@ async def test_rollouts_go_through_redis_where_no_folder_is_shared(
 async def test_rollouts_go_through_redis_where_the_folder_cannot_be_written(
     redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a trainer is killed and started again while a runtime writes."""
+    """This happens when a trainer is killed and restarted while a runtime writes."""
 
     def write(path: Path, data: bytes) -> None:
         raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -245,7 +245,7 @@ async def test_a_group_that_nobody_can_do_is_given_up(
     player.error = ServerError("no server is left")
     async with training(settings, tmp_path) as trainer, playing(settings, player):
         await trainer.hand_over()
-        with pytest.raises(ServerError, match=r"2 tries came to nothing \(fleet\.max_tries\)"):
+        with pytest.raises(ServerError, match=r"2 attempts failed \(fleet\.max_tries\)"):
             await trainer.groups("1")
         assert player.asked == ["1", "1"]
 
@@ -372,7 +372,7 @@ async def test_a_trainer_that_is_restarted_gets_its_own_answers_alone(
 
 @asynccontextmanager
 async def rolling_out(settings: FleetSettings, *names: str) -> AsyncIterator[None]:
-    """Runtimes that score and choose, within."""
+    """Run runtimes that score and filter while the context is open."""
     async with (
         Scorer(RewardSettings(function="exact")) as scorer,
         anyio.create_task_group() as runtimes,
@@ -390,7 +390,7 @@ async def rolling_out(settings: FleetSettings, *names: str) -> AsyncIterator[Non
 async def run_by_fleet(
     settings: FleetSettings, folder: Path, learner: PlayedLearner, *, evaluate_every: int = 2
 ) -> dict[str, int]:
-    """Two steps, or what is left of them; returns the groups by their state."""
+    """Run two steps, or the remaining ones; return the number of groups by state."""
     run = RunFolder(folder / "run", "", resume=True)
     async with (
         GroupQueue.open(run.path / "queue.sqlite") as queue,
@@ -421,7 +421,7 @@ async def run_by_fleet(
 async def test_a_run_by_a_fleet_learns_what_a_run_by_itself_does(
     redis: RedisServer, tmp_path: Path
 ) -> None:
-    """Also where Redis loses everything between its steps."""
+    """This holds even if Redis loses all data between the steps."""
     pytest.importorskip(
         "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
     )
@@ -474,7 +474,7 @@ async def test_a_second_trainer_takes_the_run_and_the_first_says_so(
 ) -> None:
     settings = settings_for(redis)
     with pytest.raises(  # noqa: PT012
-        SettingsError, match="another trainer has taken agentloop:test:trainer"
+        SettingsError, match="another trainer has taken over agentloop:test:trainer"
     ):
         async with training(settings, tmp_path):
             async with training(settings, tmp_path / "other"):
@@ -599,7 +599,7 @@ async def test_of_two_runtimes_that_did_one_ticket_each_has_its_own_rollouts(
                 found.update(await trainer.groups("1"))
 
             async def is_dead(redis: Redis) -> None:
-                """Its lease has run out."""
+                """Return whether the runtime's lease has expired."""
                 (entry,) = await redis.xpending_range(link.tickets, READERS, "-", "+", 1)
                 await redis.xclaim(
                     link.tickets, READERS, "one", 0, [entry["message_id"]], idle=3_600_001
@@ -674,7 +674,7 @@ async def test_a_runtime_with_other_weights_than_the_others_ends(
     odd.checksum = "another"
     async with training(settings, tmp_path) as trainer, playing(settings, one, two):
         await trainer.hand_over(0)
-        with pytest.raises(ServerError, match="not those of the other runtimes: another, not sum"):
+        with pytest.raises(ServerError, match="the others: checksum another, not sum"):
             await odd.run(settings)
         await trainer.groups("1", "2")
     assert odd.asked == []
@@ -688,7 +688,7 @@ async def test_where_nobody_can_say_who_is_right_it_ends(
     said: list[str] = []
     async with training(settings, tmp_path, said) as trainer, playing(settings, one, odd):
         await eventually(lambda: len(said) == 2)
-        with pytest.raises(ServerError, match="do not have the same weights 0"):
+        with pytest.raises(ServerError, match="disagree about the weights 0"):
             await trainer.hand_over(0)
 
 
@@ -696,19 +696,19 @@ async def test_without_a_runtime_it_says_who_is_waited_for_and_ends_in_time(
     redis: RedisServer, tmp_path: Path
 ) -> None:
     settings, said = settings_for(redis, give_up_s=1.0), list[str]()
-    with pytest.raises(ServerError, match=r"no runtime was there for 1 s .*--run test"):
+    with pytest.raises(ServerError, match=r"there was no runtime for 1 s.*--run test"):
         async with training(settings, tmp_path, said) as trainer:
             await trainer.hand_over()
     start = f"agentloop rollouts --redis {redis.url} --run test"
-    assert said == [f"The trainer waits for a runtime, and none is there. Start: {start}"]
+    assert said == [f"Waiting for a runtime. Start one with: {start}"]
 
 
 async def test_a_redis_that_stays_away_ends_both(tmp_path: Path) -> None:
     settings = FleetSettings(redis=f"unix://{tmp_path}/none", run="test", give_up_s=0.3)
-    with pytest.raises(ServerError, match=r"was gone for 0\.3 s"):
+    with pytest.raises(ServerError, match=r"was unavailable for 0\.3 s"):
         async with training(settings, tmp_path):
             pass
-    with pytest.raises(ServerError, match=r"was gone for 0\.3 s"):
+    with pytest.raises(ServerError, match=r"was unavailable for 0\.3 s"):
         await Player("one").run(settings)
 
 
@@ -716,7 +716,7 @@ async def test_a_runtime_waits_for_a_trainer_but_not_for_ever(
     redis: RedisServer, tmp_path: Path
 ) -> None:
     settings, player = settings_for(redis, give_up_s=1.5), Player("one")
-    with pytest.raises(ServerError, match=r"no trainer was heard of within 1\.5 s"):
+    with pytest.raises(ServerError, match=r"within 1\.5 s"):
         await player.run(settings)
 
 
@@ -733,7 +733,7 @@ async def test_a_password_is_needed_and_stays_secret(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis", ["--requirepass", "open sesame"]) as redis:
         for url in (redis.url, redis.url.replace("unix://", "unix://:wrong@")):
             settings = settings_for(redis, redis=url)
-            with pytest.raises(SettingsError, match=r"does not let us in.*fleet\.password") as no:
+            with pytest.raises(SettingsError, match=r"rejected the login.*fleet\.password") as no:
                 async with training(settings, tmp_path):
                     pass
             assert "wrong" not in str(no.value).replace("WRONGPASS", "")

@@ -31,7 +31,8 @@ NAMES = ["embed", "norm"]
 
 
 class PlayedLearner:
-    """Sends two buckets of a tensor each. `fails` is raised by what it is asked for by name."""
+    """A fake learner that sends two buckets of one tensor each. `fails` holds errors by
+    operation."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -81,7 +82,7 @@ class Parts:
         return [view.state.value for view in self.router.view()]
 
     def nobody_waits(self) -> bool:
-        """No server is paused, in a group, or in the middle of an update."""
+        """Return whether no server is paused, in a group, or in the middle of an update."""
         return not any(fake.paused or fake.group or fake.updating for fake in self.fakes)
 
 
@@ -140,7 +141,8 @@ async def test_in_place_is_refused_where_a_token_would_be_in_flight(tmp_path: Pa
 async def test_nothing_runs_on_weights_of_which_a_part_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """The group breaks, and is tried again: in between, servers go on without what ran."""
+    """The group fails and is retried; in between, servers continue without the turns in
+    progress."""
     broken: list[str] = []
 
     def break_streams(self: SGLangServer, why: str) -> None:
@@ -164,7 +166,8 @@ async def test_nothing_runs_on_weights_of_which_a_part_is_new(
 
 @pytest.mark.parametrize("hangs", ["", "send"])
 async def test_who_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> None:
-    """Also where the learner would wait for it: what it was asked is cancelled, and it leaves."""
+    """This holds even while the learner waits for the server: its request is cancelled, and it
+    leaves."""
     async with parts(tmp_path, *fakes(3)) as here:
 
         async def refuse(names: list[str]) -> None:
@@ -237,20 +240,20 @@ async def test_who_takes_too_long_is_stale(tmp_path: Path) -> None:
             await anyio.sleep_forever()
 
         here.fakes[0].at_bucket = hang
-        with pytest.raises(ServerError, match=r"not within 0\.2 s"):
+        with pytest.raises(ServerError, match=r"timed out after 0\.2 s"):
             await here.hand_over(timeout_s=0.2)
         assert here.states() == ["stale"]
         assert here.nobody_waits()
 
 
 async def test_what_arrived_is_compared_with_what_was_sent(tmp_path: Path) -> None:
-    """What is not known of them is held against the other servers."""
+    """Tensors without expected checksums are compared between servers."""
     async with parts(tmp_path, *fakes(4, sums={"norm": "2", "other": "9"})) as here:
         here.fakes[0].sums = {"norm": "wrong"}
         here.fakes[1].sums = {"norm": "2", "other": "8"}
         came = await here.hand_over()
         assert came.failed == {
-            here.fakes[0].url: "its norm is not what the learner has",
+            here.fakes[0].url: "its norm differs from the learner's",
             here.fakes[1].url: "its weights differ from the others': sum",
         }
         assert here.states() == ["stale", "stale", "healthy", "healthy"]

@@ -1,4 +1,4 @@
-"""New weights into every server: who cannot load them serves nothing."""
+"""Weight sync: a server that cannot load new weights serves no requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_all_servers_serve_the_new_weights_at_once() -> None:
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
 async def test_who_cannot_load_them_is_stale(weights: str | None) -> None:
-    """They cannot be read, take too long, or are not those that the others have."""
+    """The weights cannot be read, take too long, or differ from the other servers'."""
     fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
         came = await Served(router).hand_over(ONE, timeout_s=LATE_S)
@@ -85,7 +85,7 @@ async def turn(router: Router, moved: list[str], received: list[int], key: str =
 
 
 async def test_in_place_the_cache_is_kept_from_turns_to_come() -> None:
-    """The server would find it by ids alone: a key that changes hides it."""
+    """The server finds cached prefixes by ids only; changing the cache key hides old ones."""
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         for published in (ONE, replace(TWO, pause="in_place"), replace(ONE, pause="in_place")):
@@ -109,8 +109,8 @@ async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
 async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: str | None) -> None:
-    """From the tokens of weights that are known: it leaves before the server goes on. That they
-    all broke says nothing of the server's health."""
+    """Turns resume after their last token of known weights, before the server continues.
+    Breaking them all does not affect the server's health."""
     moved: list[str] = []
     received: list[list[int]] = [[] for _ in range(4)]
     left: list[int] = []  # how many had, when the server went on
@@ -151,7 +151,7 @@ async def test_without_any_server_it_is_an_error() -> None:
 async def test_a_servers_own_word_for_its_version_is_not_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It says that it has version 1, and its weights are others: probes change nothing."""
+    """The server reports version 1 but has other weights; probes do not change that."""
     probes: list[str] = []
     ask = SGLangServer.weight_version
 
@@ -177,7 +177,7 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
 
 async def test_two_that_differ_are_no_majority() -> None:
     async with routed(FakeSGLang(ANSWER), FakeSGLang(ANSWER, weights="others")) as router:
-        with pytest.raises(ServerError, match=r"no server has version 1: .*nobody knows which"):
+        with pytest.raises(ServerError, match=r"no server has version 1: .*unknown which"):
             await Served(router).hand_over(ONE, timeout_s=15)
         assert states(router) == ["stale", "stale"]
 
@@ -224,7 +224,7 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: bool) -> None:
-    """In the run's folder, or in one that several runs may share."""
+    """This holds in the run's own folder and in one that several runs share."""
 
     class Played:
         async def ask(self, op: str, *, timeout_s: float, folder: str, version: str) -> None:
@@ -273,7 +273,8 @@ def publish(folder: Path, tensors: Mapping[str, Any] = TENSORS) -> None:
 
 
 def sums(tensors: Mapping[str, Any] = TENSORS) -> dict[str, str]:
-    """What a server says that has them: a vocabulary has rows of zeros behind it."""
+    """Return the checksums of a server with these weights; its vocabulary is padded with rows
+    of zeros."""
     rows = np.zeros((64, 2), np.float32)
     rows[:6] = tensors["model.embed_tokens.weight"]
     told = {"model.embed_tokens.weight": rows, "model.norm.weight": tensors["model.norm.weight"]}
@@ -284,14 +285,14 @@ WRONG = {**sums(), "model.norm.weight": "0" * 16}
 
 
 async def test_a_single_server_has_what_the_learner_has(tmp_path: Path) -> None:
-    """Nothing but the learner's own tensors can say so."""
+    """Only a comparison with the learner's tensors can prove that."""
     publish(tmp_path)
     fake = FakeSGLang(ANSWER, sums=sums())
     async with routed(fake) as router:
         served, published = Served(router), InFolder("1", tmp_path)
         assert (await served.hand_over(published, timeout_s=15)).num_verified == 1
         fake.sums = WRONG
-        with pytest.raises(ServerError, match=r"model\.norm\.weight is not what the learner has"):
+        with pytest.raises(ServerError, match=r"model\.norm\.weight differs from the learner's"):
             await served.hand_over(published, timeout_s=15)
         assert states(router) == ["stale"]
         blind = replace(published, verify=False)
@@ -299,7 +300,7 @@ async def test_a_single_server_has_what_the_learner_has(tmp_path: Path) -> None:
 
 
 async def test_most_servers_may_be_wrong(tmp_path: Path) -> None:
-    """Also where they are so alike."""
+    """Servers that agree with each other may all be wrong."""
     publish(tmp_path)
     fakes = [FakeSGLang(ANSWER, weights="others", sums=WRONG) for _ in range(2)]
     fakes.append(FakeSGLang(ANSWER, sums=sums()))
@@ -312,7 +313,7 @@ async def test_most_servers_may_be_wrong(tmp_path: Path) -> None:
 async def test_what_nobody_can_compare_is_compared_among_the_servers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And that is said, once of each: of a single one it proves nothing."""
+    """This is logged once per server, since it proves nothing for a single one."""
     publish(tmp_path)
     fakes = [FakeSGLang(ANSWER, sums=WRONG, info={"quantization": "fp8"}) for _ in range(2)]
     async with routed(*fakes) as router:
@@ -321,10 +322,10 @@ async def test_what_nobody_can_compare_is_compared_among_the_servers(
             came = await served.hand_over(InFolder("1", tmp_path), timeout_s=15)
             assert (len(came.loaded), came.num_verified) == (2, 0)
         fakes[0].weights = "others"
-        with pytest.raises(ServerError, match="nobody knows which"):
+        with pytest.raises(ServerError, match="unknown which"):
             await served.hand_over(InFolder("1", tmp_path), timeout_s=15)
     said = [
-        one.message for one in caplog.records if "compared with other servers' alone" in one.message
+        one.message for one in caplog.records if "compared only with other servers'" in one.message
     ]
     assert len(said) == 2
     assert all("quantization = fp8" in one for one in said)
@@ -333,19 +334,19 @@ async def test_what_nobody_can_compare_is_compared_among_the_servers(
 async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
     tmp_path: Path,
 ) -> None:
-    """Though all servers have read the same."""
+    """This holds although all servers have read the same files."""
     publish(tmp_path)
     others = {name: one + 1 for name, one in TENSORS.items()}
     (tmp_path / "model.safetensors").write_bytes(save(others))
     fakes = [FakeSGLang(ANSWER, sums=sums(others)) for _ in range(2)]
     async with routed(*fakes) as router:
-        with pytest.raises(ServerError, match=r"model\.safetensors is not what the learner"):
+        with pytest.raises(ServerError, match=r"model\.safetensors differs from what the learner"):
             await Served(router).hand_over(InFolder("1", tmp_path), timeout_s=15)
         assert states(router) == ["stale", "stale"]
 
 
 def sampled(begun_s: float, servers: list[str], *versions: str) -> Trajectory:
-    """A turn's, which began then."""
+    """Return a trajectory whose turn started at that time."""
     spans = [VersionSpan(one, index, index + 1) for index, one in enumerate(versions)]
     turns = [Turn(started_s=1.0), Turn(versions=spans, servers=servers, started_s=2.0)]
     return Trajectory("t", [1], turns, created_unix_s=begun_s - 2)
@@ -355,7 +356,7 @@ def sampled(begun_s: float, servers: list[str], *versions: str) -> Trajectory:
 async def test_what_was_sampled_by_weights_of_the_wrong_name_is_distrusted(
     tmp_path: Path, how: str
 ) -> None:
-    """Also where the hand-over failed, and its next try did not: what begins then is right."""
+    """This includes a sync that failed and was retried; turns that start afterwards are trusted."""
     publish(tmp_path)
     one = FakeSGLang(ANSWER, weights="others", sums=WRONG if how == "single" else {})
     more = {"tie": 1, "single": 0, "outvoted": 2}[how]

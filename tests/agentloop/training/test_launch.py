@@ -1,4 +1,4 @@
-"""What is started for the learner's ranks; launchers are not run."""
+"""The processes that start the learner's ranks, without running launchers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("launcher", ["processes", "torchrun", "deepspeed"])
 def test_a_rank_is_started_with_the_whole_command(launcher: str) -> None:
-    """Also by launchers, which would call Python themselves, without its option."""
+    """Launchers would otherwise call Python themselves, without its option."""
     made = command(launcher=launcher)
     there = made.index("-P", 2) - 1 if launcher != "processes" else 0
     assert made[there : there + len(LEARNER)] == LEARNER

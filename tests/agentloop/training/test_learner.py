@@ -1,4 +1,4 @@
-"""The learner's processes as the runtime sees them; small scripts stand in for ranks."""
+"""The learner's processes as the runtime sees them, with small scripts as ranks."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_who_asks_after_one_that_was_cancelled_gets_its_own_answer(
 
 async def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
-        with pytest.raises(LearnerLost, match=r"hang: no answer within 0\.1 s; logs in"):
+        with pytest.raises(LearnerLost, match=r"hang: no response within 0\.1 s; logs in"):
             await learner.ask("hang", timeout_s=0.1)
 
 
@@ -194,7 +194,7 @@ async def test_one_death_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
 async def test_of_ranks_that_follow_each_other_the_first_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, watched: bool
 ) -> None:
-    """Rank 0 says that it has lost a rank, and may be gone before that one's end is seen."""
+    """Rank 0 reports the loss of a rank, and may end before that rank's end is noticed."""
     monkeypatch.setattr(learner_module, "_OTHERS_S", 8.0)
     follows = str(tmp_path / "go")
     async with ranks(tmp_path, monkeypatch, follows=follows) as (learner, processes):
@@ -208,7 +208,7 @@ async def test_of_ranks_that_follow_each_other_the_first_is_named(
 async def test_where_none_has_ended_the_log_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher may take half a minute."""
+    """A launcher may take half a minute to end."""
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
         with pytest.raises(
             LearnerError, match=f"fatal: broken\nrank 0 still runs.*{tmp_path}/logs"
@@ -243,11 +243,11 @@ async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"nodes": 2}, "nodes: several need launcher = torchrun or deepspeed"),
+        ({"nodes": 2}, "nodes: more than one needs launcher = torchrun or deepspeed"),
         ({"nodes": 2, "launcher": "torchrun"}, "address: with several nodes"),
-        ({"nodes": 2, "launcher": "deepspeed", "address": "x"}, "hostfile: for launcher = deeps"),
-        ({"hostfile": "x"}, "hostfile: for launcher = deepspeed"),
-        ({"nodes": 2, "launcher": "torchrun", "address": "x", "hostfile": "x"}, "hostfile: for"),
+        ({"nodes": 2, "launcher": "deepspeed", "address": "x"}, "hostfile: needed with launcher"),
+        ({"hostfile": "x"}, "hostfile: needed with launcher = deepspeed"),
+        ({"nodes": 2, "launcher": "torchrun", "address": "x", "hostfile": "x"}, "hostfile: needed"),
     ],
 )
 def test_settings_of_ranks_that_do_not_go_together(values: dict[str, object], message: str) -> None:
@@ -258,7 +258,7 @@ def test_settings_of_ranks_that_do_not_go_together(values: dict[str, object], me
 async def test_a_file_of_the_users_with_the_learners_name_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its settings are wrong, which our learner says before it does anything."""
+    """The settings are invalid, which the real learner reports first."""
     (tmp_path / "learner.py").write_text("raise SystemExit('not ours')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(learner_module.__file__).parents[2]))
@@ -309,7 +309,7 @@ def forget(folder: Path) -> None:
 
 
 async def both_run(folder: Path) -> list[int]:
-    """The ids of ranks 0 and 1. Who is ready has not waited for rank 1, where ranks are played."""
+    """Return the pids of ranks 0 and 1. Fake ranks do not wait for each other."""
     with anyio.fail_after(30):
         while not all(said := _said(folder)):  # noqa: ASYNC110  # other processes
             await anyio.sleep(0.01)
@@ -344,7 +344,7 @@ async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:
         old = await both_run(tmp_path)
-        with pytest.raises(LearnerLost, match="hang: no answer within"):
+        with pytest.raises(LearnerLost, match="hang: no response within"):
             await learner.ask("hang", timeout_s=0.1)
         answers: list[int] = []
 
@@ -361,7 +361,7 @@ async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
 async def test_a_death_that_nobody_asks_about_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank that is not asked, too; but not the end that a restart makes."""
+    """This includes ranks that take no requests, but not deaths caused by a restart."""
     told: list[str] = []
     async with kept(tmp_path, monkeypatch) as learner:
 

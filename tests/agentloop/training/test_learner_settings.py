@@ -1,4 +1,4 @@
-"""Numbers that a learner could not train with."""
+"""Settings that a learner could not train with."""
 
 from __future__ import annotations
 

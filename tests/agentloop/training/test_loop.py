@@ -1,4 +1,4 @@
-"""The training loop around a played learner: what it asks for, keeps, and writes down."""
+"""The training loop with a fake learner: its requests, state and files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced
 
 
 class Told:
-    """What was reported."""
+    """Records reports."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -75,7 +75,7 @@ class Told:
 
 
 class PlayedLearner:
-    """Notes what it is asked, and what stands in the batches."""
+    """A fake learner that records its requests and the contents of the batches."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -117,7 +117,7 @@ def trajectory(key: str, text: str, *, failed: bool, broken: bool = False) -> Tr
 
 
 class Played:
-    """Half of a group is right, unless it is one of an evaluation; one is broken."""
+    """Fake rollouts: half of a group is right, except in evaluations, and one is broken."""
 
     def __init__(self, tasks: TaskSource, *, right: float = 0.5) -> None:
         self.sizes: list[int] = []
@@ -177,7 +177,7 @@ async def played(
     meanwhile: Callable[[TrainingLoop], Coroutine[Any, Any, Any]] | None = None,
     **settings: Any,
 ) -> tuple[PlayedLearner, Played, RunFolder]:
-    """With `restored` the run that is there goes on. `meanwhile` is what people do to it."""
+    """Run a loop; with `restored`, resume an existing run. `meanwhile` acts on it while it runs."""
     tasks = tasks or TaskSource.open(ARITHMETIC)
     run_group = run_group or Played(tasks, right=right)
     learner = learner or PlayedLearner()
@@ -228,13 +228,13 @@ async def played(
 
 
 def asked(run: RunFolder, query: str) -> list[Any]:
-    """Of the run's journal."""
+    """Query the run's journal."""
     with closing(sqlite3.connect(run.path / "queue.sqlite")) as db:
         return db.execute(query).fetchall()
 
 
 def groups(run: RunFolder, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """The rollouts of these groups, as they are written down."""
+    """Return the recorded rollouts of these groups."""
     return [
         row
         for number in numbers
@@ -370,7 +370,7 @@ async def test_what_is_chosen_does_not_depend_on_who_is_first(tmp_path: Path) ->
 
 
 async def test_a_rollout_at_the_mean_counts_in_the_objective(tmp_path: Path) -> None:
-    """Its advantage is 0, and its tokens stand below the mean over its group."""
+    """Its advantage is 0, but its tokens count in the mean over its group."""
 
     def thirds(trajectory: Trajectory, task: object) -> float:
         return int(trajectory.id.rpartition(".")[2]) % 3 / 2
@@ -425,7 +425,7 @@ async def test_no_call_of_a_model_ends_a_run(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_such_a_call_had_ended_goes_on(tmp_path: Path) -> None:
-    """Of before, when infinity was written as Python writes it, and not read again."""
+    """Such runs wrote infinity as Python does, and could not read it again."""
     settings: dict[str, Any] = {"steps": 1, "evaluate_every": 0}
     with pytest.raises(ExceptionGroup):
         await played(tmp_path, learner=Dies(1, done=False), **settings)
@@ -505,7 +505,7 @@ async def test_without_any_reward_none_is_reported(tmp_path: Path) -> None:
 
 
 class Refusing(Played):
-    """Some prompts are too long."""
+    """Refuses some prompts as too long."""
 
     refuses = 1  # of three, in each step
 
@@ -532,14 +532,14 @@ async def test_tasks_that_all_cannot_be_asked_end_the_run(tmp_path: Path) -> Non
     run_group.refuses = 3
     with pytest.raises(ExceptionGroup) as caught:  # by the router around it
         await played(tmp_path, tasks=tasks, run_group=run_group, steps=1, evaluate_every=0)
-    assert "9000 tokens, and so it is with all of 3 tasks" in str(sole(caught.value))
+    assert "9000 tokens (3 tasks in a row" in str(sole(caught.value))
 
 
 async def test_a_group_is_of_the_weights_that_are_live_when_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others became so while it was written down: as old as the journal says, it would be too old
-    for the batch that may take it."""
+    """If new weights go live while the group is recorded, the recorded version would make it
+    too stale for the batch that may take it."""
     came, admit, now_live = anyio.Event(), GroupQueue.admit, Slots.now_live
 
     async def slow(self: GroupQueue, *arguments: Any, **named: Any) -> Any:
@@ -562,7 +562,7 @@ async def test_a_group_is_of_the_weights_that_are_live_when_it_starts(
 
 
 class Killed(Played):
-    """The end of it all comes with the first group whose name begins so."""
+    """Ends the process with the first group whose name has this prefix."""
 
     last = ""
 
@@ -573,7 +573,7 @@ class Killed(Played):
 
 
 async def ended(folder: Path, **settings: Any) -> None:
-    """A run that does not come to its end; another one may have its folder afterwards."""
+    """Run a loop that is expected to fail, and release its folder afterwards."""
     with suppress(ExceptionGroup):
         await played(folder, **settings)
         pytest.fail("it came to its end")
@@ -659,7 +659,7 @@ async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> No
 
 async def test_a_stage_learns_from_what_is_not_solved_each_time(tmp_path: Path) -> None:
     class HalfSolved(Played):
-        """Every other task is, when they are filtered."""
+        """Solves every other task while tasks are filtered."""
 
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
             number = int(options["name"].split("-")[2]) if "filter" in options["name"] else 1
@@ -712,7 +712,7 @@ async def test_who_waits_says_for_what_it_really_waits(tmp_path: Path) -> None:
 
     async def people(loop: TrainingLoop) -> None:
         loop.pause()
-        await eventually(lambda: ("the next task", "to go on (paused)") in watch.told)
+        await eventually(lambda: ("the next task", "the run to be resumed (paused)") in watch.told)
         assert not any("slot" in what for _, what in watch.told)
         loop.pause(False)
 
@@ -737,7 +737,7 @@ async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path)
     gc.collect()
     found = summarize(path)  # it has done what there was to do
     assert (found.state, found.step, found.num_steps) == (RunState.ENDED, 1, 10)
-    assert any("every task is solved each time" in line for line in told.lines)
+    assert any("are solved by every rollout" in line for line in told.lines)
     assert told.standings[-1].left_s is None
 
 
@@ -767,7 +767,7 @@ async def test_shuffled_rewards_are_those_of_others(tmp_path: Path) -> None:
 
 
 class Freely(Played):
-    """Each group ends when it is told to."""
+    """Ends each group on demand."""
 
     def __init__(self, tasks: TaskSource) -> None:
         super().__init__(tasks)
@@ -815,7 +815,7 @@ async def test_of_two_batches_that_are_ready_at_once_none_is_lost(
     take = Slots.take
 
     def late(self: Slots) -> list[int] | None:
-        """Nobody looks before there are two."""
+        """Delay the look until there are two."""
         is_early = self.next_batch == 0 and len(self) - len(self.open) < 6
         return None if is_early else take(self)
 
@@ -828,7 +828,7 @@ async def test_of_two_batches_that_are_ready_at_once_none_is_lost(
 
 async def test_a_group_that_teaches_nothing_may_be_replaced(tmp_path: Path) -> None:
     class Easy(Played):
-        """Every other one is solved each time."""
+        """Solves every other task each time."""
 
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
             self._right = 1.0 if int(options["name"].split("-")[0]) % 2 else 0.5
@@ -847,7 +847,7 @@ async def test_a_group_that_teaches_nothing_may_be_replaced(tmp_path: Path) -> N
 
 
 class Dies(PlayedLearner):
-    """In a step, before or after it has done it."""
+    """A learner that dies in a step, before or after it has trained."""
 
     def __init__(self, step: int, *, done: bool) -> None:
         super().__init__()
@@ -898,7 +898,7 @@ async def test_what_no_checkpoint_holds_is_done_again(
 
 
 class Lost(PlayedLearner):
-    """It is lost when it is asked for this, for the n-th time; then it can be started again."""
+    """A learner that is lost at the n-th request of a kind, and can then be restarted."""
 
     def __init__(self, op: str, number: int, *, for_good: bool = False) -> None:
         super().__init__()
@@ -959,7 +959,7 @@ async def test_a_learner_that_is_lost_is_started_again_and_learns_the_same(
     metrics = lines(run.path / "metrics.jsonl")
     assert [(one["step"], one["version"]) for one in metrics] == [(n, n - 1) for n in range(1, 6)]
     (said,) = [line for line in told.lines if "started again" in line]
-    assert said == "The learner is lost, and started again: rank 1 ended with exit status 137."
+    assert said == "The learner was lost; restarting it: rank 1 ended with exit status 137."
     assert (run.checkpoint or Path()).name == "step-00005"
 
 
@@ -972,7 +972,7 @@ async def test_a_learner_is_not_started_for_ever(tmp_path: Path) -> None:
 
 
 class Falls(Played):
-    """From the seventh group on nothing is right any more."""
+    """Fake rollouts that are all wrong from the seventh group on."""
 
     async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
         self._right = 0.5 if int(options["name"].split("-")[0]) < 7 else 0.0
@@ -1015,7 +1015,7 @@ async def test_a_run_that_has_collapsed_ends_where_it_was_good(tmp_path: Path) -
 
 
 async def gone_back(folder: Path, step: int) -> TaskSource:
-    """The run goes back to the checkpoint of that step, as `--from` does; returns its tasks."""
+    """Return the run to the checkpoint of that step, like `--from`; return its tasks."""
     gc.collect()  # as when a process ends: nobody has the run any more
     run = RunFolder.again(folder / "run")
     async with GroupQueue.open(run.path / "queue.sqlite") as queue:
@@ -1027,7 +1027,7 @@ async def gone_back(folder: Path, step: int) -> TaskSource:
 
 
 class Marked(Lost):
-    """Its models say of which life they are, and of how many steps."""
+    """A learner whose models record their process and their number of steps."""
 
     def __init__(self, life: str) -> None:
         super().__init__("nothing", 1)
@@ -1042,7 +1042,7 @@ class Marked(Lost):
 
 
 def versions(run: Path) -> list[str]:
-    """Of the weights that lie in it."""
+    """Return the versions of the weights in the folder."""
     return sorted(one.name for one in (run / "weights").iterdir() if one.is_dir())
 
 
@@ -1076,7 +1076,7 @@ async def test_what_was_undone_is_nobodys_model(tmp_path: Path, how: str, num_st
 async def test_a_model_of_an_earlier_life_does_not_stay_where_none_is_handed_over_by_disk(
     tmp_path: Path,
 ) -> None:
-    """Of that version there may be another one, and a higher one where a run was begun anew."""
+    """A new run in the same folder may find weights of that version, and higher ones."""
     settings: dict[str, Any] = {"weights": WeightsSettings(by="group"), "evaluate_every": 0}
     await played(tmp_path, learner=Marked("first"), steps=1, **settings)
     (tmp_path / "run" / "weights" / "1").rename(tmp_path / "run" / "weights" / "7")
@@ -1093,7 +1093,7 @@ async def test_a_model_of_an_earlier_life_does_not_stay_where_none_is_handed_ove
 
 async def test_what_taught_nothing_to_the_undone_model_may_teach_now(tmp_path: Path) -> None:
     class Easy(Played):
-        """Every other task is solved each time."""
+        """Solves every other task each time."""
 
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
             self._right = 1.0 if int(options["name"].split("-")[0]) % 2 else 0.5
@@ -1121,7 +1121,7 @@ async def test_a_stage_that_was_undone_begins_anew_and_leaves_nothing_to_others(
     tmp_path: Path,
 ) -> None:
     class Half(Played):
-        """In the second life every other group teaches nothing, up to a number."""
+        """Gives equal rewards to every other group of the second process, up to a number."""
 
         until = 0
 
@@ -1163,7 +1163,7 @@ async def test_a_stage_that_was_undone_begins_anew_and_leaves_nothing_to_others(
 
 
 async def test_what_a_stage_has_left_over_is_no_other_kinds_of_stages(tmp_path: Path) -> None:
-    """A stage of hard tasks takes up hard tasks alone."""
+    """A stage of hard tasks restores only groups of hard tasks."""
 
     class Easy(Played):
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
@@ -1216,14 +1216,15 @@ async def test_what_was_kept_for_a_larger_batch_does_not_keep_a_smaller_one_wait
 async def test_a_learner_that_is_lost_while_rollouts_go_on_does_not_lead_them_astray(
     tmp_path: Path, max_staleness: int
 ) -> None:
-    """What comes about while it does its steps again is the next step's, not theirs."""
+    """Groups that finish while steps are repeated belong to the next step."""
     tasks, told = TaskSource.open(ARITHMETIC), Told()
     run_group = Freely(tasks)
     for number in range(1, 7):
         run_group.may_end[number].set()
 
     class LostMeanwhile(Lost):
-        """After two steps, in the third one's rollouts, which end while it does them again."""
+        """Lost after two steps, while the third one's rollouts run, which end while steps
+        are repeated."""
 
         async def lost(self) -> str:
             await eventually(
@@ -1241,11 +1242,11 @@ async def test_a_learner_that_is_lost_while_rollouts_go_on_does_not_lead_them_as
             return await super().ask(op, timeout_s=timeout_s, **arguments)
 
     def taken_up() -> bool:
-        """The third step's groups are finished, and the loop has leased them."""
+        """Return whether the third step's groups are finished and leased."""
         with closing(sqlite3.connect(tmp_path / "run" / "queue.sqlite")) as db:
             query = "SELECT count(*) FROM groups WHERE state != 'open'"
             (num_done,) = db.execute(query).fetchone()
-        return num_done >= 9 and told.standings[-1].waits == "the learner learns"
+        return num_done >= 9 and told.standings[-1].waits == "the learner trains"
 
     lost = LostMeanwhile("", 0)
     _, _, run = await played(
@@ -1297,10 +1298,12 @@ async def test_it_is_told_where_all_groups_are_replaced(tmp_path: Path) -> None:
     tasks, told = TaskSource.open(ARITHMETIC), Told()
 
     class Easy(Played):
-        """Until somebody has said so."""
+        """Solves everything until the warning is printed."""
 
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
-            self._right = 0.5 if any("Nothing to learn" in line for line in told.lines) else 1.0
+            self._right = (
+                0.5 if any("groups in a row were replaced" in line for line in told.lines) else 1.0
+            )
             return await super().__call__(prompt, **options)
 
     with anyio.fail_after(50):
@@ -1309,7 +1312,7 @@ async def test_it_is_told_where_all_groups_are_replaced(tmp_path: Path) -> None:
             dynamic_sampling=True, evaluate_every=0,
         )  # fmt: skip
     assert len(run_group.names) >= 11
-    (line,) = [line for line in told.lines if "Nothing to learn" in line]
+    (line,) = [line for line in told.lines if "groups in a row were replaced" in line]
     assert "10 groups in a row" in line
 
 
@@ -1317,7 +1320,7 @@ async def test_a_collapse_takes_no_weights_from_servers_that_load_them(tmp_path:
     tasks, run = TaskSource.open(ARITHMETIC), tmp_path / "run"
 
     class Slow(FakeSGLang):
-        """It has not loaded the first step's weights when the collapse is seen."""
+        """Servers that have not loaded the first step's weights when the collapse is detected."""
 
         num_read = 0
 
@@ -1380,7 +1383,7 @@ async def test_a_learner_that_is_lost_as_it_goes_back_leaves_the_good_weights_al
 
 
 def free(tasks: TaskSource) -> Freely:
-    """All of its groups may end."""
+    """Let all groups end."""
     run_group = Freely(tasks)
     for number in range(1, 100):
         run_group.may_end[number].set()
@@ -1388,7 +1391,7 @@ def free(tasks: TaskSource) -> Freely:
 
 
 async def settled() -> None:
-    """Whatever could have begun by now has."""
+    """Wait until everything that can start has started."""
     for _ in range(20):
         await anyio.wait_all_tasks_blocked()
         await anyio.to_thread.run_sync(lambda: None)
@@ -1458,7 +1461,7 @@ async def test_paused_while_it_waits_for_room_it_begins_nothing(
 
 
 async def test_a_pause_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog would end a run in which nothing moves for hours."""
+    """The watchdog ends runs that are stalled for hours."""
     monkeypatch.setattr(loop_module, "_KEEP_UP_S", 0.05)
     moved: list[int] = []
 
@@ -1523,7 +1526,7 @@ async def test_paused_it_filters_no_further_tasks(
 
 
 async def whole_cursor(folder: Path) -> TaskSource:
-    """The tasks from where the run in this folder was."""
+    """Return the tasks from the position of the run in this folder."""
     async with GroupQueue.open(folder / "run" / "queue.sqlite") as queue:
         return TaskSource.open(ARITHMETIC, (await queue.noted("cursor") or {}).get("tasks"))
 
@@ -1663,7 +1666,7 @@ async def test_a_checkpoint_waits_for_the_step_at_hand(tmp_path: Path) -> None:
 
 
 async def test_who_asks_for_a_checkpoint_and_leaves_does_no_harm(tmp_path: Path) -> None:
-    """Also where the learner is lost just then, and has to learn again what it knew."""
+    """This holds even if the learner is lost at that moment and has to repeat steps."""
     whole, *_ = await played(tmp_path / "whole", steps=4, evaluate_every=0)
     tasks = TaskSource.open(ARITHMETIC)
     run_group = Freely(tasks)

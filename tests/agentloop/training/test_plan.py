@@ -1,4 +1,4 @@
-"""The plan of a run, against values computed by hand, and against the small model."""
+"""The plan of a run, compared with values computed by hand and with the small model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def planned(*overrides: str, machine: Machine = BIG) -> Plan:
 
 
 def configured(folder: Path, **changes: Any) -> Path:
-    """A folder with a small configuration, and without weights."""
+    """Create a folder with a small configuration, without weights."""
     config = json.loads((SMALL / "config.json").read_text()) | changes
     kept = {key: value for key, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(kept))
@@ -86,7 +86,7 @@ def test_other_configurations(tmp_path: Path, changes: dict[str, Any], more: int
 
 
 def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'qwen3_moe' are counted in its weights alone"):
+    with pytest.raises(ModelError, match="'qwen3_moe' can only be counted in its weights"):
         ModelShape.read(configured(tmp_path, model_type="qwen3_moe"))
     shutil.copy(SMALL / "model.safetensors", tmp_path)
     assert ModelShape.read(tmp_path).num_parameters == 853_376
@@ -144,7 +144,7 @@ def test_a_lora_trains_few() -> None:
     assert memory.optimizer == 12 * 4 * 8 * (256 + 192)
     made = planned("learner.lora.rank=8")
     assert made.disk.checkpoint == (4 + 12) * 77_824
-    assert "77,824 parameters are trained" in made.text()
+    assert "77,824 trained parameters" in made.text()
 
 
 def test_ranks_on_several_nodes_share_out_more() -> None:
@@ -214,7 +214,7 @@ def test_tokens_and_disk() -> None:
 
 
 def test_bytes_of_a_trajectorys_token() -> None:
-    """Ids of five digits and log-probabilities of all digits are what a large model gives."""
+    """Ids of five digits and log-probabilities with all digits are typical of a large model."""
     num = 1000
     turn = Turn(
         [10_000 + i for i in range(num)],
@@ -244,9 +244,9 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
         (["budget.max_response_tokens=4096"], "context of 4,096 tokens does not hold a prompt and"),
         (["learner.micro_batch_tokens=8192"], r"micro_batch_tokens \(8,192\) does not hold a"),
         (["server.max_total_tokens=8000"], r"max_total_tokens \(8,000\) does not hold one rollout"),
-        (["loop.steps=20"], "the warm-up of 20 steps takes the whole run"),
+        (["loop.steps=20"], "the warm-up of 20 steps lasts the whole run"),
         (["server.device=cuda", "ranks.count=9"], "9 GPUs needed; this machine has 8"),
-        (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most of each"),
+        (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most"),
         ([f"model='{QWEN3_14B}'", "server.device=cuda"], r"a rank takes [\d.,]+ GiB of its GPU's"),
         (
             [
@@ -263,8 +263,8 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
             ],
             "weights take 27.5 GiB of each GPU: raise server.tp_size",
         ),
-        ([f"model='{QWEN3_14B}'", "ranks.count=64"], "host's memory are needed; it has 2.0 TiB"),
-        (["loop.steps=200000"], r"up to [\d,.]+ TiB are written to runs; 100 TiB are free"),
+        ([f"model='{QWEN3_14B}'", "ranks.count=64"], "host memory are needed; there are 2.0 TiB"),
+        (["loop.steps=200000"], r"up to [\d,.]+ TiB will be written to runs, where 100 TiB"),
     ],
 )  # fmt: skip
 def test_warnings(overrides: list[str], said: str) -> None:
@@ -287,11 +287,11 @@ def test_a_plan_says_what_a_step_does() -> None:
     made = planned(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
     text = made.text()
     for said in (
-        "14.77 billion parameters (by its configuration)",
+        "14.77 billion parameters (from the configuration)",
         "40 layers of 5120, vocabulary 151,936, context 32,768",
         "roll out 512 tasks, 32 times each: 16,384 rollouts of at most 8,192 tokens and 10 turns",
         "134.2 million tokens in all",
-        "from at most 8,192 of them, 67.11 million tokens: 4,096 micro-batches a rank or more",
+        "on at most 8,192 of them, 67.11 million tokens: at least 4,096 micro-batches per rank",
         "3.96 EFLOP to roll out, 5.95 EFLOP to learn",
         "27.5 GiB of weights for 1 server of others",
         "160 KiB  a token, 1.2 GiB a rollout",

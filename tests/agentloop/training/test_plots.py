@@ -1,4 +1,4 @@
-"""The pictures of runs."""
+"""Plots of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def steps(num: int, **more: Any) -> list[dict[str, Any]]:
-    """As training writes them, with an evaluation before the first."""
+    """Return rows as training writes them, with an evaluation before the first step."""
     measured = {"step": 0, "held_out/reward": 0.4, "held_out/tool_errors_in_correct": None}
     times = {"step_s": 2.0, "wait_s": 1.0, "learn_s": 0.5, "hand_over_s": None}
     return [
@@ -46,7 +46,7 @@ def steps(num: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def words(path: Path) -> list[str]:
-    """What is written in an SVG picture."""
+    """Return the texts in an SVG file."""
     root = ElementTree.parse(path).getroot()
     return [text for one in root.iter("{http://www.w3.org/2000/svg}text") if (text := one.text)]
 
@@ -64,9 +64,9 @@ def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
         "reward",
         "sampled tokens per second",
         "entropy, nats per token",
-        "seconds of a step",
+        "seconds per step",
     }
-    assert {"whole", "empty", "with marks: held-out tasks"} <= set(words(svg))
+    assert {"whole", "empty", "with markers: held-out tasks"} <= set(words(svg))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "empty",
         "plots.png",
@@ -92,7 +92,7 @@ def test_one_draws_what_one_asks_for(tmp_path: Path) -> None:
     assert "learner/grad_norm" in words(out)
     with pytest.raises(SettingsError, match=r"--what: rewards: .* there are reward"):
         plot_runs([folder], out, what=["rewards"])
-    with pytest.raises(SettingsError, match="--what: tool_errors: nothing of that"):
+    with pytest.raises(SettingsError, match="--what: tool_errors: these runs have no such metric"):
         plot_runs([folder], out, what=["tool_errors"])
 
 
@@ -121,7 +121,7 @@ def test_a_name_is_no_markup(tmp_path: Path, name: str) -> None:
 
 
 def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"nothing to draw: .*metrics\.jsonl"):
+    with pytest.raises(SettingsError, match=r"nothing to plot: .*metrics\.jsonl"):
         plot_runs([tmp_path], tmp_path / "plots.png")
 
 
@@ -137,13 +137,15 @@ def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -
         assert f"{folder}: metrics.jsonl: " in told
         assert (tmp_path / "plots.svg").read_bytes() == expected
         (folder / "metrics.jsonl").write_text(damage)
-        with pytest.raises(SettingsError, match=r"nothing to draw: .*metrics\.jsonl: "):
+        with pytest.raises(SettingsError, match=r"nothing to plot: .*metrics\.jsonl: "):
             plot_runs([folder], tmp_path / "plots.svg")
 
 
 def test_places_that_are_none_are_named(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(1))
-    with pytest.raises(SettingsError, match=r"plots\.pdf: pictures are \.png or \.svg"):
+    with pytest.raises(
+        SettingsError, match=r"plots\.pdf: the file name must end in \.png or \.svg"
+    ):
         plot_runs([folder], tmp_path / "plots.pdf")
     with pytest.raises(SettingsError, match="nowhere"):
         plot_runs([folder], tmp_path / "nowhere" / "plots.png", what=["reward"])

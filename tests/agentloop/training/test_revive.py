@@ -1,4 +1,4 @@
-"""A process that is killed goes on; one that ends by itself has ended."""
+"""A process that is killed is restarted; one that ends by itself is not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_killed_goes_on_with_its_run(tmp_path: Path) -> None:
     status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=["a=1"])
     assert status == 7
     assert lives(tmp_path) == ["a=1", *[f"--resume {tmp_path / 'run'}"] * 2]
-    assert said.count("killed by SIGKILL; going on with") == 2
+    assert said.count("killed by SIGKILL; resuming") == 2
 
 
 def test_what_the_run_does_not_keep_is_told_again(tmp_path: Path) -> None:
@@ -103,14 +103,14 @@ def test_who_asks_for_the_end_after_the_childs_is_heard(
     monkeypatch.setattr("subprocess.Popen", Died)
     said: list[str] = []
     assert revived(["train"], [], 3, said.append) == 128 + signal.SIGKILL
-    assert said == ["Ended by SIGKILL; to go on: agentloop train --resume run"]
+    assert said == ["Ended by SIGKILL; continue with: agentloop train --resume run"]
 
 
 def test_one_that_is_killed_as_it_is_started_again_goes_on_as_well(tmp_path: Path) -> None:
     (tmp_path / "once").touch()
     status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=[])
     assert status == 7
-    assert said.count("going on with") == 2
+    assert said.count("; resuming ") == 2
     assert lives(tmp_path)[1:] == [f"--resume {tmp_path / 'run'}"] * 2
 
 
@@ -129,7 +129,7 @@ def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
 
 @contextmanager
 def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that waits for another one, which does what `child` says."""
+    """Start a process that waits for a child, which runs `child`."""
     waits = (
         "import sys\nfrom agentloop.training.revive import revived\n"
         f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
@@ -163,7 +163,7 @@ os._exit(128 + number)
 
 
 def test_who_asks_it_to_end_does_not_see_it_again(tmp_path: Path) -> None:
-    """A second signal may come when nobody handles it any more: an interpreter that ends."""
+    """A second signal may arrive when an ending interpreter no longer handles it."""
     child = f"""
 import os, signal, sys, time
 from pathlib import Path
@@ -179,6 +179,6 @@ signal.pause()
         assert process.stdout.readline() == "told\n"
         process.terminate()
         said = process.stdout.readline()
-        assert said == "Ended by SIGTERM; to go on: agentloop train --resume run\n"
+        assert said == "Ended by SIGTERM; continue with: agentloop train --resume run\n"
         assert process.wait(20) == 128 + signal.SIGTERM
     assert lives(tmp_path) == ["once"]

@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""The files in a run's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import emitted
 
 
 def test_what_a_model_may_write_can_be_written_down(tmp_path: Path) -> None:
-    """Integers of any size: a rollout that uses one must not end the run."""
+    """A rollout with integers of any size must not end the run."""
     call = ToolCall("c", "python", {"n": 10**40}, "", 0, 1)
     one = Trajectory("t", [1], [Turn(calls=[call])])
     folder = RunFolder(tmp_path / "a run", "")
@@ -54,7 +54,7 @@ def test_what_a_model_emits_is_read_as_it_was_written(raw: str, more: Any) -> No
 def test_a_power_cut_does_not_take_a_groups_file_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file's name is kept by its folder, which has to be on the disk, too."""
+    """A file's name is stored in its folder, which has to be flushed, too."""
     folder = RunFolder(tmp_path / "run", "")
     groups = folder.path / "trajectories"
     synced: list[tuple[int, list[str]]] = []
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_run_is_never_written_over(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", "")  # it ended before anything came of it
     RunFolder(tmp_path / "run", "").add_metrics({"step": 0})
-    with pytest.raises(SettingsError, match=r"run\.name: there is a run"):
+    with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
         RunFolder(tmp_path / "run", "")
 
 
@@ -153,7 +153,7 @@ def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_nobody_elses(tmp_path: Path) -> None:
     going_on = RunFolder(tmp_path / "run", "mine")
-    with pytest.raises(SettingsError, match=r"run\.name: .* is going on"):
+    with pytest.raises(SettingsError, match=r"run\.name: .* is active"):
         RunFolder(tmp_path / "run", "yours")
     assert (going_on.path / "config.toml").read_text() == "mine"
 
@@ -176,5 +176,5 @@ def test_who_asks_whether_a_run_goes_on_disturbs_nobody(tmp_path: Path) -> None:
 
 def test_a_run_whose_start_came_to_something_is_one(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", "").within("start").add_metrics({"step": 1})
-    with pytest.raises(SettingsError, match=r"run\.name: there is a run"):
+    with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
         RunFolder(tmp_path / "run", "")

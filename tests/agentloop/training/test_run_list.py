@@ -1,4 +1,4 @@
-"""What is said of runs by what they leave in their folders."""
+"""Summaries of runs from the files in their folders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 
 def made(path: Path, config: str, *found: dict[str, Any]) -> Path:
-    """A run that has ended, or was stopped: nobody has its lock."""
+    """Create a run that has ended or was stopped, without a lock."""
     folder = RunFolder(path, config)
     for row in found:
         folder.add_metrics(row)
@@ -170,9 +170,9 @@ def test_an_evaluation_is_told_by_its_tasks(tmp_path: Path) -> None:
         ("config.toml", b"[loop", "config.toml: "),
         ("config.toml", b"\xff\xfe", "config.toml: "),
         ("config.toml", None, "config.toml: No such file"),
-        ("config.toml", b"[roc]\n", "config.toml: it does not say how many steps"),
-        ("config.toml", b"stages = 3\n[roc]\n", "config.toml: it does not say how many steps"),
-        ("config.toml", b"[roc]\n[stages.one]\nsteps = 'x'\n", "config.toml: it does not say"),
+        ("config.toml", b"[roc]\n", "config.toml: the number of steps"),
+        ("config.toml", b"stages = 3\n[roc]\n", "config.toml: the number of steps"),
+        ("config.toml", b"[roc]\n[stages.one]\nsteps = 'x'\n", "config.toml: the number of steps"),
         ("metrics.jsonl", b'{"st\n{"step": 2}\n', "metrics.jsonl: line 1 cannot be read"),
         ("metrics.jsonl", b'[1]\n\xff\n{"step": 2}\n', "line 1 and 1 more cannot be read"),
     ],
@@ -235,7 +235,7 @@ def test_entropies_do_not_make_a_run_younger(tmp_path: Path) -> None:
 
 
 def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
-    """A run's parts are no runs of their own, nor is what a link leads to."""
+    """Parts of a run are not runs of their own, nor are the targets of links."""
     for name in ("b", "a", "deep/er/c"):
         rows(tmp_path / name / "metrics.jsonl", step(1))
     rows(tmp_path / "a" / "start" / "metrics.jsonl", step(1))

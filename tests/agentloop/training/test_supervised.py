@@ -1,4 +1,4 @@
-"""The supervised start: dialogues become what rollouts would be, and are trained on in order."""
+"""Supervised fine-tuning: dialogues become trajectories and are trained on in order."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TOOL = {
 
 
 class Look:
-    """Answers the call of number n with the n-th content."""
+    """A tool that answers call number n with the n-th content."""
 
     name = "look"
     schema = TOOL
@@ -80,7 +80,7 @@ class Look:
 
 
 def rolled_out(chat: ChatFormat, said: Sequence[str], tool: Any) -> Trajectory:
-    """A rollout in which the model samples these texts, a turn each."""
+    """Run a rollout in which the model samples these texts, one per turn."""
     turns = [chunks(written(chat, text + END)) for text in said]
     rollout = Rollout(engine=ScriptedEngine(*turns), chat=chat, messages=[USER], tools=[tool])
     return anyio.run(rollout.run)
@@ -131,14 +131,14 @@ def test_a_dialogue_has_the_ids_and_the_mask_of_its_rollout(
 
 
 def test_the_teachers_dialogues_are_rollouts_of_the_runtime() -> None:
-    """Calls that are broken or of an unknown tool are answered by the runtime itself."""
+    """The runtime itself answers calls that are malformed or of an unknown tool."""
     tasks = itertools.islice(TaskSource.open(TasksSettings(levels=[2, 5])), 200)
     for row in dialogues(tasks):
         check_rollout(row, _Replay(row))
 
 
 class _Replay:
-    """python_code_with_standard_io, which answers code as a dialogue says."""
+    """A replacement of python_code_with_standard_io that replays the results of a dialogue."""
 
     name = PythonCode.name
     schema = PythonCode.schema
@@ -213,12 +213,12 @@ RESULT = {"role": "tool", "content": "ok"}
     [
         ("{", "line 3: not JSON"),
         (["a"], "line 3: an object is expected"),
-        ({}, "line 3: field 'messages': a list"),
-        ({"messages": [USER, ANSWER], "tools": ["look"]}, "line 3: field 'tools': a list"),
-        ({"messages": [USER]}, "field 'messages': the last one is not the assistant's"),
-        ({"messages": [USER, ANSWER, USER]}, "the last one is not the assistant's"),
+        ({}, "line 3: field 'messages': expected a list"),
+        ({"messages": [USER, ANSWER], "tools": ["look"]}, "line 3: field 'tools': expected a list"),
+        ({"messages": [USER]}, "field 'messages': the last one must be the assistant's"),
+        ({"messages": [USER, ANSWER, USER]}, "the last one must be the assistant's"),
         ({"messages": [ANSWER]}, "messages: at least one is needed"),
-        ({"messages": [USER, "x"]}, "messages[1]: an object with a role"),
+        ({"messages": [USER, "x"]}, "messages[1]: expected an object with a role"),
         ({"messages": [USER, {"role": "assistant", "content": 7}]}, "messages[1].content: a str"),
         (
             {"messages": [USER, ANSWER, ANSWER]},
@@ -264,7 +264,7 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:
     data = DialoguesSettings(paths=[path])
     samples, num_left_out = read_samples(FAKE, data, max_tokens=150)
     assert (len(samples), num_left_out) == (1, 1)
-    with pytest.raises(DataError, match=r"data.paths: no dialogue of at most 5 tokens"):
+    with pytest.raises(DataError, match=r"data.paths: there is no dialogue of at most 5 tokens"):
         read_samples(FAKE, data, max_tokens=5)
 
 
@@ -290,8 +290,8 @@ def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
 
 
 class PlayedLearner:
-    """Its weights are the batches that it has learned, in their order, and a loss is a checksum of
-    them. It dies at its `dies`-th step, of all lives."""
+    """A fake learner whose weights are the list of batches, and whose loss is a checksum of
+    them. It dies at step `dies`, counted over all processes."""
 
     def __init__(self, dies: int = 0) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -342,7 +342,7 @@ class PlayedLearner:
 
 
 class Said:
-    """What was reported."""
+    """Records reports."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -416,13 +416,13 @@ async def test_after_a_rank_died_it_goes_on_as_if_nothing_had_been(
     assert (learner.weights, losses(broken)) == (other.weights, losses(unbroken))
     assert learner.num_steps == 6 + 1 + (dies - 1) % 2, "again, what no checkpoint holds"
     assert not [line for line in said.lines if "had the loss" in line]
-    assert "The learner is lost, and started again: step: rank 1 ended" in said.lines
+    assert "The learner was lost; restarting it: step: rank 1 ended" in said.lines
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
 async def test_a_run_that_ended_goes_on_as_if_nothing_had_been(tmp_path: Path, dies: int) -> None:
-    """Its learner may die no more."""
+    """The resumed run's learner does not die any more."""
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
     other, learner = PlayedLearner(), PlayedLearner(dies)
     await tune(unbroken, other)
@@ -443,7 +443,7 @@ async def test_other_dialogues_are_no_run_to_go_on_with(tmp_path: Path) -> None:
         await FineTuning(SETTINGS, SAMPLES, folder).run(cast(Learner, learner), report=Said())
     others = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
     for changed in ({"samples": others}, {"seed": 1}, {"batch_tokens": 6}):
-        with pytest.raises(SettingsError, match="its first 2 steps were of other dialogues"):
+        with pytest.raises(SettingsError, match="its first 2 steps were trained on other"):
             await tune(folder, learner, **changed)
     await tune(folder, learner, epochs=3, lr=0.2)
     assert [step for step, _ in losses(folder)] == list(range(1, 10))
@@ -456,7 +456,7 @@ async def test_other_dialogues_are_no_run_to_go_on_with(tmp_path: Path) -> None:
 )
 @settings(deadline=None)
 def test_the_lineage_is_of_what_was_learned(lengths: list[int], epochs: int, seed: int) -> None:
-    """Equal as far as the samples and the steps are, whatever comes then."""
+    """Lineages are equal as far as samples and steps are, whatever comes after."""
     samples = [Sample([n] * size, [0] * size, [], 0.0, n) for n, size in enumerate(lengths)]
     plans = [step_plan(lengths, epochs=n, batch_tokens=10, seed=seed) for n in (epochs, epochs + 1)]
     short, long = (lineage(samples, plan) for plan in plans)

@@ -1,4 +1,4 @@
-"""A run that goes back to a checkpoint is as it was then, wherever a kill comes."""
+"""A run that returns to a checkpoint has its former state, even after a kill at any point."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def opened(path: Path) -> AsyncIterator[tuple[RunFolder, GroupQueue]]:
 
 
 async def let_go() -> None:
-    """As when a process ends: nobody has the run any more."""
+    """Release a run, as when its process ends."""
     await anyio.to_thread.run_sync(lambda: None)  # a thread keeps what it was asked last
     gc.collect()
 
@@ -71,7 +71,7 @@ async def run_of_three_steps(path: Path) -> None:
 
 
 def seen(path: Path) -> dict[str, Any]:
-    """All that is there, whatever the time is."""
+    """Return everything in the folder except times."""
     found: dict[str, Any] = {}
     for file in sorted(path.rglob("*")):
         parts = list(file.relative_to(path).parts)
