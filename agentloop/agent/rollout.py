@@ -90,7 +90,7 @@ class Budget(pydantic.BaseModel):
         600.0,
         gt=0,
         description="Maximum wall time, including time spent in queues. A rollout that runs out of "
-        "it is scored if its own tool calls ran for at least half of it, and has no reward otherwise.",
+        "it is scored if its own tool calls ran for half of it or more; else it has no reward.",
     )
 
 

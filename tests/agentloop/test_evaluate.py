@@ -258,7 +258,10 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
             ["endpoint.url=http://a/v1", "servers=['http://a:1']"],
             "servers: not used with endpoint.url",
         ),
-        (["evaluate.num_samples=2", "evaluate.pass_at=[3]"], "pass_at: 3 requires at least as many samples"),
+        (
+            ["evaluate.num_samples=2", "evaluate.pass_at=[3]"],
+            "pass_at: 3 requires at least as many samples",
+        ),
         (["endpoint.url=a"], "endpoint.url: 'a' is not of the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
         (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),
