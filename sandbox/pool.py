@@ -676,7 +676,7 @@ class Session:
         async with self._turn:  # no deadline: the calls before it have theirs
             if self.lost:
                 raise self.loss
-            result = pool._refused(message, self.worker) or await pool._run(message, self)
+            result = pool._refuse(message, self.worker) or await pool._run(message, self)
         pool._counts[result.status] += 1
         return result
 

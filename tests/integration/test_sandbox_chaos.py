@@ -168,7 +168,7 @@ async def test_what_an_engine_could_not_remove_is_removed_when_it_is_back(
     """A pool whose engine is down waits for it, quietly, and tidies up itself."""
     settings = settings_for(engine).model_copy(update={"workers": 1, "max_wait_s": 200.0})
     async with Pool(settings) as pool:
-        first = f"/agentloop-sandbox-{pool._room.workers[0].link.worker_id}"
+        first = f"/agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
         await engine.kill()
         (front,) = engine.fronts()
         os.kill(front, signal.SIGKILL)

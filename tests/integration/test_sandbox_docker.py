@@ -98,7 +98,7 @@ async def test_attack(pool: Pool, attack: Attack, num_processes: int) -> None:
 
 async def test_the_walls_are_up(pool: Pool, engine: aiodocker.Docker) -> None:
     """What the Engine was told, and what the kernel says of it from inside."""
-    (name,) = [n for n in await containers(engine) if pool._room.workers[0].link.worker_id in n]
+    (name,) = [n for n in await containers(engine) if pool._queue.workers[0].link.worker_id in n]
     host = (await (await engine.containers.get(name[1:])).show())["HostConfig"]
     assert host["CapDrop"] == ["ALL"]
     assert host["ReadonlyRootfs"]
@@ -289,7 +289,7 @@ async def test_an_idle_container_that_hangs_is_found(
 ) -> None:
     monkeypatch.setattr("sandbox.link.BEAT_S", 0.5)
     async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
-        name = f"agentloop-sandbox-{pool._room.workers[0].link.worker_id}"
+        name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
         await (await engine.containers.get(name)).pause()
         with anyio.fail_after(60):
             while not pool.stats()["replaced"]:  # noqa: ASYNC110 - nor does the pool
@@ -344,7 +344,7 @@ async def test_a_killed_container_is_replaced_and_its_call_runs_again(
             with anyio.fail_after(15):
                 while pool.stats()["busy"] == 0:  # noqa: ASYNC110 - nor does the pool
                     await anyio.sleep(0.01)
-            name = f"agentloop-sandbox-{pool._room.workers[0].link.worker_id}"
+            name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
             await (await engine.containers.get(name)).kill()
         assert (results[0].stdout, results[0].attempt) == ("done\n", 2)
         assert pool.stats()["workers"] == 1
@@ -355,7 +355,7 @@ async def test_a_paused_container_counts_as_lost(
 ) -> None:
     monkeypatch.setattr("sandbox.pool.GRACE_S", 0.5)
     async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
-        name = f"agentloop-sandbox-{pool._room.workers[0].link.worker_id}"
+        name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
         await (await engine.containers.get(name)).pause()
         monkeypatch.undo()  # what comes in its place has the usual time
         result = await pool.run("print(1)", timeout_s=3)

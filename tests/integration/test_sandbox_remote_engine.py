@@ -189,7 +189,7 @@ async def test_a_lost_container_is_replaced_and_its_call_runs_again(
         async with anyio.create_task_group() as group:
             group.start_soon(call)
             await wait_until(lambda: pool.stats()["busy"] == 1)
-            name = f"agentloop-sandbox-{pool._room.workers[0].link.worker_id}"
+            name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
             async with connect(engine.url) as docker:
                 await docker.containers.container(name).kill()
         assert (results[0].stdout, results[0].attempt) == ("done\n", 2)

@@ -436,7 +436,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SettingsError, match=r"^server\.device: cuda, but no GPU is visible here"):
         require_device(asked)
     for device in ("auto", "cpu"):
-        require_device(ServerSettings(device=device))  # type: ignore[arg-type]
+        require_device(ServerSettings(device=device))
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "1")
     require_device(asked)
 
