@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -45,8 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         status: int = import_module(f"agentloop.{command}").main(rest)
+        sys.stdout.flush()
     except KeyboardInterrupt:  # before the command had begun to listen for it
         return 130
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter flushes it once more
+        return 128 + signal.SIGPIPE
     return status
 
 

@@ -12,6 +12,7 @@ import pytest
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
     pytest.mark.timeout(300),
+    pytest.mark.series,
 ]
 
 ROOT = Path(__file__).parents[2]

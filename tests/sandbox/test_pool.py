@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -633,9 +634,11 @@ def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
         (base / name).chmod(0)
     user: dict[str, Any] = {}
     if os.getuid() == 0:
-        for path in (base, *reversed(list(tmp_path.parents)[:2]), tmp_path):
-            with contextlib.suppress(PermissionError):
-                os.chown(path, 65534, 65534) if path in (base, tmp_path) else path.chmod(0o755)
+        for path in (base, tmp_path):
+            os.chown(path, 65534, 65534)
+        for path in tmp_path.parents:
+            if not path.stat().st_mode & stat.S_IXOTH:
+                path.chmod(0o755)
         for path in base.rglob("*"):
             os.chown(path, 65534, 65534, follow_symlinks=False)
         user = {"user": 65534, "group": 65534}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -106,11 +107,13 @@ async def test_what_came_after_is_put_aside(tmp_path: Path) -> None:
     assert len((aside / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.series
 async def test_a_kill_at_any_moment_leaves_all_of_it_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run_of_three_steps(tmp_path / "whole")
-    before = seen(tmp_path / "whole")
+    await run_of_three_steps(tmp_path / "before")
+    before = seen(tmp_path / "before")
+    shutil.copytree(tmp_path / "before", tmp_path / "whole")
     async with opened(tmp_path / "whole") as (folder, queue):
         await undo(folder, queue, 1)
     whole = seen(tmp_path / "whole")
@@ -128,7 +131,7 @@ async def test_a_kill_at_any_moment_leaves_all_of_it_or_nothing(
 
     for number in range(100):
         path = tmp_path / str(number)
-        await run_of_three_steps(path)
+        shutil.copytree(tmp_path / "before", path)
         async with opened(path) as (folder, queue):
             left = number
             with monkeypatch.context() as patched:
