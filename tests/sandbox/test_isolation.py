@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -120,6 +123,38 @@ def test_the_setting_that_refuses_namespaces_is_named(
     assert why_refused("No space left", str(tmp_path)) == "No space left"
     monkeypatch.setattr(os, "getuid", lambda: 0)
     assert "CAP_SYS_ADMIN" in why_refused("Operation not permitted")
+
+
+BIND = """
+import ctypes, os, sys
+from sandbox import confine
+top, root = sys.argv[1:]
+confine.checked(confine.libc.unshare(confine.CLONE_NEWNS), "unshare")
+confine.mount("none", "/", flags=confine.MS_REC | confine.MS_PRIVATE)
+os.makedirs(f"{top}/a b/below")
+confine.mount("tmpfs", f"{top}/a b", "tmpfs")
+os.mkdir(f"{top}/a b/below")
+confine.mount("tmpfs", f"{top}/a b/below", "tmpfs")
+for number in (confine.MOUNT_SETATTR, -1):  # and as before Linux 5.12, which has no such call
+    confine.MOUNT_SETATTR = number
+    confine.bind(top, f"{root}/{number}")
+    for folder, _, _ in os.walk(f"{root}/{number}{top}"):
+        try:
+            open(f"{folder}/f", "w")
+            print("written", folder)
+        except OSError as error:
+            print(error.errno)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")
+def test_what_is_mounted_below_a_read_only_directory_is_read_only_too(tmp_path: Path) -> None:
+    roots = [str(tmp_path / "top"), str(tmp_path / "root")]
+    command = [sys.executable, "-c", BIND, *roots]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr:
+        pytest.skip("this machine refuses namespaces")
+    assert done.stdout.split() == 2 * 3 * [str(errno.EROFS)], done
 
 
 @given(st.text())
