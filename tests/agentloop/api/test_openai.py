@@ -38,7 +38,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 THEIRS = {"type": "function", "function": {"name": "theirs"}}
 
 
-def test_errors_and_models_look_like_openais() -> None:
+def test_errors_and_models_have_openais_format() -> None:
     assert error_body("no", "invalid_request_error", param="n") == {
         "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}
     }
@@ -132,7 +132,7 @@ stops = st.lists(st.sampled_from(["a", "b ", "\n\n", "ab", "</answer>", "/>"]), 
     st.booleans(),
     st.sampled_from([TurnEnd.STOP, TurnEnd.LENGTH]),
 )
-async def test_the_chunks_joined_are_the_completions_message(
+async def test_joined_chunks_equal_the_completions_message(
     texts: list[str], cuts: list[int], whose: str, stop: list[str], single: bool, end: TurnEnd
 ) -> None:
     """Byte by byte, and the same however the tokens arrive."""
@@ -190,7 +190,7 @@ def trajectory(status: CallStatus, arguments: dict[str, Any], **fields: Any) -> 
 
 
 @pytest.mark.parametrize("arguments", [{"n": 2**70}, {"deep": [[[[{}]]]]}, {"é": "🐍"}, {}])
-def test_arguments_of_every_kind_are_json_for_the_client(arguments: dict[str, Any]) -> None:
+def test_arguments_are_sent_as_json(arguments: dict[str, Any]) -> None:
     made = trajectory(CallStatus.CALLER, arguments, stop_reason=StopReason.CALLER_TOOLS)
     choice = whole_of(made, has_caller_tools=True)
     (call,) = choice["message"]["tool_calls"]
@@ -200,7 +200,7 @@ def test_arguments_of_every_kind_are_json_for_the_client(arguments: dict[str, An
     assert choice["message"]["content"] == "hi"
 
 
-def test_a_call_that_the_agent_ran_is_no_call_for_the_client() -> None:
+def test_calls_run_by_the_agent_are_not_sent_as_tool_calls() -> None:
     made = trajectory(CallStatus.OK, {"a": 1}, stop_reason=StopReason.ANSWERED)
     choice = whole_of(made)
     assert "tool_calls" not in choice["message"]
@@ -209,7 +209,7 @@ def test_a_call_that_the_agent_ran_is_no_call_for_the_client() -> None:
     assert executed["duration_s"] == 0.5
 
 
-def test_an_agents_own_calls_are_told_in_their_order_once_their_turn_is_sampled() -> None:
+def test_executed_calls_are_sent_in_order_once_their_turn_is_sampled() -> None:
     calls = [ToolCall(f"call_{n}", "f", {}, "{}", n, n + 1) for n in range(2)]
     results = [ToolResult(call.id, "f", CallStatus.OK, "out", 0, 0, 0) for call in calls]
     record = Trajectory("t", [1], [Turn(calls=calls, end=TurnEnd.STOP)])

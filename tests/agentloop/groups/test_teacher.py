@@ -46,7 +46,7 @@ def test_a_third_is_right_and_half_of_the_calls_are_faulty(level: int) -> None:
     assert 0.25 < statistics.fmean(ratios) < 0.33  # a failed call costs nothing but another
 
 
-def test_the_same_seed_writes_the_same() -> None:
+def test_dialogues_are_deterministic() -> None:
     asked = tasks(50)
     assert list(dialogues(asked, seed=3)) == list(dialogues(asked, seed=3))
     assert list(dialogues(asked, seed=3)) != list(dialogues(asked, seed=4))
