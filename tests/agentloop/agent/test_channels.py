@@ -1,4 +1,4 @@
-"""Thoughts, answers and markup are told apart however the text is cut."""
+"""Reasoning, content and markup are separated for any chunking of the text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ THOUGHT, CONTENT = Channel.REASONING, Channel.CONTENT
 
 
 def heard(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]) -> Said:
-    """What a `Speech` says of these turns, each cut at the same places."""
+    """Return the output of a `Speech` for these turns, each cut at the same places."""
     said: Said = []
     speech = Speech(reasoning=reasoning, stop=stop)
     for text in turns:

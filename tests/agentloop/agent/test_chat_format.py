@@ -1,4 +1,4 @@
-"""Messages to ids: append-only, exact, and deaf to what contents spell."""
+"""Encoding of messages: append-only, exact, and without control tokens from contents."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_an_end_token_that_does_not_end_a_turn_is_rejected(end_token: str, said:
 
 
 def test_turns_end_with_the_templates_token_not_the_end_of_text() -> None:
-    """As in Qwen3's base models; a server stops at both."""
+    """For example in Qwen3's base models; a server stops at both tokens."""
     chat = ChatFormat(tokenizer(), template(), eos_token=START)
     assert chat.end_id == chat.token_id(END)
     assert chat.stop_ids == (chat.token_id(END), chat.token_id(START))

@@ -1,4 +1,4 @@
-"""One trajectory: exact, bounded, and without traces wherever it is cut off."""
+"""Rollouts: exact, bounded, and without leftovers wherever they are cut off."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def echo(text: str) -> str:
 
 
 def says(text: str, *, end: TurnEnd = TurnEnd.STOP) -> list[Step]:
-    """A turn, a token a frame."""
+    """Return the steps of a turn with one token per frame."""
     ids = written(CHAT, text + (END if end is TurnEnd.STOP else ""))
     return list(chunks(ids, range(1, len(ids)), end=end))
 
@@ -80,7 +80,7 @@ def rollout(engine: ScriptedEngine, tools: Sequence[Any] = (), **options: Any) -
 
 
 def check(trajectory: Trajectory, engine: ScriptedEngine) -> None:
-    """What holds of every trajectory."""
+    """Check the invariants of every trajectory."""
     ids = trajectory.ids
     lengths = {len(x) for x in (trajectory.mask, trajectory.logprobs, trajectory.versions)}
     assert lengths == {len(ids)}
@@ -349,7 +349,7 @@ async def test_stop_sequences_in_a_call_or_across_turns_do_not_count() -> None:
 
 @pytest.mark.parametrize("end", [TurnEnd.STOP, TurnEnd.LENGTH])
 async def test_a_stop_sequence_that_is_complete_only_at_the_end_of_the_turn(end: TurnEnd) -> None:
-    """It may have been the beginning of a tag."""
+    """The text held back may have been the beginning of a tag."""
     engine = ScriptedEngine(says("1 <", end=end))
     trajectory = await rollout(engine, options=TurnOptions(stop=("<",))).run()
     assert (trajectory.stop_reason, trajectory.answer) == (StopReason.STOP_SEQUENCE, "1")
@@ -459,7 +459,7 @@ async def test_the_timeout_applies_everywhere(where: str) -> None:
 
 @pytest.mark.parametrize("answers_first", [True, False])
 async def test_running_out_of_tokens_cancels_the_calls_of_the_turn(answers_first: bool) -> None:
-    """Whether a call's answer came before the cut makes no difference to the record."""
+    """The record does not depend on whether a call finished before the cut."""
     tool = Stateful(hang_at="" if answers_first else "run")
     waits: list[Step] = [anyio.wait_all_tasks_blocked]
     call = written(CHAT, call_text("stateful", {}))
@@ -492,11 +492,11 @@ async def test_a_turn_without_an_end_is_not_an_answer(end: TurnEnd | None) -> No
 
 
 class LostError(Exception):
-    """A programmer's error."""
+    """A programming error."""
 
 
 class Broken(Stateful):
-    """A tool whose own code is wrong."""
+    """A tool with a bug in its own code."""
 
     name = "broken"
     schema: Mapping[str, Any] = {"type": "function", "function": {"name": name}}
@@ -640,7 +640,7 @@ async def test_a_late_cancel_does_not_change_the_stop_reason(where: str) -> None
 
 
 async def test_cancel_within_a_cancelled_scope_abandons_the_rollout() -> None:
-    """Who asked has left, too: there is nobody to be given a trajectory."""
+    """The caller was cancelled as well, so nobody receives a trajectory."""
     at = anyio.Event()
     engine = ScriptedEngine([hook(at)])
     events: list[Event] = []

@@ -1,4 +1,4 @@
-"""The built-in tools over a sandbox that is played: what the model reads, and who is to blame."""
+"""The built-in tools over a fake sandbox: responses for the model and attribution of failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def result(status: SandboxStatus = SandboxStatus.OK, **fields: Any) -> CallResul
 
 
 class FakePool:
-    """Gives the results that it was given; a cell of the text `hang` never ends."""
+    """Returns the given results in order; a cell with the text `hang` never ends."""
 
     settings = PoolSettings(max_code_bytes=1024)
 
@@ -161,7 +161,7 @@ async def test_a_cell_that_ends_its_process_gets_a_note_and_the_next_cell_a_new_
 
 
 async def test_a_cell_after_a_process_that_ended_itself_is_an_error_not_infrastructure() -> None:
-    """Else a model could take back a rollout that goes wrong."""
+    """Otherwise a model could discard a rollout that goes wrong."""
     fake = FakePool(SessionLost("it ended", LostBy.PROGRAM), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "x"})

@@ -1,4 +1,4 @@
-"""Calls come out of a token stream the moment they close, however it is cut."""
+"""Calls are found in a token stream as soon as they close, for any chunking."""
 
 from __future__ import annotations
 

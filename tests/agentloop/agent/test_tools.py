@@ -1,4 +1,4 @@
-"""Functions as tools, and one trajectory's use of them."""
+"""Functions as tools, and the tools of one trajectory."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ async def test_an_unknown_tool_gets_the_list_of_tools() -> None:
 
 
 async def test_a_caller_with_tools_gets_calls_of_unknown_tools() -> None:
-    """It may know what the model meant, or would tell it otherwise."""
+    """The caller may know what the model meant, or report the error in its own way."""
     theirs = CallerTool({"type": "function", "function": {"name": "theirs"}})
     async with Tools([theirs]) as tools:
         assert (await tools.run("their", {})).status is CallStatus.CALLER

@@ -1,4 +1,4 @@
-"""OpenAI's terms: a stream says what the whole answer does, byte by byte."""
+"""OpenAI's protocol: a stream contains exactly the text of the whole completion."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def echo(text: str) -> str:
 
 
 def message_of(chunks_: Iterable[Any], index: int = 0) -> dict[str, Any]:
-    """What a client that joins the chunks of a choice ends up with."""
+    """Join the chunks of a choice as a client does."""
     message: dict[str, Any] = {"content": "", "reasoning_content": ""}
     lists: dict[str, list[Any]] = {"tool_calls": [], "executed_tools": [], "logprobs": []}
     for chunk in chunks_:
@@ -101,13 +101,13 @@ def writer(*, stop: Sequence[str] = (), has_caller_tools: bool = False) -> Chunk
 
 
 def whole_of(trajectory: Trajectory, **options: Any) -> dict[str, Any]:
-    """The one choice of a completion."""
+    """Return the only choice of a completion."""
     (choice,) = completion([(writer(**options), trajectory)])["choices"]
     return cast(dict[str, Any], choice)
 
 
 def as_message(choice: dict[str, Any]) -> dict[str, Any]:
-    """What `message_of` makes of a stream."""
+    """Return a choice in the form that `message_of` returns."""
     told = choice["message"]
     texts = {key: told.get(key) or "" for key in ("content", "reasoning_content")}
     lists = {key: told.get(key, []) for key in ("tool_calls", "executed_tools")}
@@ -135,7 +135,7 @@ stops = st.lists(st.sampled_from(["a", "b ", "\n\n", "ab", "</answer>", "/>"]), 
 async def test_joined_chunks_equal_the_completions_message(
     texts: list[str], cuts: list[int], whose: str, stop: list[str], single: bool, end: TurnEnd
 ) -> None:
-    """Byte by byte, and the same however the tokens arrive."""
+    """Equal byte by byte, for any grouping of the tokens."""
 
     async def run(cuts: list[int]) -> dict[str, Any]:
         events: list[Event] = []

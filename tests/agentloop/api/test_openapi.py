@@ -1,4 +1,4 @@
-"""The OpenAPI document: made from the types, whole, and the same as what is served."""
+"""The OpenAPI document: generated from types, complete and consistent with the service."""
 
 from __future__ import annotations
 

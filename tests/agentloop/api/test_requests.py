@@ -1,4 +1,4 @@
-"""What of OpenAI's parameters is understood, ignored and refused."""
+"""OpenAI's parameters: supported, ignored or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of an endpoint: what it is sent, what its answers are taken for, how it may fail."""
+"""Sampling an endpoint: requests, answers and failures."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_reasoning_comes_before_the_answer(field: str) -> None:
 
 
 def test_a_lone_surrogate_does_not_invalidate_an_answer() -> None:
-    """Which a model may well write, byte by byte."""
+    """A model may well produce one, byte by byte."""
     body = {"choices": [{"message": {"content": "\ud83d 4", "reasoning": "\udc00"}}], "n": 2**80}
     assert parse_completion(json.dumps(body).encode()).text == "<think>?</think>\n? 4"
 

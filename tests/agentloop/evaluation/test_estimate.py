@@ -1,4 +1,4 @@
-"""The estimates, against brute force and against tables."""
+"""The estimates, compared with brute force and with tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_correct_one(
 @ANY_TIME
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 6))
 def test_pass_at_k_is_unbiased(num_samples: int, sixths: int, k: int) -> None:
-    """Its mean over all outcomes of m samples, weighed by their chances, is 1 - (1 - p)^k."""
+    """Its expectation over all outcomes of m samples is 1 - (1 - p)^k."""
     if k > num_samples:
         return
     p = Fraction(sixths, 6)
@@ -172,8 +172,8 @@ FEW = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)
 @ANY_TIME
 @given(st.lists(FEW, min_size=1, max_size=2))
 def test_the_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]]) -> None:
-    """Over all ways to draw each task's samples anew, with replacement, of what it had: the mean
-    of the square is the variance of the mean."""
+    """Over all ways to redraw each task's samples with replacement, the mean of the square is the
+    variance of the mean."""
     draws = [list(itertools.product(one, repeat=len(one))) for one in rewards]
     squares, means = [], []
     for drawn in itertools.product(*draws):

@@ -1,4 +1,4 @@
-"""An evaluation's samples: each once, again where one has no reward, and never twice."""
+"""Evaluation: samples are repeated only if they have no reward."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ TASKS = [Task(f"task-{number}", f"What is {number}?", str(number)) for number in
 
 
 class Player:
-    """Answers `right` of each task's samples right, the others wrong; breaks, refuses and hangs
-    where it is told to."""
+    """Answers `right` of each task's samples correctly; fails, refuses and hangs on request."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What an evaluation says in the end."""
+"""Reports of an evaluation."""
 
 from __future__ import annotations
 

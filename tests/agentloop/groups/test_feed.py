@@ -1,4 +1,4 @@
-"""Tasks in, finished groups out: a source is asked only when there is room and a reader."""
+"""Running groups of tasks: a source is read only with capacity and a reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Source:
-    """Counts what it was asked for."""
+    """A source that counts its requests."""
 
     def __init__(self, num_tasks: int) -> None:
         self.num_asked = 0
@@ -168,7 +168,7 @@ async def test_max_open_must_be_positive() -> None:
 
 
 async def test_the_next_task_is_requested_once_the_last_one_is_queued() -> None:
-    """Room counts who stands in line: before that, asking whether there is room says nothing."""
+    """Capacity accounts for queued groups, so it must be checked after the last one is queued."""
     source, in_line, end = Source(3), anyio.Event(), anyio.Event()
 
     async def slow_to_the_gate(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:

@@ -1,4 +1,4 @@
-"""The journal: what was told stays told, whatever is killed, and no group is in two batches."""
+"""The queue is durable over kills, and no group is in two batches."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) 
 
 @pytest.mark.anyio
 async def test_steps_in_a_checkpoint_count_as_trained(tmp_path: Path) -> None:
-    """Killed between the checkpoint and its acknowledgement."""
+    """The process was killed between the checkpoint and its acknowledgement."""
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
         await queue.lease(1, [one], {})

@@ -1,4 +1,4 @@
-"""Resample-on-Correct: quotas, penalties, both forms, and what never counts."""
+"""Resample-on-Correct: quotas, penalties, both forms and exclusions."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def half_even(value: Fraction) -> int:
 def released_choice(
     rollouts: list[Rolled], rewards: list[float], settings: RocSettings
 ) -> list[int] | None:
-    """Indexes of those that are kept; None where the released code fails."""
+    """Return the indexes that are kept, or None if the released code fails."""
     n, total = settings.down_sample_to_n, len(rollouts)
     if total < n or (settings.reject_equal_reward and len(set(rewards)) == 1):
         return []
@@ -306,7 +306,7 @@ def share_kept(index: int, traces: list[Trace], settings: RocSettings, *, draws:
 
 
 def test_positives_are_drawn_in_inverse_proportion_to_their_penalty() -> None:
-    """One of two places is for a positive: kept with odds of 1/0.25 to 1/1."""
+    """One of two traces kept is a positive, with odds of 1/0.25 to 1/1."""
     settings = RocSettings(down_sample_to_n=2)
     group = [trace(1.0, calls=4, failed=1), trace(1.0, failed=1), trace(0.0), trace(0.0)]
     assert share_kept(0, group, settings, draws=4000) == pytest.approx(0.8, abs=0.03)
@@ -428,7 +428,7 @@ def test_infrastructure_failures_have_no_reward_even_if_one_is_given() -> None:
 
 
 def test_penalties_with_the_turns_of_the_published_code() -> None:
-    """It does not count the first turn; its figures come of one turn less."""
+    """The published code omits the first turn, so its values are those of one turn less."""
     settings = RocSettings()
     for made, theirs in [
         (Trace(1.0, 0, 0, 1, 1), 1.5),

@@ -1,4 +1,4 @@
-"""Schedules of all kinds: bounded staleness, no slot lost, no deadlock."""
+"""Random schedules: bounded staleness, no lost slot, no deadlock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMITS = st.integers(0, 4), st.integers(1, 5)
 
 
 class Schedule:
-    """A run that does what `data` draws, of what is possible, and counts."""
+    """A run that takes random possible actions and checks the counts."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots

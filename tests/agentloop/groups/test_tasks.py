@@ -1,4 +1,4 @@
-"""Tasks: every kind of source, what is held out, cursors, and errors that name the place."""
+"""Tasks: all kinds of sources, held-out tasks, cursors, and errors that name the location."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_cursor_of_other_tasks_is_rejected(tmp_path: Path) -> None:
 
 @given(st.permutations(range(12)), st.sampled_from([0.3, 4.0]))
 def test_the_order_of_a_file_does_not_matter(order: list[int], held_out: float) -> None:
-    """Nor do copies, or other spaces."""
+    """Duplicates and whitespace do not matter either."""
     path = Path("unused.jsonl")
     plain, mixed = rows(12), [rows(12)[index] for index in order]
     copies = [{**row, "problem": row["problem"].replace(" ", "  ")} for row in mixed[:5]]

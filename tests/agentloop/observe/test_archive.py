@@ -1,4 +1,4 @@
-"""A run's folder as the page shows it, whatever stands in it."""
+"""A run's folder as the page shows it, with any contents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT = chat_format()
 
 
 def rollout(key: str, *, reward: float | None = 1.0, created_s: float = 100.0) -> dict[str, Any]:
-    """As the loop writes it down."""
+    """Return a row as the training loop writes it."""
     call = ToolCall("c", "python", {"n": 2**70}, "", 0, 1)
     ids = [written(CHAT, text + END) for text in ("<tool_call>{}</tool_call>", "it is 42")]
     turns = [
@@ -60,7 +60,7 @@ def rollout(key: str, *, reward: float | None = 1.0, created_s: float = 100.0) -
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """Two groups of two, and two steps."""
+    """A run with two groups of two rollouts and two steps."""
     folder = RunFolder(tmp_path / "runs" / "one", "")
     for number in (1, 2):
         rows = [

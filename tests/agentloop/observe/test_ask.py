@@ -1,4 +1,4 @@
-"""Questions of visitors: begun, refused, too many, and what becomes of those who leave."""
+"""Visitors' questions: started, refused, limited, and continued when the visitor leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Played:
-    """Begins when it may, and ends when it may."""
+    """A fake rollout whose start and end are controlled by the test."""
 
     def __init__(self) -> None:
         self.questions: list[str] = []

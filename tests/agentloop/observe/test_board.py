@@ -1,4 +1,4 @@
-"""The board: rows, groups and numbers, whatever events come, in whatever order."""
+"""The board: rows, groups and counters, for any events in any order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def result_of(key: str, status: CallStatus, number: int = 0, took_s: float = 1.0
 
 
 def event_of(kind: str, key: str, number: int) -> Event:
-    """An event of that kind, about that rollout or its group."""
+    """Return an event of this kind about a rollout or its group."""
     one, group = record(key, number), key.rpartition(".")[0]
     statuses = list(CallStatus)
     events: dict[str, Event] = {
@@ -110,7 +110,7 @@ steps = st.lists(
 
 
 class Reader:
-    """What a reader of frames has, by the rules of the page's store."""
+    """The state of a reader that applies frames as the page does."""
 
     def __init__(self) -> None:
         self.rollouts: dict[str, Any] = {}
@@ -433,7 +433,7 @@ def test_the_newest_rows_of_metrics_are_kept() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 7))
 def test_frequently_changing_rows_do_not_starve_others(num: int, max_rows: int) -> None:
-    """One that changes once comes in turn, also while others change all the time."""
+    """A row that changes once is sent even while others change all the time."""
     made, clock = board()
     keys = [f"1-a.{index}" for index in range(num)]
     played([("start", key, 1) for key in keys], made, clock)

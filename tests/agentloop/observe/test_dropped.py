@@ -1,4 +1,4 @@
-"""What is left out is counted, and told of once a minute at most."""
+"""Dropped items are counted and logged at most once a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written down of a run, whatever becomes of the disk, and what is read back."""
+"""The journal of a run: written despite disk errors, and read back."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_queued_lines_are_written_if_the_run_fails(tmp_path: Path) -> None
 async def test_a_line_cut_short_by_a_kill_is_skipped(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
-    """Wherever it was cut, and whatever is added later."""
+    """For any position of the cut and any lines added later."""
     folder = tmp_path_factory.mktemp("run")
     before = await written(folder, story.run())
     path = folder / "events.jsonl"

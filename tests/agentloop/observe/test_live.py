@@ -1,4 +1,4 @@
-"""Readers of what goes on: each at its own pace, told what it missed, forgotten when it leaves."""
+"""Readers of live data: each at its own pace, resynchronised when late, removed when it leaves."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_the_first_frame_is_complete_and_the_next_has_changes() -> None:
 
 
 async def all_of(frames: Frames) -> tuple[str, list[dict[str, Any]]]:
-    """The frames up to the one that has an id."""
+    """Return the frames up to the first one with an id."""
     found = []
     while True:
         name, frame = await next_of(frames)
@@ -200,7 +200,7 @@ async def test_a_reader_returning_after_an_idle_time_gets_everything() -> None:
 
 
 async def test_a_reader_cannot_resume_within_the_first_state() -> None:
-    """Nothing that it was given may make it go on from there."""
+    """No frame so far may let the reader resume from there."""
     at = live()
     starts(at, *(f"1.{index}" for index in range(1200)))
     async with aclosing(at.frames()) as frames:
@@ -427,7 +427,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 async def grown(
     at: Live, key: str, then: Callable[[], Coroutine[Any, Any, Any]]
 ) -> list[tuple[str, Any]]:
-    """What is told of a rollout, while `then` happens to it after its first event."""
+    """Return the stream of a rollout; `then` happens after its first event."""
     told: list[tuple[str, Any]] = []
     async with anyio.create_task_group() as tasks, aclosing(at.grows(key)) as events:
         with anyio.fail_after(15):

@@ -1,4 +1,4 @@
-"""What /metrics says after what happened."""
+"""The contents of /metrics after events."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def made(views: list[ServerView] | None = None, num_waiting: int = 0) -> Metrics
 
 
 def fed(events: Sequence[Event] = ()) -> Metrics:
-    """With everything that there is to ask, after `events`."""
+    """Return metrics with all sources of state, after `events`."""
     view = ServerView("http://a", ServerState.HEALTHY, 2, 30, 20, 10, 100, weight_version="7")
     metrics = Metrics(
         lambda: [view],
@@ -75,7 +75,7 @@ def fed(events: Sequence[Event] = ()) -> Metrics:
 
 
 def families(metrics: Metrics) -> list[Metric]:
-    """Less the time at which each was made, which the client adds."""
+    """Return the samples without the creation times that the client adds."""
     found = text_string_to_metric_families(metrics.render().decode())
     return [family for family in found if not family.name.endswith("_created")]
 
@@ -240,7 +240,7 @@ def test_steps_add_up_and_the_last_one_is_shown() -> None:
     )
 )
 def test_unusual_rows_are_handled(row: dict[str, Any]) -> None:
-    """Gradients that are not finite, a learner of another version."""
+    """For example gradients that are not finite, or a learner of another version."""
     metrics = made()
     metrics.seen(Measured(row))
     metrics.render()
@@ -277,7 +277,7 @@ _OTHER_UNITS = (
 
 
 def test_names_follow_the_conventions() -> None:
-    """What `promtool check metrics` asks for (prometheus.io/docs/practices/naming)."""
+    """The rules of `promtool check metrics` (prometheus.io/docs/practices/naming)."""
     found = families(fed(story.run()))
     assert len(found) > 60
     for family in found:
@@ -298,7 +298,7 @@ def test_names_follow_the_conventions() -> None:
 
 
 def test_label_values_are_bounded() -> None:
-    """However many rollouts, groups and tasks there are."""
+    """Their number does not grow with rollouts, groups and tasks."""
     once = set(values(fed(story.run())))
     again = fed(story.run())
     for number in range(20):
@@ -314,7 +314,7 @@ def test_label_values_are_bounded() -> None:
 
 
 def table(found: list[Metric]) -> list[str]:
-    """As it stands in docs/observability.md."""
+    """Return the rows of the table in docs/observability.md."""
     rows = []
     for family in found:
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
@@ -325,7 +325,7 @@ def table(found: list[Metric]) -> list[str]:
 
 
 def test_the_document_lists_every_metric() -> None:
-    """Where this fails, its table is to be what is expected here."""
+    """If this fails, replace the document's table by the expected one."""
     lines = (DOCS / "observability.md").read_text("utf-8").splitlines()
     assert [line for line in lines if line.startswith("| `agentloop_")] == table(
         families(fed(story.run()))

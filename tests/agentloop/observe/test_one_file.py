@@ -1,4 +1,4 @@
-"""The exported file: everything in it, nothing let in, and texts that cannot break out."""
+"""The exported file: self-contained, closed to other content, and safe for any text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = [
 
 
 class Page(HTMLParser):
-    """What a browser would find: scripts, sheets, other elements by their attributes."""
+    """Parse the file as a browser does: scripts, style sheets and other elements."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""Traces as a collector gets them: over HTTP, in protobuf."""
+"""Traces as received by a collector: over HTTP, in protobuf."""
 
 from __future__ import annotations
 
@@ -425,7 +425,7 @@ def test_names_are_those_of_the_conventions() -> None:
 
 
 def test_no_state_remains_after_a_rollout() -> None:
-    """Nothing stays behind of a rollout that has ended, whether or not it has a trace."""
+    """No state remains after a rollout has ended, with or without a trace."""
     traces = Traces(OtelSettings(), model="small")
     record = story.trajectory()
     traces.seen(RolloutFinished(record.id, record))

@@ -1,4 +1,4 @@
-"""The page over HTTP: its routes, what strangers may and may not, readers that take nothing."""
+"""The page over HTTP: routes, access checks and readers that stop reading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKEN = "open sesame"
 
 @dataclass
 class Played:
-    """What is shown, played."""
+    """A fake source of data."""
 
     given: list[str | None] = field(default_factory=list)
     num_readers: int = 0
@@ -90,7 +90,7 @@ class Played:
 
 
 class Controls:
-    """What a visitor may do, played."""
+    """Fake actions."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, str | None]] = []
@@ -162,7 +162,7 @@ async def page(
 
 
 def events(text: str) -> list[tuple[str, str, Any]]:
-    """Of server-sent events: id, event, data."""
+    """Parse server-sent events into id, event and data."""
     found = []
     for block in text.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
@@ -173,7 +173,7 @@ def events(text: str) -> list[tuple[str, str, Any]]:
 
 
 async def answer_of(stream: ByteStream) -> bytes:
-    """Up to the end of its body, which is an object."""
+    """Read a response up to the end of its body, a JSON object."""
     answer = b""
     with anyio.fail_after(15):
         while not answer.endswith(b"}"):

@@ -1,4 +1,4 @@
-"""Many read the same events, and none of them for the others."""
+"""Several readers of the same events are independent."""
 
 from __future__ import annotations
 

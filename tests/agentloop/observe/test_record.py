@@ -1,4 +1,4 @@
-"""A trajectory as the page shows it: token by token, whatever its characters are cut into."""
+"""A trajectory as the page shows it: token by token, for any split of characters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PER_TOKEN = ("pieces", "ids", "logprobs", "entropies")
 
 
 def assembled(whole: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
-    """What a reader makes of a delta, by the rules of the page."""
+    """Apply a delta as the page does."""
     first, token, turns = delta["turn"], delta["token"], delta["turns"]
     old = whole["turns"][first] if first < len(whole["turns"]) else None
     new = [dict(turn) for turn in turns]
@@ -52,7 +52,7 @@ turns = st.lists(
 
 
 class Growing:
-    """A record that grows as a rollout's does; after each step somebody may look at it."""
+    """A record that grows like that of a rollout and can be read after each step."""
 
     def __init__(self, script: Sequence[tuple[str, list[int], bool, str, bool]]) -> None:
         self.record = Trajectory("r", written(CHAT, "why?"), created_unix_s=5.0)

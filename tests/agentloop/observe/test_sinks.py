@@ -1,4 +1,4 @@
-"""Metrics for others: whatever a sink does, the run goes on, and nothing secret leaves it."""
+"""Metrics sinks: their failures do not affect the run, and secrets are masked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOTH = SinksSettings(to=("trackio", "wandb"), close_s=15, max_waiting=3)
 
 
 class Fake:
-    """Writes down what it is told; `at` names where it raises or, by its gate, hangs."""
+    """Records its calls; `at` names the method that raises or hangs."""
 
     def __init__(self, at: str = "", error: BaseException | None = None) -> None:
         self.at, self.error = at, error
@@ -252,7 +252,7 @@ def test_no_secret_gets_through(config: Any, key: str) -> None:
 
 @pytest.fixture(scope="session")
 def parse() -> Callable[[bytes], Any]:
-    """TensorFlow's event.proto, as far as scalars go, by the real Protocol Buffers."""
+    """Parse TensorFlow's event.proto, scalars only, with the real Protocol Buffers."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="event.proto", syntax="proto3", package="t")
@@ -281,7 +281,7 @@ def parse() -> Callable[[bytes], Any]:
 
 
 def records(data: bytes) -> list[bytes]:
-    """The data of each; checksums are looked at in tests/integration, by TensorBoard."""
+    """Return the data of each record; TensorBoard checks the checksums in tests/integration."""
     found = []
     while data:
         size = int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""What a rollout waits for at each point of its life, and what a stall looks like."""
+"""Waits of rollouts at each point, and reports of stalls."""
 
 from __future__ import annotations
 

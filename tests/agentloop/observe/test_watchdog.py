@@ -1,4 +1,4 @@
-"""What blocks the loop is named while it does; a run in which nothing moves says so, and ends."""
+"""The code that blocks the loop is reported; a run without progress is reported and ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Clock:
 
 
 def elsewhere(look: Callable[[], str | None]) -> str | None:
-    """What another thread is told, while this one stands here."""
+    """Return what `look` returns in another thread, while this one waits here."""
     found: list[str | None] = []
     thread = threading.Thread(target=lambda: found.append(look()))
     thread.start()
@@ -168,7 +168,7 @@ def test_giving_up_can_be_disabled() -> None:
 
 @pytest.mark.anyio
 async def test_no_progress_cancels_the_task_group() -> None:
-    """As a task of the run's group: by its error all of it ends."""
+    """As a task of the run's task group, its error ends everything."""
     stalls = Stalls(map(float, itertools.count()).__next__)  # each look is a second later
     settings = WatchdogSettings(no_progress_s=0.01, give_up_s=3)
 
