@@ -1,4 +1,4 @@
-"""Thoughts, answers and markup are told apart however the text is cut."""
+"""Reasoning, content and markup are separated for any chunking of the text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def told(text: str, cuts: list[int], *, reasoning: bool = False) -> dict[Channel
 @settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.integers(0, 60), max_size=6), st.booleans())
 @example(f"<|{'a' * 30}|>", list(range(40)), False)
-def test_any_cut_tells_the_same(text: str, cuts: list[int], reasoning: bool) -> None:
+def test_channels_do_not_depend_on_chunking(text: str, cuts: list[int], reasoning: bool) -> None:
     assert told(text, cuts, reasoning=reasoning) == told(text, [], reasoning=reasoning)
 
 
@@ -48,12 +48,14 @@ def test_any_cut_tells_the_same(text: str, cuts: list[int], reasoning: bool) -> 
         ("ends with <tool_ca", False, "", "ends with <tool_ca"),
     ],
 )
-def test_who_hears_what(text: str, reasoning: bool, thought: str, answer: str) -> None:
+def test_text_is_split_into_reasoning_and_content(
+    text: str, reasoning: bool, thought: str, answer: str
+) -> None:
     said = told(text, [], reasoning=reasoning)
     assert (said[Channel.REASONING], said[Channel.CONTENT]) == (thought, answer)
 
 
-def test_text_is_told_as_soon_as_it_is_certain() -> None:
+def test_text_is_emitted_as_soon_as_it_is_unambiguous() -> None:
     channels = Channels(reasoning=False)
     assert list(channels.feed("abc <")) == [(Channel.CONTENT, "abc ")]
     assert list(channels.feed("/t")) == []  # it may become one of two tags
@@ -67,7 +69,7 @@ THOUGHT, CONTENT = Channel.REASONING, Channel.CONTENT
 
 
 def heard(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]) -> Said:
-    """What a `Speech` says of these turns, each cut at the same places."""
+    """Return the output of a `Speech` for these turns, each cut at the same places."""
     said: Said = []
     speech = Speech(reasoning=reasoning, stop=stop)
     for text in turns:
@@ -96,7 +98,7 @@ passages = st.lists(
 @example(["abc"], [1, 2], False, ["abc", "b"])
 @example(["a", "b"], [], False, ["\n\n", "ab"])
 @example([" \n\nb"], [1, 2, 3], False, ["\n\n", "\nb"])
-def test_speech_is_the_same_however_it_is_cut(
+def test_speech_does_not_depend_on_chunking(
     turns: list[str], cuts: list[int], reasoning: bool, stop: list[str]
 ) -> None:
     whole = heard(turns, [], reasoning=reasoning, stop=stop)
@@ -160,12 +162,14 @@ def test_passages_have_no_whitespace_around_them(
         ("so</think>a<tool_call>STOP</tool_call>", ["STOP"], "a"),
     ],
 )
-def test_where_a_stop_sequence_is_looked_for(text: str, stop: list[str], content: str) -> None:
+def test_stop_sequences_are_searched_only_in_content(
+    text: str, stop: list[str], content: str
+) -> None:
     assert joined(heard([text], list(range(40)), reasoning=True, stop=stop), CONTENT) == content
     assert answer_in(text, reasoning=True, stop=stop) == content
 
 
-def test_a_stop_sequence_is_noticed_with_its_last_character() -> None:
+def test_a_stop_sequence_is_found_at_its_last_character() -> None:
     speech = Speech(reasoning=False, stop=["</code>"])
     for character in "1 </code":
         list(speech.feed(character))

@@ -1,4 +1,4 @@
-"""One trajectory: exact, bounded, and without traces wherever it is cut off."""
+"""Rollouts: exact, bounded, and without leftovers wherever they are cut off."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def echo(text: str) -> str:
 
 
 def says(text: str, *, end: TurnEnd = TurnEnd.STOP) -> list[Step]:
-    """A turn, a token a frame."""
+    """Return the steps of a turn with one token per frame."""
     ids = written(CHAT, text + (END if end is TurnEnd.STOP else ""))
     return list(chunks(ids, range(1, len(ids)), end=end))
 
@@ -80,7 +80,7 @@ def rollout(engine: ScriptedEngine, tools: Sequence[Any] = (), **options: Any) -
 
 
 def check(trajectory: Trajectory, engine: ScriptedEngine) -> None:
-    """What holds of every trajectory."""
+    """Check the invariants of every trajectory."""
     ids = trajectory.ids
     lengths = {len(x) for x in (trajectory.mask, trajectory.logprobs, trajectory.versions)}
     assert lengths == {len(ids)}
@@ -129,7 +129,7 @@ async def test_a_call_is_run_and_its_result_read_in_the_next_turn() -> None:
     assert result.dispatched_s <= result.started_s <= result.ended_s <= trajectory.elapsed_s
 
 
-async def test_events_tell_the_story_in_order() -> None:
+async def test_events_are_emitted_in_order() -> None:
     events: list[Event] = []
     engine = ScriptedEngine(says(call_text("echo", {"text": "x"})), says("done"))
     await rollout(engine, [echo], emit=events.append).run()
@@ -141,7 +141,7 @@ async def test_events_tell_the_story_in_order() -> None:
     assert text == f"{call_text('echo', {'text': 'x'})}{END}done{END}"
 
 
-async def test_a_call_starts_while_its_turn_goes_on() -> None:
+async def test_a_call_starts_while_its_turn_is_generated() -> None:
     started = anyio.Event()
 
     async def ping() -> str:
@@ -164,7 +164,7 @@ async def test_a_call_starts_while_its_turn_goes_on() -> None:
     assert trajectory.results[0].dispatched_s <= trajectory.turns[0].generated_s
 
 
-async def test_calls_of_a_turn_run_at_once_and_answer_in_their_order() -> None:
+async def test_calls_of_a_turn_run_concurrently_with_ordered_results() -> None:
     finished: list[int] = []
     gates = [anyio.Event() for _ in range(3)]
 
@@ -206,7 +206,7 @@ def turn_text(calls: list[tuple[str, int]], text: str) -> str:
 
 @settings(max_examples=40, deadline=None)
 @given(scripts, st.lists(st.integers(0, 150), max_size=12), st.booleans(), st.integers(8, 30))
-async def test_the_record_is_that_of_serial_execution(
+async def test_the_trajectory_equals_that_of_serial_execution(
     script: Script, cuts: list[int], with_text: bool, limit: int
 ) -> None:
     async def later(n: int) -> str:
@@ -239,7 +239,7 @@ async def test_the_record_is_that_of_serial_execution(
     assert [r.status for r in cut.results] == [r.status for r in serial.results]
 
 
-async def test_a_malformed_call_is_answered_with_what_was_wrong() -> None:
+async def test_a_malformed_call_gets_an_error_message() -> None:
     engine = ScriptedEngine(says("<tool_call>{nope</tool_call>"), says("sorry"))
     trajectory = await rollout(engine, [multiply]).run()
     check(trajectory, engine)
@@ -249,7 +249,7 @@ async def test_a_malformed_call_is_answered_with_what_was_wrong() -> None:
     assert trajectory.stop_reason is StopReason.ANSWERED
 
 
-async def test_an_unclosed_call_at_the_end_of_the_turn_is_answered_too() -> None:
+async def test_an_unclosed_call_at_the_end_of_a_turn_gets_an_error_message() -> None:
     engine = ScriptedEngine(says('<tool_call>{"name": "multiply"'), says("sorry"))
     trajectory = await rollout(engine, [multiply]).run()
     assert [r.status for r in trajectory.results] == [CallStatus.MALFORMED]
@@ -265,7 +265,7 @@ async def test_turns_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2])
-async def test_response_tokens_are_bounded_tools_included(spare: int) -> None:
+async def test_response_tokens_are_bounded_including_tool_responses(spare: int) -> None:
     text = call_text("echo", {"text": "x"})
     used = len(written(CHAT, text + END)) + len(CHAT.observation(["x"]))
     engine = ScriptedEngine(says(text), says("d", end=TurnEnd.LENGTH))
@@ -278,7 +278,7 @@ async def test_response_tokens_are_bounded_tools_included(spare: int) -> None:
     assert trajectory.num_response_tokens <= used + spare
 
 
-async def test_the_models_context_bounds_a_turn_as_well() -> None:
+async def test_the_context_length_bounds_a_turn() -> None:
     length = len(CHAT.prompt(ASKED)) + 5
     engine = ScriptedEngine(says("abcde", end=TurnEnd.LENGTH), context_length=length)
     trajectory = await rollout(engine).run()
@@ -286,14 +286,14 @@ async def test_the_models_context_bounds_a_turn_as_well() -> None:
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
 
 
-async def test_a_prompt_too_long_is_refused_before_anything_runs() -> None:
+async def test_a_prompt_that_is_too_long_is_rejected_before_anything_runs() -> None:
     engine = ScriptedEngine(context_length=len(CHAT.prompt(ASKED)))
     with pytest.raises(PromptTooLong, match="maximum context length is 22"):
         await rollout(engine).run()
     assert engine.asked == []
 
 
-async def test_sampled_tokens_are_bounded_without_those_of_tools() -> None:
+async def test_sampled_tokens_are_bounded_without_tool_responses() -> None:
     call = says(call_text("echo", {"text": "x"}))
     engine = ScriptedEngine(call, call, says("do", end=TurnEnd.LENGTH))
     budget = Budget(max_sampled_tokens=2 * len(call) + 2)
@@ -308,7 +308,7 @@ async def test_sampled_tokens_are_bounded_without_those_of_tools() -> None:
     ]
 
 
-async def test_no_turn_begins_without_a_token_to_sample() -> None:
+async def test_no_turn_starts_without_budget_for_a_token() -> None:
     call = says(call_text("echo", {"text": "x"}))
     engine = ScriptedEngine(call)
     trajectory = await rollout(engine, [echo], budget=Budget(max_sampled_tokens=len(call))).run()
@@ -339,7 +339,7 @@ async def test_a_stop_sequence_frees_the_server_at_once() -> None:
     assert trajectory.stop_reason is StopReason.STOP_SEQUENCE
 
 
-async def test_a_stop_sequence_of_a_call_or_across_turns_is_none() -> None:
+async def test_stop_sequences_in_a_call_or_across_turns_do_not_count() -> None:
     engine = ScriptedEngine(says(f"ST{call_text('echo', {'text': 'STOP'})}"), says("OP it is"))
     options = TurnOptions(stop=("STOP",))
     trajectory = await rollout(engine, [echo], options=options).run()
@@ -348,8 +348,8 @@ async def test_a_stop_sequence_of_a_call_or_across_turns_is_none() -> None:
 
 
 @pytest.mark.parametrize("end", [TurnEnd.STOP, TurnEnd.LENGTH])
-async def test_a_stop_sequence_that_the_end_of_the_turn_decides(end: TurnEnd) -> None:
-    """It may have been the beginning of a tag."""
+async def test_a_stop_sequence_that_is_complete_only_at_the_end_of_the_turn(end: TurnEnd) -> None:
+    """The text held back may have been the beginning of a tag."""
     engine = ScriptedEngine(says("1 <", end=end))
     trajectory = await rollout(engine, options=TurnOptions(stop=("<",))).run()
     assert (trajectory.stop_reason, trajectory.answer) == (StopReason.STOP_SEQUENCE, "1")
@@ -359,7 +359,9 @@ async def test_a_stop_sequence_that_the_end_of_the_turn_decides(end: TurnEnd) ->
 @given(st.lists(st.integers(0, 120), max_size=8))
 @pytest.mark.parametrize("whose", ["agent", "caller"])
 @pytest.mark.parametrize("tags", [True, False])
-async def test_a_turn_may_end_with_its_first_call(whose: str, tags: bool, cuts: list[int]) -> None:
+async def test_single_call_ends_a_turn_after_its_first_call(
+    whose: str, tags: bool, cuts: list[int]
+) -> None:
     chat = chat_format(tags=tags)
     one, two = (call_text("echo", {"text": text}) for text in "ab")
     ids = written(chat, f"so {one} {two}{END}")
@@ -387,7 +389,7 @@ async def test_a_turn_may_end_with_its_first_call(whose: str, tags: bool, cuts: 
     assert trajectory.stop_reason is StopReason.ANSWERED
 
 
-async def test_a_turn_of_one_call_that_ended_by_itself_is_as_it_is() -> None:
+async def test_single_call_does_not_change_a_turn_that_ended_by_itself() -> None:
     text = call_text("echo", {"text": "x"})
     engine = ScriptedEngine([*chunks(written(CHAT, text + END)[:-1], end=TurnEnd.LENGTH)])
     options = TurnOptions(single_call=True)
@@ -396,7 +398,7 @@ async def test_a_turn_of_one_call_that_ended_by_itself_is_as_it_is() -> None:
     assert trajectory.stop_reason is StopReason.TURN_BUDGET
 
 
-async def test_the_end_of_a_turn_may_be_ignored() -> None:
+async def test_ignore_end_uses_the_whole_budget() -> None:
     text = call_text("echo", {"text": "x"})
     engine = ScriptedEngine(says(f"{text}{END}{text}", end=TurnEnd.LENGTH))
     trajectory = await rollout(engine, [echo], options=TurnOptions(ignore_end=True)).run()
@@ -407,7 +409,7 @@ async def test_the_end_of_a_turn_may_be_ignored() -> None:
     assert engine.asked[0].sampling.to_sglang(max_new_tokens=3, stop_ids=())["ignore_eos"]
 
 
-async def test_the_answer_is_what_a_person_would_read() -> None:
+async def test_the_answer_is_the_content_of_the_last_turn() -> None:
     text = "\n<answer>\n\\boxed{4}\n</answer>"
     engine = ScriptedEngine(
         says(f"Wait.{call_text('echo', {'text': 'x'})}"), says(f"<think>so</think>{text}")
@@ -418,7 +420,7 @@ async def test_the_answer_is_what_a_person_would_read() -> None:
     assert trajectory.to_dict()["answer"] == trajectory.answer
 
 
-async def test_a_thought_that_is_cut_off_is_no_answer() -> None:
+async def test_reasoning_that_is_cut_off_is_not_an_answer() -> None:
     thinking = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
     chat = ChatFormat(tokenizer(), template(thinking), end_token=END)
     ids = written(chat, "it may be 4")
@@ -445,7 +447,7 @@ async def test_one_turn_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("where", ["generating", "tool", "opening"])
-async def test_time_is_bounded_wherever_it_goes(where: str) -> None:
+async def test_the_timeout_applies_everywhere(where: str) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
     script: list[Step] = [anyio.sleep_forever] if where == "generating" else []
     engine = ScriptedEngine([*script, *says(call_text("stateful", {}))], says("done"))
@@ -456,8 +458,8 @@ async def test_time_is_bounded_wherever_it_goes(where: str) -> None:
 
 
 @pytest.mark.parametrize("answers_first", [True, False])
-async def test_length_cuts_the_calls_of_its_turn(answers_first: bool) -> None:
-    """Whether a call's answer came before the cut makes no difference to the record."""
+async def test_running_out_of_tokens_cancels_the_calls_of_the_turn(answers_first: bool) -> None:
+    """The record does not depend on whether a call finished before the cut."""
     tool = Stateful(hang_at="" if answers_first else "run")
     waits: list[Step] = [anyio.wait_all_tasks_blocked]
     call = written(CHAT, call_text("stateful", {}))
@@ -471,7 +473,7 @@ async def test_length_cuts_the_calls_of_its_turn(answers_first: bool) -> None:
     assert (tool.num_open, tool.running) == (0, 0)
 
 
-async def test_a_server_that_is_gone_is_infrastructure_and_no_answer() -> None:
+async def test_a_lost_server_is_an_infrastructure_failure() -> None:
     script: list[Step] = [*says("It is", end=TurnEnd.LENGTH)[:-1], ServerUnavailable("gone")]
     engine = ScriptedEngine(script)
     trajectory = await rollout(engine).run()
@@ -482,7 +484,7 @@ async def test_a_server_that_is_gone_is_infrastructure_and_no_answer() -> None:
 
 
 @pytest.mark.parametrize("end", [None, TurnEnd.ABORT])
-async def test_a_turn_that_did_not_end_is_no_answer(end: TurnEnd | None) -> None:
+async def test_a_turn_without_an_end_is_not_an_answer(end: TurnEnd | None) -> None:
     engine = ScriptedEngine(list(chunks(written(CHAT, "It is"), end=end)))
     trajectory = await rollout(engine).run()
     check(trajectory, engine)
@@ -490,11 +492,11 @@ async def test_a_turn_that_did_not_end_is_no_answer(end: TurnEnd | None) -> None
 
 
 class LostError(Exception):
-    """A programmer's error."""
+    """A programming error."""
 
 
 class Broken(Stateful):
-    """A tool whose own code is wrong."""
+    """A tool with a bug in its own code."""
 
     name = "broken"
     schema: Mapping[str, Any] = {"type": "function", "function": {"name": name}}
@@ -521,7 +523,7 @@ async def test_a_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> 
     assert trajectory.error == "lost: worker died"
 
 
-async def test_a_programmers_error_comes_out_as_itself() -> None:
+async def test_a_programming_error_is_raised_unchanged() -> None:
     engine = ScriptedEngine([*says(call_text("broken", {}))[:-1], anyio.sleep_forever])
     events: list[Event] = []
     tool = Broken()
@@ -532,7 +534,7 @@ async def test_a_programmers_error_comes_out_as_itself() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-async def test_a_request_error_comes_out_plain(early: bool) -> None:
+async def test_a_request_error_is_raised_unwrapped(early: bool) -> None:
     script: list[Step] = [*([] if early else says("hm")[:1]), RequestError("ids: bad")]
     engine = ScriptedEngine(script)
     with pytest.raises(RequestError, match="ids: bad"):
@@ -557,7 +559,7 @@ def hook(at: anyio.Event) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("where", ["before", "amid", "tool", "opening", "second turn"])
-async def test_cancelled_anywhere_it_leaves_nothing(where: str) -> None:
+async def test_cancellation_at_any_point_leaves_nothing_behind(where: str) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
     here = hook(tool.at)
     first = says(call_text("stateful", {}))
@@ -583,7 +585,9 @@ async def test_cancelled_anywhere_it_leaves_nothing(where: str) -> None:
 @pytest.mark.parametrize(
     "where", ["before", "waiting", "sampling", "tool", "opening", "second turn"]
 )
-async def test_whom_a_person_cancels_says_so_and_leaves_nothing(where: str) -> None:
+async def test_cancel_at_any_point_sets_the_stop_reason_and_leaves_nothing_behind(
+    where: str,
+) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
     here = hook(tool.at)
     first = says(call_text("stateful", {}))
@@ -625,7 +629,7 @@ async def test_whom_a_person_cancels_says_so_and_leaves_nothing(where: str) -> N
 
 
 @pytest.mark.parametrize("where", ["after", "answered"])
-async def test_whom_a_person_cancels_too_late_has_ended_as_it_has(where: str) -> None:
+async def test_a_late_cancel_does_not_change_the_stop_reason(where: str) -> None:
     engine = ScriptedEngine(says("It is 1776."))
     made = rollout(engine)
     if where == "answered":  # but is not told of yet
@@ -635,8 +639,8 @@ async def test_whom_a_person_cancels_too_late_has_ended_as_it_has(where: str) ->
     assert trajectory.stop_reason is StopReason.ANSWERED
 
 
-async def test_whom_a_person_cancels_amid_a_cancelled_scope_is_abandoned() -> None:
-    """Who asked has left, too: there is nobody to be given a trajectory."""
+async def test_cancel_within_a_cancelled_scope_abandons_the_rollout() -> None:
+    """The caller was cancelled as well, so nobody receives a trajectory."""
     at = anyio.Event()
     engine = ScriptedEngine([hook(at)])
     events: list[Event] = []
@@ -651,7 +655,7 @@ async def test_whom_a_person_cancels_amid_a_cancelled_scope_is_abandoned() -> No
     assert (engine.num_open, len(engine.forgotten)) == (0, 1)
 
 
-async def test_the_callers_tools_are_left_to_the_caller() -> None:
+async def test_caller_tools_end_the_rollout() -> None:
     theirs = CallerTool({"type": "function", "function": {"name": "theirs"}})
     text = call_text("theirs", {"q": 1}) + call_text("echo", {"text": "x"})
     engine = ScriptedEngine(says(text))
@@ -689,7 +693,7 @@ async def test_a_long_tool_response_keeps_its_head_and_its_tail(length: int) -> 
     assert trajectory.results[0].content == content  # the record has all of it
 
 
-async def test_a_response_of_few_but_long_tokens_says_that_it_is_cut() -> None:
+async def test_a_cut_response_of_few_long_tokens_says_so() -> None:
     async def line() -> str:
         """Draw a line."""
         return "=" * 100_000
@@ -703,7 +707,7 @@ async def test_a_response_of_few_but_long_tokens_says_that_it_is_cut() -> None:
     assert "left out" in chat.decode(trajectory.turns[0].observation_ids)
 
 
-async def test_surrogates_in_a_result_are_what_the_model_reads() -> None:
+async def test_surrogates_in_a_result_are_replaced() -> None:
     async def odd() -> str:
         """Give a file name that is no text."""
         return "a\udcffb"
@@ -713,7 +717,7 @@ async def test_surrogates_in_a_result_are_what_the_model_reads() -> None:
     assert trajectory.results[0].content == "a?b"
 
 
-async def test_versions_follow_a_change_of_weights_in_mid_turn() -> None:
+async def test_versions_change_with_the_weights_within_a_turn() -> None:
     ids = written(CHAT, f"abcdef{END}")
     first, second = ids[:3], ids[3:]
     script = [
@@ -729,7 +733,7 @@ async def test_versions_follow_a_change_of_weights_in_mid_turn() -> None:
     ]
 
 
-async def test_the_servers_own_account_of_versions_counts_from_where_it_begins() -> None:
+async def test_the_servers_version_spans_take_precedence_from_their_start() -> None:
     ids = written(CHAT, f"abcdef{END}")
     *script, last = chunks(ids, range(1, len(ids)), version="seen")
     account = (VersionSpan("v1", 2, 4), VersionSpan("v2", 4, len(ids)))

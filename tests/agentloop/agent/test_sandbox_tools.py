@@ -1,4 +1,4 @@
-"""The built-in tools over a sandbox that is played: what the model reads, and who is to blame."""
+"""The built-in tools over a fake sandbox: responses for the model and attribution of failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def result(status: SandboxStatus = SandboxStatus.OK, **fields: Any) -> CallResul
 
 
 class FakePool:
-    """Gives the results that it was given; a cell of the text `hang` never ends."""
+    """Returns the given results in order; a cell with the text `hang` never ends."""
 
     settings = PoolSettings(max_code_bytes=1024)
 
@@ -121,7 +121,7 @@ async def test_what_the_model_reads(given: CallResult, status: CallStatus, text:
 
 
 @pytest.mark.parametrize("status", [s for s in SandboxStatus if s.infrastructure])
-async def test_what_the_sandbox_did_wrong_is_not_the_models(status: SandboxStatus) -> None:
+async def test_sandbox_failures_are_infrastructure_failures(status: SandboxStatus) -> None:
     given = CallResult.failed(1, status, "worker 7 was lost")
     async with Tools([PythonCode(pool(FakePool(given)))]) as tools:
         output = await tools.run(PythonCode.name, {"code": ""})
@@ -137,7 +137,7 @@ async def test_cells_share_a_session_that_ends_with_the_trajectory() -> None:
     assert (fake.num_sessions, fake.num_open) == (1, 0)
 
 
-async def test_a_notebook_that_the_model_killed_is_restarted_and_it_is_told() -> None:
+async def test_a_notebook_killed_by_the_model_is_restarted_with_a_note() -> None:
     fake = FakePool(result(SandboxStatus.OOM), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "x"})
@@ -149,7 +149,7 @@ async def test_a_notebook_that_the_model_killed_is_restarted_and_it_is_told() ->
     assert (fake.num_sessions, fake.num_open) == (2, 0)
 
 
-async def test_a_cell_that_ended_its_process_is_told_so_and_the_next_has_another() -> None:
+async def test_a_cell_that_ends_its_process_gets_a_note_and_the_next_cell_a_new_process() -> None:
     fake = FakePool(result(stdout="a\n"), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "os._exit(0)"})
@@ -161,7 +161,7 @@ async def test_a_cell_that_ended_its_process_is_told_so_and_the_next_has_another
 
 
 async def test_a_cell_after_a_process_that_ended_itself_is_an_error_not_infrastructure() -> None:
-    """Else a model could take back a rollout that goes wrong."""
+    """Otherwise a model could discard a rollout that goes wrong."""
     fake = FakePool(SessionLost("it ended", LostBy.PROGRAM), result(result="1"))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "x"})
@@ -174,14 +174,14 @@ async def test_a_cell_after_a_process_that_ended_itself_is_an_error_not_infrastr
 
 
 @pytest.mark.parametrize("by", [LostBy.INFRASTRUCTURE, LostBy.CALLER])
-async def test_a_notebook_lost_by_us_is_infrastructure(by: LostBy) -> None:
+async def test_a_notebook_lost_by_the_sandbox_is_an_infrastructure_failure(by: LostBy) -> None:
     fake = FakePool(SessionLost("worker died", by))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         output = await tools.run(JupyterCode.name, {"code": "x"})
     assert output.status is CallStatus.INFRASTRUCTURE
 
 
-async def test_no_seat_for_a_notebook_is_infrastructure() -> None:
+async def test_no_free_session_for_a_notebook_is_an_infrastructure_failure() -> None:
     async with Tools([JupyterCode(pool(FakePool(full=True)))]) as tools:
         output = await tools.run(JupyterCode.name, {"code": "x"})
     assert output.status is CallStatus.INFRASTRUCTURE

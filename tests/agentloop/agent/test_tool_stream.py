@@ -1,4 +1,4 @@
-"""Calls come out of a token stream the moment they close, however it is cut."""
+"""Calls are found in a token stream as soon as they close, for any chunking."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def feed(
 @BY_ID_AND_BY_TEXT
 @FAST
 @given(text=turns, cuts=st.lists(st.integers(0, 200), max_size=10))
-def test_any_cut_of_the_stream_gives_the_same_calls(tags: bool, text: str, cuts: list[int]) -> None:
+def test_calls_do_not_depend_on_chunking(tags: bool, text: str, cuts: list[int]) -> None:
     chat = chat_format(tags=tags)
     ids = written(chat, text)
     whole = feed(chat, ids, range(len(ids)))  # one token at a time
@@ -57,7 +57,7 @@ def test_any_cut_of_the_stream_gives_the_same_calls(tags: bool, text: str, cuts:
 
 @FAST
 @given(turns)
-def test_ids_and_text_tell_of_the_same_calls(text: str) -> None:
+def test_scanning_ids_and_text_finds_the_same_calls(text: str) -> None:
     def told(tags: bool) -> list[Any]:
         chat = chat_format(tags=tags)
         return [(c.name, c.arguments, c.error) for c in feed(chat, written(chat, text))]
@@ -76,7 +76,7 @@ def test_start_and_end_delimit_the_call_in_the_output(text: str) -> None:
 
 
 @BY_ID_AND_BY_TEXT
-def test_a_call_is_there_with_its_last_token_and_not_before(tags: bool) -> None:
+def test_a_call_is_returned_with_its_last_token(tags: bool) -> None:
     chat = chat_format(tags=tags)
     before = written(chat, call_text("f", {"a": 1}))
     stream = ToolCallStream(chat, id_prefix="call_x")
@@ -99,7 +99,7 @@ def test_a_call_left_open_at_the_end_of_the_turn_is_malformed(tags: bool) -> Non
     assert '{"name": "f"' in call.raw
 
 
-def test_an_opening_inside_of_a_call_ends_it_as_malformed_and_begins_another() -> None:
+def test_an_opening_tag_within_a_call_makes_it_malformed_and_starts_another() -> None:
     chat = chat_format()
     first, second = feed(chat, written(chat, '<tool_call>{"name": ' + call_text("f", {})))
     assert first.error is not None
@@ -115,7 +115,7 @@ def test_a_closing_marker_alone_is_only_text(tags: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_an_oversize_call_is_refused_however_it_is_cut(
+def test_an_oversize_call_is_malformed_for_any_chunking(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(tool_stream, "_MAX_CALL_TOKENS", 20)
@@ -151,7 +151,7 @@ def test_an_oversize_call_is_refused_however_it_is_cut(
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "not valid JSON"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_said_to_the_model(raw: str, said: str) -> None:
+def test_the_model_is_told_why_a_call_is_malformed(raw: str, said: str) -> None:
     _, arguments, error = decode_call(raw)
     assert arguments == {}
     assert error is not None
@@ -160,7 +160,7 @@ def test_what_is_wrong_with_a_call_is_said_to_the_model(raw: str, said: str) -> 
 
 @pytest.mark.parametrize("depth", [150, 100_000])
 @pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a":', "}")])
-def test_deep_nesting_is_malformed_and_hurts_nobody(depth: int, left: str, right: str) -> None:
+def test_deeply_nested_arguments_are_malformed(depth: int, left: str, right: str) -> None:
     value = left * depth + ("1" if right == "}" else "") + right * depth
     _, _, error = decode_call(f'{{"name": "f", "arguments": {{"a": {value}}}}}')
     assert error is not None
@@ -186,5 +186,5 @@ def test_brackets_in_a_string_are_not_nesting() -> None:
         ('{"name": "f", "arguments": {"s": "\\ud83d\\udc0d \\u00e9"}}', {"s": "🐍 é"}),
     ],
 )  # fmt: skip
-def test_what_a_model_may_write(raw: str, arguments: dict[str, Any]) -> None:
+def test_valid_calls_are_decoded(raw: str, arguments: dict[str, Any]) -> None:
     assert decode_call(raw) == ("f", arguments, None)

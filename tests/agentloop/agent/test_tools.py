@@ -1,4 +1,4 @@
-"""Functions as tools, and one trajectory's use of them."""
+"""Functions as tools, and the tools of one trajectory."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def splat(*args: int) -> int:
         "python",
     ],
 )
-def test_what_cannot_become_a_tool_is_refused(function: Any) -> None:
+def test_unsuitable_functions_are_rejected(function: Any) -> None:
     with pytest.raises(RequestError, match="tools: "):
         as_tool(function)
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_duplicate_tool_names_are_rejected() -> None:
     with pytest.raises(RequestError, match="two are named 'multiply'"):
         Tools([multiply, FunctionTool(multiply)])
 
@@ -119,7 +119,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
         ({"type": "function", "function": {"name": 3}}, "function.name is missing"),
     ],
 )
-def test_a_schema_that_is_none_is_refused(schema: dict[str, Any], said: str) -> None:
+def test_an_invalid_schema_is_rejected(schema: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         CallerTool(schema)
 
@@ -160,7 +160,7 @@ async def test_values_become_text(value: Any, text: str) -> None:
         ({"a": 1, "argument_0": 3}, "argument_0: Extra inputs"),
     ],
 )
-async def test_bad_arguments_are_told_to_the_model(arguments: dict[str, Any], said: str) -> None:
+async def test_the_model_is_told_about_bad_arguments(arguments: dict[str, Any], said: str) -> None:
     output = await call(multiply, **arguments)
     assert output.status is CallStatus.BAD_ARGUMENTS
     assert said in output.content
@@ -177,7 +177,7 @@ async def test_parameters_may_have_any_name() -> None:
     assert "copy: " in wrong.content
 
 
-async def test_a_tool_that_raises_is_read_by_the_model() -> None:
+async def test_the_model_reads_a_tools_exception() -> None:
     def bad() -> None:
         """Raise."""
         raise ValueError("no such thing")
@@ -215,7 +215,7 @@ async def test_a_tool_that_hangs_is_stopped() -> None:
     assert left.is_set()
 
 
-async def test_a_thread_that_hangs_is_abandoned_and_keeps_its_place() -> None:
+async def test_a_hanging_thread_is_abandoned_and_keeps_counting() -> None:
     release = threading.Event()
 
     def hang() -> str:
@@ -230,15 +230,15 @@ async def test_a_thread_that_hangs_is_abandoned_and_keeps_its_place() -> None:
         release.set()
 
 
-async def test_an_unknown_tool_is_told_what_there_is() -> None:
+async def test_an_unknown_tool_gets_the_list_of_tools() -> None:
     async with Tools([multiply, greet]) as tools:
         output = await tools.run("nope", {})
     assert output.status is CallStatus.UNKNOWN_TOOL
     assert "the tools are: multiply, greet" in output.content
 
 
-async def test_a_caller_that_has_tools_is_given_calls_of_others_too() -> None:
-    """It may know what the model meant, or would tell it otherwise."""
+async def test_a_caller_with_tools_gets_calls_of_unknown_tools() -> None:
+    """The caller may know what the model meant, or report the error in its own way."""
     theirs = CallerTool({"type": "function", "function": {"name": "theirs"}})
     async with Tools([theirs]) as tools:
         assert (await tools.run("their", {})).status is CallStatus.CALLER
@@ -248,7 +248,7 @@ async def test_a_caller_that_has_tools_is_given_calls_of_others_too() -> None:
         assert (await tools.run("their", {})).status is CallStatus.UNKNOWN_TOOL
 
 
-def test_threads_left_behind_by_one_event_loop_take_no_place_in_the_next() -> None:
+def test_abandoned_threads_of_one_event_loop_do_not_count_in_the_next() -> None:
     started: list[threading.Thread] = []
     release = threading.Event()
 
@@ -349,7 +349,7 @@ async def test_a_lost_state_is_closed_and_opened_anew() -> None:
 
 
 @pytest.mark.parametrize("point", ["open", "run"])
-async def test_cancelled_anywhere_it_leaves_nothing(point: str) -> None:
+async def test_cancellation_at_any_point_leaves_nothing_behind(point: str) -> None:
     tool = Stateful(hang_at=point)
     with anyio.CancelScope() as scope:
         async with Tools([tool]) as tools, anyio.create_task_group() as tasks:

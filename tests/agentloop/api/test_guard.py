@@ -1,4 +1,4 @@
-"""Who gets through: Host, Origin and token, as a table."""
+"""Access checks of Host, Origin and token, as tables."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def test_health_needs_no_token_and_still_no_foreign_origin() -> None:
 
 
 @pytest.mark.parametrize("settings", [SECRET, OPEN])
-def test_with_the_token_any_name_will_do_and_no_foreign_origin(settings: ServeSettings) -> None:
+def test_with_a_token_any_host_is_accepted_but_no_foreign_origin(settings: ServeSettings) -> None:
     assert status(settings, "node-4:8000", None, BEARER) == 200
     assert status(settings, "node-4:8000", "http://node-4:8000", BEARER) == 200
     assert status(settings, "node-4:8000", "https://evil.example", BEARER) == 403
 
 
-def test_a_page_that_was_rebound_here_gets_no_further_than_the_token() -> None:
-    """Its own name leads here, so Host and Origin agree; what it lacks is the token."""
+def test_a_dns_rebinding_page_lacks_the_token() -> None:
+    """Its name resolves to this machine, so Host and Origin agree; only the token is missing."""
     assert status(SECRET, "evil.example:8000", "http://evil.example:8000") == 401
     assert status(LOCAL, "evil.example:8000", "http://evil.example:8000") == 403
 
@@ -139,7 +139,7 @@ def test_what_is_loopback(host: str, expected: bool) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost"])
-async def test_what_is_said_to_be_the_address_can_be_opened(host: str) -> None:
+async def test_the_reported_address_can_be_opened(host: str) -> None:
     settings = ServeSettings(host=host, port=0, token=pydantic.SecretStr("x"))
     app = web.Application(middlewares=[Guard(settings).middleware])
     with bind(settings) as bound:
@@ -157,12 +157,12 @@ async def test_what_is_said_to_be_the_address_can_be_opened(host: str) -> None:
         ("a.example", "http://a.example:8"),
     ],
 )
-def test_where_a_service_is_found(host: str, url: str) -> None:
+def test_the_url_of_a_service(host: str, url: str) -> None:
     assert url_at(host, 8) == url
 
 
 @pytest.mark.anyio
-async def test_a_refusal_reaches_no_handler_and_looks_like_openais() -> None:
+async def test_a_refusal_reaches_no_handler_and_has_openais_format() -> None:
     reached = []
 
     async def handler(request: web.Request) -> web.Response:

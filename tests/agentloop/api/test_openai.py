@@ -1,4 +1,4 @@
-"""OpenAI's terms: a stream says what the whole answer does, byte by byte."""
+"""OpenAI's protocol: a stream contains exactly the text of the whole completion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 THEIRS = {"type": "function", "function": {"name": "theirs"}}
 
 
-def test_errors_and_models_look_like_openais() -> None:
+def test_errors_and_models_have_openais_format() -> None:
     assert error_body("no", "invalid_request_error", param="n") == {
         "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}
     }
@@ -72,7 +72,7 @@ async def echo(text: str) -> str:
 
 
 def message_of(chunks_: Iterable[Any], index: int = 0) -> dict[str, Any]:
-    """What a client that joins the chunks of a choice ends up with."""
+    """Join the chunks of a choice as a client does."""
     message: dict[str, Any] = {"content": "", "reasoning_content": ""}
     lists: dict[str, list[Any]] = {"tool_calls": [], "executed_tools": [], "logprobs": []}
     for chunk in chunks_:
@@ -101,13 +101,13 @@ def writer(*, stop: Sequence[str] = (), has_caller_tools: bool = False) -> Chunk
 
 
 def whole_of(trajectory: Trajectory, **options: Any) -> dict[str, Any]:
-    """The one choice of a completion."""
+    """Return the only choice of a completion."""
     (choice,) = completion([(writer(**options), trajectory)])["choices"]
     return cast(dict[str, Any], choice)
 
 
 def as_message(choice: dict[str, Any]) -> dict[str, Any]:
-    """What `message_of` makes of a stream."""
+    """Return a choice in the form that `message_of` returns."""
     told = choice["message"]
     texts = {key: told.get(key) or "" for key in ("content", "reasoning_content")}
     lists = {key: told.get(key, []) for key in ("tool_calls", "executed_tools")}
@@ -132,10 +132,10 @@ stops = st.lists(st.sampled_from(["a", "b ", "\n\n", "ab", "</answer>", "/>"]), 
     st.booleans(),
     st.sampled_from([TurnEnd.STOP, TurnEnd.LENGTH]),
 )
-async def test_the_chunks_joined_are_the_completions_message(
+async def test_joined_chunks_equal_the_completions_message(
     texts: list[str], cuts: list[int], whose: str, stop: list[str], single: bool, end: TurnEnd
 ) -> None:
-    """Byte by byte, and the same however the tokens arrive."""
+    """Equal byte by byte, for any grouping of the tokens."""
 
     async def run(cuts: list[int]) -> dict[str, Any]:
         events: list[Event] = []
@@ -190,7 +190,7 @@ def trajectory(status: CallStatus, arguments: dict[str, Any], **fields: Any) -> 
 
 
 @pytest.mark.parametrize("arguments", [{"n": 2**70}, {"deep": [[[[{}]]]]}, {"é": "🐍"}, {}])
-def test_arguments_of_every_kind_are_json_for_the_client(arguments: dict[str, Any]) -> None:
+def test_arguments_are_sent_as_json(arguments: dict[str, Any]) -> None:
     made = trajectory(CallStatus.CALLER, arguments, stop_reason=StopReason.CALLER_TOOLS)
     choice = whole_of(made, has_caller_tools=True)
     (call,) = choice["message"]["tool_calls"]
@@ -200,7 +200,7 @@ def test_arguments_of_every_kind_are_json_for_the_client(arguments: dict[str, An
     assert choice["message"]["content"] == "hi"
 
 
-def test_a_call_that_the_agent_ran_is_no_call_for_the_client() -> None:
+def test_calls_run_by_the_agent_are_not_sent_as_tool_calls() -> None:
     made = trajectory(CallStatus.OK, {"a": 1}, stop_reason=StopReason.ANSWERED)
     choice = whole_of(made)
     assert "tool_calls" not in choice["message"]
@@ -209,7 +209,7 @@ def test_a_call_that_the_agent_ran_is_no_call_for_the_client() -> None:
     assert executed["duration_s"] == 0.5
 
 
-def test_an_agents_own_calls_are_told_in_their_order_once_their_turn_is_sampled() -> None:
+def test_executed_calls_are_sent_in_order_once_their_turn_is_sampled() -> None:
     calls = [ToolCall(f"call_{n}", "f", {}, "{}", n, n + 1) for n in range(2)]
     results = [ToolResult(call.id, "f", CallStatus.OK, "out", 0, 0, 0) for call in calls]
     record = Trajectory("t", [1], [Turn(calls=calls, end=TurnEnd.STOP)])

@@ -1,4 +1,4 @@
-"""The OpenAPI document: made from the types, whole, and the same as what is served."""
+"""The OpenAPI document: generated from types, complete and consistent with the service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def statuses(whole: dict[str, Any], path: str, method: str = "get") -> set[str]:
     return set(whole["paths"][path][method]["responses"])
 
 
-def test_every_reference_leads_somewhere() -> None:
+def test_every_reference_resolves() -> None:
     whole = made()
     text = json.dumps(whole)
     named = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', text))
@@ -41,14 +41,14 @@ def test_every_reference_leads_somewhere() -> None:
     assert text.count('"$ref"') == text.count('"$ref": "#/components/schemas/')
 
 
-def test_operations_have_names_of_their_own() -> None:
+def test_operation_ids_are_unique() -> None:
     whole = made()
     names = [one["operationId"] for methods in whole["paths"].values() for one in methods.values()]
     assert len(set(names)) == len(names) == len(SERVICE)
     assert all(name.isidentifier() for name in names)
 
 
-def test_a_token_is_asked_for_where_there_is_one() -> None:
+def test_a_token_is_required_if_set() -> None:
     without, with_one = made(), made(has_token=True)
     assert "401" not in json.dumps(without)
     assert "securitySchemes" not in without["components"]
@@ -61,7 +61,7 @@ def test_a_token_is_asked_for_where_there_is_one() -> None:
     assert statuses(with_one, "/healthz") == {"200", "403", "503"}
 
 
-def test_what_streams_is_described() -> None:
+def test_streams_are_described() -> None:
     answers = made()["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert answers["application/json"] == {"schema": {"$ref": "#/components/schemas/Completion"}}
     data = answers["text/event-stream"]["schema"]["properties"]["data"]
@@ -72,7 +72,7 @@ def test_what_streams_is_described() -> None:
     assert lines["application/x-ndjson"]["schema"]["items"]["$ref"].endswith("/RolloutLine")
 
 
-def test_a_trajectory_has_the_fields_that_are_told() -> None:
+def test_a_trajectory_has_the_fields_that_are_sent() -> None:
     call = ToolCall("c", "n", {}, "raw", 0, 1)
     sent = Trajectory("t", [1], [Turn([2], [0.5], calls=[call])]).to_dict()
     schemas = made()["components"]["schemas"]
@@ -84,7 +84,7 @@ def test_a_trajectory_has_the_fields_that_are_told() -> None:
         assert set(schemas[name]["properties"]) == set(schemas[name]["required"]) == set(value)
 
 
-def test_others_can_be_described_beside_them() -> None:
+def test_further_operations_can_be_added() -> None:
     page = Operation(
         "get",
         "/page/{name}",

@@ -1,4 +1,4 @@
-"""What of OpenAI's parameters is understood, ignored and refused."""
+"""OpenAI's parameters: supported, ignored or refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def said(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", **fields}]}).encode()
 
 
-def test_what_is_understood() -> None:
+def test_supported_parameters_are_parsed() -> None:
     asked = ChatRequest.parse(
         body(
             model="m",
@@ -53,7 +53,7 @@ def test_what_is_understood() -> None:
     assert not ChatRequest.parse(body(tools=[THEIRS], tool_choice="none")).has_caller_tools
 
 
-def test_what_is_null_is_as_if_it_were_left_out() -> None:
+def test_null_equals_a_missing_parameter() -> None:
     names = [*ChatRequest.model_fields, *UNSUPPORTED]
     given = {name: None for name in names if name != "messages"}
     asked = ChatRequest.parse(body(**given))
@@ -81,7 +81,7 @@ def test_what_is_null_is_as_if_it_were_left_out() -> None:
         ("unheard_of", [1]),
     ],
 )
-def test_what_changes_nothing_is_accepted(field: str, value: Any) -> None:
+def test_parameters_without_effect_are_accepted(field: str, value: Any) -> None:
     asked = ChatRequest.parse(body(**{field: value}))
     assert asked.turn_options() == TurnOptions()
 
@@ -91,13 +91,13 @@ def test_a_seed_may_be_negative(seed: int, sent: int) -> None:
     assert ChatRequest.parse(body(seed=seed)).sampling_overrides() == {"seed": sent}
 
 
-def test_an_integer_may_be_large_or_have_a_point() -> None:
+def test_integers_may_be_large_or_integral_floats() -> None:
     assert ChatRequest.parse(body(max_tokens=2**70)).token_limit == 2**70
     asked = ChatRequest.parse(body(n=2.0, seed=1e3, tools=[]))
     assert (asked.n, asked.seed) == (2, 1000)
 
 
-def test_what_a_message_and_a_tool_have_besides_is_kept() -> None:
+def test_additional_fields_of_messages_and_tools_are_kept() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a", "more": 1}], "more": [2]}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}, "more": 3}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -128,7 +128,7 @@ def test_what_a_message_and_a_tool_have_besides_is_kept() -> None:
         ("modalities", ["audio"], '["text"]'),
     ],
 )
-def test_what_would_change_the_answer_and_is_not_supported_is_refused(
+def test_unsupported_parameters_that_would_change_the_answer_are_refused(
     field: str, value: Any, instead: str
 ) -> None:
     with pytest.raises(
@@ -138,7 +138,7 @@ def test_what_would_change_the_answer_and_is_not_supported_is_refused(
     assert instead in str(told.value)
 
 
-def test_every_parameter_is_in_the_document_for_people() -> None:
+def test_every_parameter_is_documented() -> None:
     told = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
     for name in [*ChatRequest.model_fields, *UNSUPPORTED]:
         assert f"`{name}`" in told, name

@@ -1,4 +1,4 @@
-"""An endpoint that speaks chat completions, and fails as it is told to."""
+"""A fake chat completions endpoint that fails on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiohttp import web
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request gets. `body` as it is where it is bytes."""
+    """The response to one request. A `body` of bytes is sent unchanged."""
 
     status: int = 200
     body: Mapping[str, Any] | bytes = b""

@@ -1,4 +1,4 @@
-"""Samples of an endpoint: what it is sent, what its answers are taken for, how it may fail."""
+"""Sampling an endpoint: requests, answers and failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def sampled(
 
 
 @pytest.mark.anyio
-async def test_it_is_sent_what_our_own_loop_would_sample_with() -> None:
+async def test_requests_have_the_sampling_settings_of_the_agent_loop() -> None:
     async with FakeEndpoint().serving() as fake:
         sampling = Sampling(temperature=0.6, top_p=0.9, seed=3)
         samples = await sampled(fake, size=3, sampling=sampling, max_tokens=77, api_key="secret")
@@ -70,7 +70,7 @@ async def test_it_is_sent_what_our_own_loop_would_sample_with() -> None:
 
 
 @pytest.mark.anyio
-async def test_samples_of_a_task_have_seeds_of_their_own_that_come_again() -> None:
+async def test_samples_have_distinct_reproducible_seeds() -> None:
     seeds = []
     for _ in range(2):
         async with FakeEndpoint().serving() as fake:
@@ -81,7 +81,7 @@ async def test_samples_of_a_task_have_seeds_of_their_own_that_come_again() -> No
 
 
 @pytest.mark.anyio
-async def test_what_is_as_by_default_is_not_sent_and_the_limit_has_the_name_it_is_told() -> None:
+async def test_defaults_are_not_sent_and_the_token_limit_has_the_configured_name() -> None:
     async with FakeEndpoint().serving() as fake:
         await sampled(fake, token_limit="max_completion_tokens")
     (request,) = fake.requests
@@ -89,7 +89,7 @@ async def test_what_is_as_by_default_is_not_sent_and_the_limit_has_the_name_it_i
 
 
 @pytest.mark.anyio
-async def test_a_conversation_goes_as_it_is() -> None:
+async def test_a_conversation_is_sent_unchanged() -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1?"}]
     async with FakeEndpoint().serving() as fake:
         await sampled(fake, task=Task("one", messages, "1"))
@@ -120,7 +120,7 @@ async def test_an_answer_becomes_a_trajectory() -> None:
         Answer(200, {"object": "error"}),
     ],
 )
-async def test_where_it_may_go_better_it_is_asked_again(first: Answer) -> None:
+async def test_transient_errors_are_retried(first: Answer) -> None:
     async with FakeEndpoint(deque([first, first])).serving() as fake:
         (sample,) = await sampled(fake)
     assert len(fake.requests) == 3
@@ -128,7 +128,7 @@ async def test_where_it_may_go_better_it_is_asked_again(first: Answer) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_is_never_answered_is_lost_to_infrastructure() -> None:
+async def test_a_request_without_an_answer_is_an_infrastructure_failure() -> None:
     answer = Answer(503, {"error": {"message": "no server is healthy"}})
     async with FakeEndpoint(deque([answer] * 3)).serving() as fake:
         (sample,) = await sampled(fake, max_tries=3)
@@ -139,7 +139,7 @@ async def test_what_is_never_answered_is_lost_to_infrastructure() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_answer_that_takes_too_long_is_lost_to_infrastructure() -> None:
+async def test_a_slow_answer_is_an_infrastructure_failure() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         (sample,) = await sampled(fake, max_tries=1, timeout_s=0.05)
     assert sample.trajectory.stop_reason is StopReason.INFRASTRUCTURE
@@ -147,7 +147,7 @@ async def test_an_answer_that_takes_too_long_is_lost_to_infrastructure() -> None
 
 
 @pytest.mark.anyio
-async def test_an_endpoint_that_is_gone_is_named() -> None:
+async def test_an_unreachable_endpoint_is_named() -> None:
     async with FakeEndpoint().serving() as fake:
         pass
     (sample,) = await sampled(fake, max_tries=2)
@@ -168,7 +168,7 @@ async def test_an_endpoint_that_is_gone_is_named() -> None:
         (302, SettingsError, r"endpoint.url, endpoint.model: .*302"),
     ],
 )
-async def test_what_will_not_go_better_is_not_asked_again(
+async def test_permanent_errors_are_not_retried(
     status: int, error: type[Exception], said_of_it: str
 ) -> None:
     answer = Answer(status, {"error": {"message": "too many\n tokens"}})
@@ -179,7 +179,7 @@ async def test_what_will_not_go_better_is_not_asked_again(
 
 
 @pytest.mark.anyio
-async def test_messages_that_are_no_text_are_refused() -> None:
+async def test_messages_that_cannot_be_encoded_are_rejected() -> None:
     async with FakeEndpoint().serving() as fake:
         with pytest.raises(RequestError, match="messages: they cannot be encoded"):
             await sampled(fake, task=Task("one", "half a pair: \ud800", "1"))
@@ -187,7 +187,7 @@ async def test_messages_that_are_no_text_are_refused() -> None:
 
 
 @pytest.mark.anyio
-async def test_no_more_are_in_flight_than_may_be() -> None:
+async def test_the_number_of_requests_in_flight_is_bounded() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         settings = EndpointSettings(url=fake.url, max_concurrent=3)
         opened = Endpoint.open(settings, Sampling(), max_response_tokens=9)
@@ -213,7 +213,7 @@ async def test_no_more_are_in_flight_than_may_be() -> None:
 
 
 @pytest.mark.anyio
-async def test_its_only_model_need_not_be_named() -> None:
+async def test_the_only_model_need_not_be_named() -> None:
     async with FakeEndpoint(models=["sole"]).serving() as fake:
         await sampled(fake, model="")
         assert fake.requests[0]["model"] == "sole"
@@ -237,22 +237,22 @@ async def test_its_only_model_need_not_be_named() -> None:
         ({"finish_reason": "length", "stop_reason": "turn_budget"}, StopReason.TURN_BUDGET),
     ],
 )
-def test_how_an_answer_ended(choice: dict[str, Any], stop_reason: StopReason) -> None:
+def test_the_stop_reason_of_an_answer(choice: dict[str, Any], stop_reason: StopReason) -> None:
     body = {"choices": [{"message": {"content": "x"}, **choice}]}
     found = parse_completion(json.dumps(body).encode())
     assert (found.stop_reason, found.text, found.num_tokens) == (stop_reason, "x", None)
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_thoughts_stand_before_the_answer_as_in_our_own_text(field: str) -> None:
+def test_reasoning_comes_before_the_answer(field: str) -> None:
     message = {"content": "It is \\boxed{2}.", field: "perhaps \\boxed{1}"}
     found = parse_completion(json.dumps({"choices": [{"message": message}]}).encode())
     assert found.text == "<think>perhaps \\boxed{1}</think>\nIt is \\boxed{2}."
     assert final_answer(found.text) == "2"
 
 
-def test_half_of_a_surrogate_pair_does_not_void_an_answer() -> None:
-    """Which a model may well write, byte by byte."""
+def test_a_lone_surrogate_does_not_invalidate_an_answer() -> None:
+    """A model may well produce one, byte by byte."""
     body = {"choices": [{"message": {"content": "\ud83d 4", "reasoning": "\udc00"}}], "n": 2**80}
     assert parse_completion(json.dumps(body).encode()).text == "<think>?</think>\n? 4"
 
@@ -267,16 +267,14 @@ def test_half_of_a_surrogate_pair_does_not_void_an_answer() -> None:
         (b'{"choices": [{"message": {"content": 3}}]}', "choices.0.message.content"),
     ],
 )
-def test_what_is_no_completion_is_refused_by_field(body: bytes, named: str) -> None:
+def test_an_invalid_completion_is_rejected_by_field(body: bytes, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         parse_completion(body)
 
 
 @ANY_TIME
 @given(st.integers(1, 5000), st.none() | st.floats(-10, 1e9), st.floats(0, 1))
-def test_a_wait_is_never_negative_nor_beyond_its_bound(
-    tries: int, asked_s: float | None, draw: float
-) -> None:
+def test_delays_are_within_their_bounds(tries: int, asked_s: float | None, draw: float) -> None:
     settings = EndpointSettings(backoff_s=2.0, max_backoff_s=60.0)
     found = delay_s(settings, tries, asked_s, draw)
     assert 0 <= found <= 60
@@ -284,7 +282,7 @@ def test_a_wait_is_never_negative_nor_beyond_its_bound(
         assert found == asked_s
 
 
-def test_waits_double() -> None:
+def test_delays_double() -> None:
     settings = EndpointSettings(backoff_s=2.0, max_backoff_s=60.0)
     assert [delay_s(settings, tries, None, 1.0) for tries in range(1, 8)] == [
         2, 4, 8, 16, 32, 60, 60
@@ -296,7 +294,7 @@ def test_waits_double() -> None:
     ("value", "seconds"),
     [("12", 12), ("Wed, 21 Oct 2015 07:28:10 GMT", 10), ("soon", None), ("", None), ("-1", None)],
 )
-def test_what_retry_after_asks_for(value: str, seconds: float | None) -> None:
+def test_retry_after(value: str, seconds: float | None) -> None:
     assert retry_after_s({"retry-after": value}, 1445412480.0) == seconds
     assert retry_after_s({}, 0.0) is None
 
@@ -315,5 +313,5 @@ def test_bad_settings_are_named(told: dict[str, Any], named: str) -> None:
         EndpointSettings(**told)
 
 
-def test_a_slash_at_the_end_of_the_address_is_no_other_address() -> None:
+def test_a_trailing_slash_of_the_url_is_ignored() -> None:
     assert EndpointSettings(url="http://a:1/v1/").url == "http://a:1/v1"

@@ -1,4 +1,4 @@
-"""The estimates, against brute force and against tables."""
+"""The estimates, compared with brute force and with tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARES = st.floats(0, 1)
 
 @ANY_TIME
 @given(REWARDS, st.data())
-def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_right_one(
+def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_correct_one(
     rewards: list[float], data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, len(rewards)))
@@ -40,7 +40,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_right_one(
 @ANY_TIME
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 6))
 def test_pass_at_k_is_unbiased(num_samples: int, sixths: int, k: int) -> None:
-    """Its mean over all outcomes of m samples, weighed by their chances, is 1 - (1 - p)^k."""
+    """Its expectation over all outcomes of m samples is 1 - (1 - p)^k."""
     if k > num_samples:
         return
     p = Fraction(sixths, 6)
@@ -55,7 +55,7 @@ def test_pass_at_k_is_unbiased(num_samples: int, sixths: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(("samples", "right", "k"), [(4, 2, 5), (4, 5, 2), (4, -1, 2), (4, 2, 0)])
-def test_what_cannot_be_estimated_is_refused(samples: int, right: int, k: int) -> None:
+def test_impossible_counts_are_rejected(samples: int, right: int, k: int) -> None:
     with pytest.raises(ValueError, match=f"k={k}: {right} correct of {samples}"):
         solved_by_any(samples, right, k)
 
@@ -73,7 +73,7 @@ def test_avg_at_k_is_the_mean_over_tasks_however_many_samples_each_has(
 
 @ANY_TIME
 @given(TASKS, st.floats(0.01, 0.99))
-def test_an_interval_lies_within_0_and_1_and_holds_its_estimate(
+def test_an_interval_is_within_0_and_1_and_contains_the_estimate(
     rewards: list[list[float]], confidence: float
 ) -> None:
     for found in (avg_at_k(rewards, confidence), pass_at_k(rewards, 1, confidence)):
@@ -94,7 +94,7 @@ def test_an_interval_widens_with_its_confidence(rewards: list[list[float]]) -> N
 
 @ANY_TIME
 @given(TASKS)
-def test_right_and_wrong_are_treated_alike(rewards: list[list[float]]) -> None:
+def test_the_interval_is_symmetric_in_correct_and_wrong(rewards: list[list[float]]) -> None:
     found = avg_at_k(rewards)
     other = avg_at_k([[1 - reward for reward in one] for one in rewards])
     assert found is not None
@@ -106,7 +106,7 @@ def test_right_and_wrong_are_treated_alike(rewards: list[list[float]]) -> None:
 
 @ANY_TIME
 @given(REWARDS.filter(lambda one: len(one) > 1))
-def test_with_one_sample_a_task_it_is_wilsons_interval(rewards: list[float]) -> None:
+def test_with_one_sample_per_task_it_is_wilsons_interval(rewards: list[float]) -> None:
     n, p = len(rewards), statistics.fmean(rewards)
     c = student_t(n - 1, 0.95)
     # A bound x is where the score test just does not reject: |p - x| = c sqrt(x (1 - x) / n).
@@ -119,7 +119,7 @@ def test_with_one_sample_a_task_it_is_wilsons_interval(rewards: list[float]) -> 
 
 @ANY_TIME
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=20), st.integers(2, 16))
-def test_samples_that_repeat_each_other_make_nothing_surer(rewards: list[float], k: int) -> None:
+def test_repeated_samples_do_not_narrow_the_interval(rewards: list[float], k: int) -> None:
     once = avg_at_k([[reward] for reward in rewards])
     again = avg_at_k([[reward] * k for reward in rewards])
     assert once is not None
@@ -127,7 +127,7 @@ def test_samples_that_repeat_each_other_make_nothing_surer(rewards: list[float],
     assert (again.low, again.high) == pytest.approx((once.low, once.high))
 
 
-def test_samples_that_tell_something_new_make_it_surer() -> None:
+def test_independent_samples_narrow_the_interval() -> None:
     one = avg_at_k([[1.0], [0.0]] * 15)
     more = avg_at_k([[1.0, 0.0] * 8] * 30)
     assert one is not None
@@ -135,18 +135,18 @@ def test_samples_that_tell_something_new_make_it_surer() -> None:
     assert more.high - more.low < 0.6 * (one.high - one.low)
 
 
-def test_thirty_tasks_that_are_all_solved_do_not_say_that_all_are() -> None:
+def test_thirty_solved_tasks_do_not_prove_that_all_are_solved() -> None:
     found = avg_at_k([[1.0] * 16] * 30)
     assert found is not None
     assert found.high == 1
     assert found.low == pytest.approx(1 / (1 + student_t(29, 0.95) ** 2 / 30))
 
 
-def test_one_task_says_nothing_of_others() -> None:
+def test_one_task_says_nothing_about_others() -> None:
     assert avg_at_k([[1.0, 1.0, 0.0]]) == Estimate(2 / 3, 0, 1, 1)
 
 
-def test_rewards_that_are_no_shares_have_an_interval_of_their_own() -> None:
+def test_rewards_outside_0_and_1_use_the_t_interval() -> None:
     found = avg_at_k([[2.0, 4.0], [1.0], [5.0]])
     assert found is not None
     assert found.value == 3
@@ -154,7 +154,7 @@ def test_rewards_that_are_no_shares_have_an_interval_of_their_own() -> None:
     assert found.low == pytest.approx(6 - found.high)
 
 
-def test_tasks_with_too_few_samples_are_left_out() -> None:
+def test_tasks_with_too_few_samples_are_ignored() -> None:
     rewards = [[1.0, 0.0], [], [0.0], [1.0, 1.0]]
     found, passed = avg_at_k(rewards), pass_at_k(rewards, 2)
     assert found is not None
@@ -172,8 +172,8 @@ FEW = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)
 @ANY_TIME
 @given(st.lists(FEW, min_size=1, max_size=2))
 def test_the_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]]) -> None:
-    """Over all ways to draw each task's samples anew, with replacement, of what it had: the mean
-    of the square is the variance of the mean."""
+    """Over all ways to redraw each task's samples with replacement, the mean of the square is the
+    variance of the mean."""
     draws = [list(itertools.product(one, repeat=len(one))) for one in rewards]
     squares, means = [], []
     for drawn in itertools.product(*draws):
@@ -184,7 +184,7 @@ def test_the_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]
     assert statistics.fmean(squares) == pytest.approx(statistics.pvariance(means))
 
 
-def test_one_sample_a_task_has_no_sampling_error() -> None:
+def test_one_sample_per_task_has_no_sampling_error() -> None:
     assert sampling_error([[1.0], [0.0]]) is None
     assert sampling_error([]) is None
 
@@ -207,9 +207,7 @@ def test_students_quantiles(degrees: int, confidence: float, expected: float) ->
 
 @ANY_TIME
 @given(st.integers(1, 12), st.floats(0.05, 0.98))
-def test_students_density_has_that_much_within_the_quantile(
-    degrees: int, confidence: float
-) -> None:
+def test_students_density_integrates_to_the_confidence(degrees: int, confidence: float) -> None:
     bound, steps = student_t(degrees, confidence), 2000
     scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
     scale /= math.sqrt(degrees * math.pi)
@@ -219,6 +217,6 @@ def test_students_density_has_that_much_within_the_quantile(
 
 
 @pytest.mark.parametrize(("degrees", "confidence"), [(0, 0.95), (3, 0.0), (3, 1.0)])
-def test_what_has_no_quantile_is_refused(degrees: int, confidence: float) -> None:
+def test_invalid_quantiles_are_rejected(degrees: int, confidence: float) -> None:
     with pytest.raises(ValueError, match=f"degrees={degrees}"):
         student_t(degrees, confidence)

@@ -1,4 +1,4 @@
-"""An evaluation's samples: each once, again where one has no reward, and never twice."""
+"""Evaluation: samples are repeated only if they have no reward."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ TASKS = [Task(f"task-{number}", f"What is {number}?", str(number)) for number in
 
 
 class Player:
-    """Answers `right` of each task's samples right, the others wrong; breaks, refuses and hangs
-    where it is told to."""
+    """Answers `right` of each task's samples correctly; fails, refuses and hangs on request."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ async def test_each_task_is_sampled_k_times_and_written_down(tmp_path: Path) -> 
     assert {json.loads(line)["reward"] for line in told} == {0.75}
 
 
-async def test_samples_without_a_reward_are_taken_again_and_those_alone(tmp_path: Path) -> None:
+async def test_only_samples_without_a_reward_are_repeated(tmp_path: Path) -> None:
     player = Player(broken=3, mends=True)
     outcomes = await run(tmp_path / "run", player)
     assert [one.rewards for one in outcomes] == [[0, 0, 0, 1]] * 4
@@ -126,7 +125,7 @@ async def test_samples_without_a_reward_are_taken_again_and_those_alone(tmp_path
     assert [row["trajectory"]["id"] for row in found] == [f"1-task-0.{n}" for n in range(4)]
 
 
-async def test_what_stays_broken_is_missing_and_never_wrong(tmp_path: Path) -> None:
+async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None:
     player = Player(right=9, broken=1)
     outcomes = await run(tmp_path / "run", player, settings(retries=1))
     assert len(player.asked) == 8
@@ -137,7 +136,7 @@ async def test_what_stays_broken_is_missing_and_never_wrong(tmp_path: Path) -> N
     assert rows(tmp_path / "run", 1)[0]["dropped"] == "infrastructure"
 
 
-async def test_what_is_missing_is_all_that_a_resumed_run_samples(tmp_path: Path) -> None:
+async def test_a_resumed_run_samples_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(right=9, broken=1), settings(retries=0))
     before = rows(path, 2)
@@ -153,7 +152,7 @@ async def test_what_is_missing_is_all_that_a_resumed_run_samples(tmp_path: Path)
     assert again.asked == []
 
 
-async def test_more_samples_are_added_to_those_that_are_there(tmp_path: Path) -> None:
+async def test_more_samples_are_added_to_existing_ones(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(), settings(num_samples=2))
     player = Player(right=9)
@@ -162,7 +161,7 @@ async def test_more_samples_are_added_to_those_that_are_there(tmp_path: Path) ->
     assert [one.rewards for one in outcomes] == [[1, 0, 1, 1, 1, 1]] * 4
 
 
-async def test_a_run_that_is_stopped_keeps_what_was_whole(tmp_path: Path) -> None:
+async def test_a_stopped_run_keeps_complete_tasks(tmp_path: Path) -> None:
     path = tmp_path / "run"
     player = Player()
     player.hangs = lambda task: task.id in ("task-1", "task-3")
@@ -178,7 +177,7 @@ async def test_a_run_that_is_stopped_keeps_what_was_whole(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("left", [0, 1, 3])
-async def test_a_file_that_a_kill_has_left_untold_still_counts(tmp_path: Path, left: int) -> None:
+async def test_a_file_without_an_outcome_line_still_counts(tmp_path: Path, left: int) -> None:
     path = tmp_path / "run"
     was = [(one.number, one.rollouts) for one in await run(path, Player(right=2))]
     for name in ("outcomes.jsonl", "metrics.jsonl"):
@@ -199,7 +198,7 @@ async def test_a_task_without_its_file_is_sampled_again(tmp_path: Path) -> None:
     assert player.asked == [("task-2", "3-task-2", 4)]
 
 
-async def test_tasks_that_join_later_get_numbers_of_their_own(tmp_path: Path) -> None:
+async def test_tasks_added_later_get_new_numbers(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(), tasks=TASKS[1:2])
     outcomes = await run(path, Player())
@@ -215,7 +214,9 @@ async def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         await run(path, Player())
 
 
-async def test_a_task_that_cannot_be_asked_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+async def test_a_task_that_cannot_be_sampled_is_reported_and_the_others_continue(
+    tmp_path: Path,
+) -> None:
     outcomes = await run(tmp_path / "run", Player(refuses=["task-2"]))
     (refused,) = [one for one in outcomes if one.refused]
     assert (refused.task.id, refused.refused, refused.rollouts) == (
@@ -224,7 +225,7 @@ async def test_a_task_that_cannot_be_asked_is_told_and_the_others_go_on(tmp_path
     assert sum(len(one.rewards) for one in outcomes) == 12
 
 
-async def test_where_no_task_can_be_asked_it_fails(tmp_path: Path) -> None:
+async def test_it_fails_if_no_task_can_be_sampled(tmp_path: Path) -> None:
     player = Player(refuses=[task.id for task in TASKS])
     with pytest.raises(RequestError, match=r"none of the 4 tasks could be sampled: .*too long"):
         await run(tmp_path / "run", player)
@@ -246,11 +247,11 @@ async def test_progress_counts_the_tasks_that_are_done(tmp_path: Path) -> None:
     [({}, [2, 4, 8, 16]), ({"num_samples": 1}, [1]), ({"num_samples": 6}, [2, 4, 6]),
      ({"pass_at": [16, 1]}, [1, 16])],
 )  # fmt: skip
-def test_each_k_of_pass_at_k(told: dict[str, Any], expected: list[int]) -> None:
+def test_the_values_of_k_for_pass_at_k(told: dict[str, Any], expected: list[int]) -> None:
     assert EvaluationSettings(**told).all_pass_at == expected
 
 
-def test_pass_at_more_than_there_are_samples_is_refused() -> None:
+def test_pass_at_more_than_num_samples_is_rejected() -> None:
     with pytest.raises(
         ValueError, match="pass_at: 8 requires at least as many samples; num_samples is 4"
     ):

@@ -1,4 +1,4 @@
-"""What an evaluation says in the end."""
+"""Reports of an evaluation."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_missing_samples_are_counted_apart_from_wrong_ones() -> None:
     assert (passed.value, passed.num_tasks) == (0.0, 1)
 
 
-def test_a_task_that_could_not_be_asked_lacks_all_its_samples() -> None:
+def test_a_task_that_could_not_be_sampled_misses_all_samples() -> None:
     refused = Outcome(Task("b", "?", "1", "s"), refused="messages: too long")
     told = results([outcome("a", "s", 1.0, 1.0), refused], SETTINGS, ABOUT)
     assert (told["all"]["num_refused"], told["all"]["num_missing"]) == (1, 2)
     assert told["missing"] == {"the task could not be sampled: messages: too long": 2}
 
 
-def test_each_set_is_told_by_itself_and_all_together() -> None:
+def test_sets_are_reported_separately_and_together() -> None:
     told = results([outcome("a", "two", 1.0, 1.0), outcome("b", "one", 0.0, 0.0)], SETTINGS, ABOUT)
     assert [*told["sets"]] == ["one", "two"]
     values = [told["sets"][name]["avg_at_k"]["value"] for name in ("one", "two")]
@@ -58,19 +58,19 @@ def test_each_set_is_told_by_itself_and_all_together() -> None:
     assert table(alone)[0] == ["", "two"]
 
 
-def test_it_is_plain_data() -> None:
+def test_results_are_plain_data() -> None:
     told = results([outcome("a", "s", 1.0, None)], SETTINGS, ABOUT)
     assert json.loads(json.dumps(told)) == told
 
 
-def test_nothing_at_all_can_be_told() -> None:
+def test_results_without_samples() -> None:
     told = results([outcome("a", "s", None, None)], SETTINGS, ABOUT)
     assert told["all"]["avg_at_k"] is None
     assert ["avg@2", "-"] in table(told)
     assert ["tool errors in correct", "-"] in table(told)
 
 
-def test_as_text_it_stands_in_columns() -> None:
+def test_text_output_is_aligned_in_columns() -> None:
     told = results([outcome("a", "first", 1.0, 0.0), outcome("b", "second", 0.0, None)],
                    SETTINGS, ABOUT)  # fmt: skip
     lines = text(told).splitlines()
@@ -82,7 +82,7 @@ def test_as_text_it_stands_in_columns() -> None:
     assert any(line.startswith("In brackets: the 95% confidence interval") for line in lines)
 
 
-def test_as_markdown_every_row_has_as_many_cells() -> None:
+def test_markdown_rows_have_equal_numbers_of_cells() -> None:
     page = markdown(results([outcome("a", "s|t", 1.0, 0.0)], SETTINGS, ABOUT))
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert "s\\|t" in rows[0]
@@ -91,6 +91,6 @@ def test_as_markdown_every_row_has_as_many_cells() -> None:
 
 
 @pytest.mark.parametrize(("versions", "told"), [(["3"], False), (["3", "4"], True)])
-def test_weights_that_changed_meanwhile_are_told(versions: list[str], told: bool) -> None:
+def test_a_change_of_weights_is_noted(versions: list[str], told: bool) -> None:
     found = results([outcome("a", "s", 1.0, 1.0, versions=versions)], SETTINGS, ABOUT)
     assert ("The weights changed during the evaluation" in text(found)) is told

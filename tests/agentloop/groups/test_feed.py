@@ -1,4 +1,4 @@
-"""Tasks in, finished groups out: a source is asked only when there is room and a reader."""
+"""Running groups of tasks: a source is read only with capacity and a reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Source:
-    """Counts what it was asked for."""
+    """A source that counts its requests."""
 
     def __init__(self, num_tasks: int) -> None:
         self.num_asked = 0
@@ -54,7 +54,7 @@ async def test_sources_may_be_asynchronous_or_empty() -> None:
         assert [group async for group in groups] == []
 
 
-async def test_those_that_finish_first_come_first() -> None:
+async def test_groups_are_yielded_as_they_finish() -> None:
     ends = {f"task {index}": anyio.Event() for index in range(3)}
 
     async def slow(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
@@ -68,7 +68,7 @@ async def test_those_that_finish_first_come_first() -> None:
             assert (await anext(groups)).index == index
 
 
-async def test_a_slow_reader_holds_the_source_back() -> None:
+async def test_a_slow_reader_applies_backpressure() -> None:
     source = Source(100)
     async with finished_groups(source, run, room, max_open=3) as groups:
         await anyio.wait_all_tasks_blocked()
@@ -78,7 +78,7 @@ async def test_a_slow_reader_holds_the_source_back() -> None:
         assert source.num_asked == 4
 
 
-async def test_without_room_the_source_is_not_asked() -> None:
+async def test_the_source_is_not_read_without_capacity() -> None:
     source, free = Source(3), anyio.Event()
     async with finished_groups(source, run, free.wait, max_open=3) as groups:
         await anyio.wait_all_tasks_blocked()
@@ -87,7 +87,7 @@ async def test_without_room_the_source_is_not_asked() -> None:
         assert len([group async for group in groups]) == 3
 
 
-async def test_a_task_at_fault_is_told_and_the_others_go_on() -> None:
+async def test_a_task_that_cannot_run_is_reported_and_the_others_continue() -> None:
     async def picky(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
         if task == "task 1":
             raise RequestError("too long")
@@ -100,7 +100,7 @@ async def test_a_task_at_fault_is_told_and_the_others_go_on() -> None:
 
 
 @pytest.mark.parametrize("where", ["source", "group"])
-async def test_other_errors_end_it(where: str) -> None:
+async def test_other_errors_are_raised(where: str) -> None:
     def source() -> Iterator[str]:
         yield "task 0"
         if where == "source":
@@ -142,7 +142,7 @@ async def test_leaving_early_cancels_the_rest() -> None:
     assert num_running == 0
 
 
-async def test_leaving_early_closes_a_source_in_the_task_that_ran_it() -> None:
+async def test_leaving_early_closes_the_source_in_the_task_that_iterated_over_it() -> None:
     tasks: list[anyio.TaskInfo] = []
 
     async def source() -> AsyncIterator[str]:
@@ -161,14 +161,14 @@ async def test_leaving_early_closes_a_source_in_the_task_that_ran_it() -> None:
     assert tasks[0] == tasks[1]
 
 
-async def test_at_least_one_may_be_open() -> None:
+async def test_max_open_must_be_positive() -> None:
     with pytest.raises(RequestError, match="max_open: must be at least 1, got 0"):
         async with finished_groups(Source(1), run, room, max_open=0):
             pass
 
 
-async def test_the_next_task_is_asked_for_when_the_last_one_stands_in_line() -> None:
-    """Room counts who stands in line: before that, asking whether there is room says nothing."""
+async def test_the_next_task_is_requested_once_the_last_one_is_queued() -> None:
+    """Capacity accounts for queued groups, so it must be checked after the last one is queued."""
     source, in_line, end = Source(3), anyio.Event(), anyio.Event()
 
     async def slow_to_the_gate(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:

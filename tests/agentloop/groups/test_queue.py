@@ -1,4 +1,4 @@
-"""The journal: what was told stays told, whatever is killed, and no group is in two batches."""
+"""The queue is durable over kills, and no group is in two batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def finished(queue: GroupQueue, count: int) -> list[int]:
 
 
 @pytest.mark.anyio
-async def test_what_was_told_is_there_after_a_restart(tmp_path: Path) -> None:
+async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
     task = Task("a", [{"role": "user", "content": "?"}], "1", "book", 3, {"x": [1]})
     async with opened(tmp_path) as queue:
         one = await queue.admit(task, version=4, cursor={"position": 7})
@@ -63,7 +63,7 @@ async def test_what_was_told_is_there_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_task_may_say_what_json_cannot(tmp_path: Path) -> None:
+async def test_a_task_may_contain_values_that_are_not_json(tmp_path: Path) -> None:
     said = {"when": date(2026, 11, 21)}
     async with opened(tmp_path) as queue:
         await queue.admit(Task("a", "?", "1", extra=said), version=0, cursor=CURSOR)
@@ -91,7 +91,7 @@ async def test_a_group_is_in_one_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_no_checkpoint_holds_is_done_again_in_order(tmp_path: Path) -> None:
+async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         numbers = await finished(queue, 4)
         for step, number in enumerate(reversed(numbers), 1):
@@ -109,8 +109,8 @@ async def test_what_no_checkpoint_holds_is_done_again_in_order(tmp_path: Path) -
 
 
 @pytest.mark.anyio
-async def test_what_a_checkpoint_holds_is_trained_on(tmp_path: Path) -> None:
-    """Killed between the checkpoint and its acknowledgement."""
+async def test_steps_in_a_checkpoint_count_as_trained(tmp_path: Path) -> None:
+    """The process was killed between the checkpoint and its acknowledgement."""
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
         await queue.lease(1, [one], {})
@@ -121,7 +121,7 @@ async def test_what_a_checkpoint_holds_is_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_step_that_was_never_heard_of_has_no_result(tmp_path: Path) -> None:
+async def test_a_step_without_a_report_has_no_result(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         await queue.lease(1, await finished(queue, 1), {})
         (lease,) = await queue.rewind(0)
@@ -129,7 +129,7 @@ async def test_a_step_that_was_never_heard_of_has_no_result(tmp_path: Path) -> N
 
 
 @pytest.mark.anyio
-async def test_what_was_given_back_belongs_to_the_next_step(tmp_path: Path) -> None:
+async def test_groups_given_back_belong_to_the_next_step(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
         lost, later = await admitted(queue, 2)
@@ -146,7 +146,7 @@ async def test_what_was_given_back_belongs_to_the_next_step(tmp_path: Path) -> N
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_old", [False, True])
-async def test_what_is_undone_is_rolled_out_anew_or_belongs_to_a_stage_that_begins_anew(
+async def test_undone_groups_are_reopened_or_deleted_with_their_stage(
     tmp_path: Path, is_old: bool
 ) -> None:
     async with opened(tmp_path) as queue:
@@ -185,7 +185,7 @@ async def test_what_is_undone_is_rolled_out_anew_or_belongs_to_a_stage_that_begi
 
 
 @pytest.mark.anyio
-async def test_what_is_rolled_out_anew_has_nothing_yet(tmp_path: Path) -> None:
+async def test_reopened_groups_have_no_results(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (one,) = await finished(queue, 1)
         (two,) = await admitted(queue, 1)
@@ -202,7 +202,7 @@ async def test_what_is_rolled_out_anew_has_nothing_yet(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_group_ends_once(tmp_path: Path) -> None:
+async def test_a_group_finishes_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (one,) = await finished(queue, 1)
         with pytest.raises(ValueError, match="finished"):
@@ -240,7 +240,7 @@ anyio.run(main)
 
 
 @pytest.mark.timeout(120)
-def test_killed_at_any_moment_nothing_is_lost_or_double(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     for after in range(1, 5):
         path = tmp_path / str(after) / "queue.sqlite"
         path.parent.mkdir()
@@ -268,7 +268,7 @@ async def _check(folder: Path, told: int) -> None:
 
 
 @pytest.mark.anyio
-async def test_one_of_another_version_is_refused(tmp_path: Path) -> None:
+async def test_a_file_of_another_version_is_rejected(tmp_path: Path) -> None:
     async with opened(tmp_path):
         pass
     connection = sqlite3.connect(tmp_path / "queue.sqlite")
@@ -280,7 +280,7 @@ async def test_one_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+async def test_an_invalid_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue.sqlite").write_text("words " * 1000)
     with pytest.raises(SettingsError, match=r"run\.folder: .*sqlite: file is not a database"):
         async with opened(tmp_path):
@@ -291,7 +291,7 @@ async def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_note_that_is_damaged_is_an_error_with_a_name(tmp_path: Path) -> None:
+async def test_a_damaged_note_is_reported_with_the_file(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         await queue.note("cursor", {"position": 1})
     with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as connection, connection:

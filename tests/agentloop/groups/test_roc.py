@@ -1,4 +1,4 @@
-"""Resample-on-Correct: quotas, penalties, both forms, and what never counts."""
+"""Resample-on-Correct: quotas, penalties, both forms and exclusions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_vectors_of_choices(vector: dict[str, Any]) -> None:
 
 
 @given(st.integers(0, 64), st.integers(0, 64), settings())
-def test_quotas_sum_to_n_and_are_there_to_take(
+def test_quotas_sum_to_n_and_do_not_exceed_the_traces(
     num_positives: int, num_negatives: int, settings: RocSettings
 ) -> None:
     n = settings.down_sample_to_n
@@ -119,13 +119,13 @@ def test_quotas_sum_to_n_and_are_there_to_take(
 
 
 @given(st.integers(0, 32))
-def test_of_twice_as_many_the_paper_keeps_half_of_the_negatives(num_negatives: int) -> None:
+def test_half_of_the_negatives_are_kept_if_m_is_2n(num_negatives: int) -> None:
     kept = quotas(32 - num_negatives, num_negatives, RocSettings())
     assert kept == (16 - num_negatives // 2, num_negatives // 2)
 
 
 @given(st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))
-def test_the_released_quotas_are_both_roundings_wherever_those_sum(
+def test_the_released_quotas_are_the_roundings_if_they_sum_to_n(
     n: int, num_positives: int, num_negatives: int
 ) -> None:
     total = num_positives + num_negatives
@@ -169,7 +169,7 @@ def half_even(value: Fraction) -> int:
 def released_choice(
     rollouts: list[Rolled], rewards: list[float], settings: RocSettings
 ) -> list[int] | None:
-    """Indexes of those that are kept; None where the released code fails."""
+    """Return the indexes that are kept, or None if the released code fails."""
     n, total = settings.down_sample_to_n, len(rollouts)
     if total < n or (settings.reject_equal_reward and len(set(rewards)) == 1):
         return []
@@ -201,7 +201,7 @@ ROLLED = st.tuples(
 @example([((["<answer>7</answer>"], [False]), 1.0)] * 4 + [(([""], []), 0.0)] * 20, ODD)
 @example([((["<answer> <answer>7</answer>"], [False]), 1.0)] * 2 + [(([""], []), 0.0)] * 2, TWO)
 @example([((["<answer>", "7</answer>"], [False]), 1.0)] * 2 + [(([""], []), 0.0)] * 2, TWO)
-def test_the_released_form_is_what_the_released_code_does(
+def test_the_released_form_matches_the_released_code(
     group: list[tuple[Rolled, float]], settings: RocSettings
 ) -> None:
     settings = settings.model_copy(update={"form": "released"})
@@ -225,7 +225,7 @@ def test_the_released_form_is_what_the_released_code_does(
 
 
 @given(GROUPS, settings(), st.integers())
-def test_every_trace_is_kept_or_dropped_and_says_why(
+def test_every_trace_is_kept_or_dropped_with_a_reason(
     group: list[Trace], settings: RocSettings, seed: int
 ) -> None:
     choice = resample(group, settings, Random(seed))
@@ -253,7 +253,7 @@ def test_a_seed_reproduces_the_choice(group: list[Trace], settings: RocSettings,
 
 
 @given(GROUPS, settings(), st.integers())
-def test_the_released_form_draws_nothing(
+def test_the_released_form_is_deterministic(
     group: list[Trace], settings: RocSettings, seed: int
 ) -> None:
     rng = Random(seed)
@@ -263,7 +263,7 @@ def test_the_released_form_draws_nothing(
 
 
 @given(GROUPS, settings(), st.integers())
-def test_what_infrastructure_broke_changes_nothing_for_the_others(
+def test_infrastructure_failures_do_not_affect_the_other_traces(
     group: list[Trace], settings: RocSettings, seed: int
 ) -> None:
     scored = [index for index, one in enumerate(group) if one.reward is not None]
@@ -292,7 +292,7 @@ def test_a_penalty_is_at_most_one_for_each_part(one: Trace, settings: RocSetting
     assert 0 <= penalty(one, settings) <= settings.roc_error_ratio + settings.roc_answer_format
 
 
-def test_a_side_switched_off_does_not_count() -> None:
+def test_a_disabled_part_of_the_penalty_does_not_count() -> None:
     flawed = trace(1.0, calls=2, failed=1, answers=0)
     assert penalty(flawed, RocSettings()) == 1.5
     assert penalty(flawed, RocSettings(roc_error_ratio=False)) == 1.0
@@ -306,13 +306,13 @@ def share_kept(index: int, traces: list[Trace], settings: RocSettings, *, draws:
 
 
 def test_positives_are_drawn_in_inverse_proportion_to_their_penalty() -> None:
-    """One of two places is for a positive: kept with odds of 1/0.25 to 1/1."""
+    """One of two traces kept is a positive, with odds of 1/0.25 to 1/1."""
     settings = RocSettings(down_sample_to_n=2)
     group = [trace(1.0, calls=4, failed=1), trace(1.0, failed=1), trace(0.0), trace(0.0)]
     assert share_kept(0, group, settings, draws=4000) == pytest.approx(0.8, abs=0.03)
 
 
-def test_a_flawless_positive_is_likelier_by_far_but_not_certain() -> None:
+def test_a_flawless_positive_is_much_more_likely_but_not_certain() -> None:
     settings = RocSettings(down_sample_to_n=2)
     worst = trace(1.0, calls=2, failed=1)
     group = [trace(1.0), worst, trace(0.0), trace(0.0)]
@@ -322,7 +322,7 @@ def test_a_flawless_positive_is_likelier_by_far_but_not_certain() -> None:
     assert share > 0
 
 
-def test_flawless_positives_are_alike() -> None:
+def test_flawless_positives_are_equally_likely() -> None:
     settings = RocSettings(down_sample_to_n=4)
     rng = Random(3)
     kept = Counter[int]()
@@ -332,7 +332,7 @@ def test_flawless_positives_are_alike() -> None:
         assert kept[index] / 3000 == pytest.approx(0.5, abs=0.05)
 
 
-def test_negatives_are_drawn_whatever_they_did() -> None:
+def test_negatives_are_drawn_uniformly() -> None:
     settings = RocSettings(down_sample_to_n=2)
     traces = [trace(0.0), trace(0.0, calls=3, failed=3, answers=0), trace(1.0), trace(1.0)]
     assert share_kept(1, traces, settings, draws=2000) == pytest.approx(0.5, abs=0.05)
@@ -351,7 +351,7 @@ def test_groups_that_are_rejected() -> None:
     assert rejected([]) is Rejected.TOO_FEW
 
 
-def test_without_a_target_all_that_have_a_reward_are_kept() -> None:
+def test_without_a_target_all_scored_traces_are_kept() -> None:
     choice = resample([*group(3, 2), trace(None)], RocSettings(down_sample_to_n=-1), Random(0))
     assert choice.kept == [0, 1, 2, 3, 4]
     assert choice.dropped == {5: Dropped.INFRASTRUCTURE}
@@ -374,12 +374,12 @@ def test_a_negative_reward_is_a_wrong_answer() -> None:
         {"num_turns": -1},
     ],
 )
-def test_a_trace_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_impossible_trace_is_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"reward|failed|answers"):
         dataclasses.replace(trace(1.0), **wrong)
 
 
-def test_floors_that_do_not_fit_are_refused() -> None:
+def test_minimums_that_exceed_n_are_rejected() -> None:
     with pytest.raises(pydantic.ValidationError, match="more than down_sample_to_n"):
         RocSettings(
             down_sample_to_n=3, min_zero_reward_trace_num=2, min_non_zero_reward_trace_num=2
@@ -423,12 +423,12 @@ def test_calls_fail_by_their_status_alone(status: CallStatus) -> None:
     assert found.num_calls == (not ours)
 
 
-def test_what_infrastructure_broke_has_no_reward_whatever_somebody_says() -> None:
+def test_infrastructure_failures_have_no_reward_even_if_one_is_given() -> None:
     assert Trace.of(rollout(("", []), reason=StopReason.INFRASTRUCTURE), 0.0).reward is None
 
 
 def test_penalties_with_the_turns_of_the_published_code() -> None:
-    """It does not count the first turn; its figures come of one turn less."""
+    """The published code omits the first turn, so its values are those of one turn less."""
     settings = RocSettings()
     for made, theirs in [
         (Trace(1.0, 0, 0, 1, 1), 1.5),

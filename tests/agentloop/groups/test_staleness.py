@@ -1,4 +1,4 @@
-"""Schedules of all kinds: bounded staleness, no slot lost, no deadlock."""
+"""Random schedules: bounded staleness, no lost slot, no deadlock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMITS = st.integers(0, 4), st.integers(1, 5)
 
 
 class Schedule:
-    """A run that does what `data` draws, of what is possible, and counts."""
+    """A run that takes random possible actions and checks the counts."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
@@ -63,7 +63,7 @@ class Schedule:
 
 @given(*LIMITS, st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=200))
 @settings(max_examples=300)
-def test_no_sample_is_too_stale_and_each_group_ends_once(
+def test_no_sample_is_too_stale_and_each_group_finishes_once(
     max_staleness: int, size: int, draws: list[tuple[int, int]]
 ) -> None:
     run = Schedule(Slots(max_staleness, size))
@@ -87,7 +87,7 @@ def test_no_sample_is_too_stale_and_each_group_ends_once(
 
 
 @given(st.integers(1, 5), st.data())
-def test_without_staleness_everything_goes_in_step(size: int, data: st.DataObject) -> None:
+def test_without_staleness_rollouts_and_training_alternate(size: int, data: st.DataObject) -> None:
     slots = Slots(0, size)
     for version in range(3):
         mine = [version * size + index for index in range(size)]
@@ -102,7 +102,7 @@ def test_without_staleness_everything_goes_in_step(size: int, data: st.DataObjec
         slots.now_live(version + 1)
 
 
-def test_a_batch_waits_for_a_group_that_it_would_leave_behind() -> None:
+def test_a_batch_waits_for_a_group_that_would_become_too_stale() -> None:
     slots = Slots(1, 2)
     for number in range(4):
         slots.admit(number)
@@ -120,7 +120,7 @@ def test_a_batch_waits_for_a_group_that_it_would_leave_behind() -> None:
     assert slots.take() == [0, 3]
 
 
-def test_a_batch_that_taught_nothing_makes_no_version() -> None:
+def test_a_batch_without_signal_produces_no_version() -> None:
     slots = Slots(0, 1)
     slots.admit(0)
     slots.finish(0)
@@ -132,14 +132,14 @@ def test_a_batch_that_taught_nothing_makes_no_version() -> None:
         slots.learned_nothing()
 
 
-def test_a_group_that_was_there_before_a_restart_keeps_its_age() -> None:
+def test_a_group_keeps_its_version_over_a_restart() -> None:
     slots = Slots(1, 1, version=5)
     slots.admit(7, version=4, finished=True)
     assert slots.staleness(7) == 1
     assert slots.take() == [7]
 
 
-def test_mistakes_are_refused() -> None:
+def test_invalid_calls_raise() -> None:
     with pytest.raises(ValueError, match="at least"):
         Slots(-1, 1)
     slots = Slots(0, 1)

@@ -1,4 +1,4 @@
-"""Tasks: every kind of source, what is held out, cursors, and errors that name the place."""
+"""Tasks: all kinds of sources, held-out tasks, cursors, and errors that name the location."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_of_messages(tmp_path: Path) -> None:
     assert (task.prompt, task.answer) == (messages, "2")
 
 
-def test_conversations_that_end_alike_are_not_the_same(tmp_path: Path) -> None:
+def test_conversations_with_the_same_last_message_differ(tmp_path: Path) -> None:
     def task(*said: tuple[str, str]) -> Task:
         messages = [{"role": role, "content": content} for role, content in said]
         return one(tmp_path, {"messages": messages, "answer": 2})
@@ -164,7 +164,7 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         opened(path)
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     for kind in ("jsonl", "parquet"):
         with pytest.raises(DataError, match="No such file"):
             opened(tmp_path / "data", kind)
@@ -255,7 +255,7 @@ def test_every_epoch_has_every_task_in_another_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "arithmetic", "symbolic"])
 @pytest.mark.parametrize("num_taken", [0, 1, 19, 20, 21, 55])
-def test_a_cursor_goes_on_where_it_was_taken(tmp_path: Path, kind: str, num_taken: int) -> None:
+def test_a_cursor_continues_where_it_was_taken(tmp_path: Path, kind: str, num_taken: int) -> None:
     path = jsonl(tmp_path / "data.jsonl", rows(20))
     source = opened(path, kind, held_out=0.1)
     take(source, num_taken)
@@ -268,7 +268,7 @@ def test_a_cursor_goes_on_where_it_was_taken(tmp_path: Path, kind: str, num_take
     assert take(again, 50) == expected
 
 
-def test_a_cursor_of_other_tasks_is_refused(tmp_path: Path) -> None:
+def test_a_cursor_of_other_tasks_is_rejected(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "data.jsonl", rows(20))
     cursor = opened(path).cursor()
     jsonl(path, list(reversed(rows(20))))
@@ -284,8 +284,8 @@ def test_a_cursor_of_other_tasks_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.permutations(range(12)), st.sampled_from([0.3, 4.0]))
-def test_the_order_of_a_file_changes_nothing(order: list[int], held_out: float) -> None:
-    """Nor do copies, or other spaces."""
+def test_the_order_of_a_file_does_not_matter(order: list[int], held_out: float) -> None:
+    """Duplicates and whitespace do not matter either."""
     path = Path("unused.jsonl")
     plain, mixed = rows(12), [rows(12)[index] for index in order]
     copies = [{**row, "problem": row["problem"].replace(" ", "  ")} for row in mixed[:5]]
@@ -302,7 +302,7 @@ def test_the_order_of_a_file_changes_nothing(order: list[int], held_out: float) 
     assert not trained & {task.id for task in sources[1].held_out()}
 
 
-def test_what_is_held_out_stays_so_when_a_file_grows(tmp_path: Path) -> None:
+def test_held_out_tasks_stay_held_out_when_a_file_grows(tmp_path: Path) -> None:
     few = opened(jsonl(tmp_path / "few.jsonl", rows(200)), held_out=0.2)
     many = opened(jsonl(tmp_path / "many.jsonl", rows(400)), held_out=0.2)
     assert {task.id for task in few.held_out()} < {task.id for task in many.held_out()}
@@ -329,7 +329,7 @@ def test_a_generator_never_trains_on_what_it_holds_out(kind: Any) -> None:
     assert TaskSource.open(TasksSettings(kind=kind)).held_out() == []
 
 
-def test_few_problems_are_held_out_where_there_are_few() -> None:
+def test_a_level_with_few_problems_holds_out_few() -> None:
     source = TaskSource.open(TasksSettings(levels=[1], held_out=10_000))
     held_out = source.held_out()
     assert 10 < len(held_out) == len({task.prompt for task in held_out}) < 100
@@ -358,7 +358,7 @@ def test_a_task_is_found_by_its_id(tmp_path: Path, kind: str) -> None:
         ({"template": "What?"}, "must contain {problem}"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], why: str) -> None:
+def test_inconsistent_settings_are_rejected(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=re.escape(why)):
         TasksSettings(**settings)
 
@@ -417,7 +417,7 @@ def test_arithmetic_is_right(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 4])
-def test_what_sympy_says_of_the_symbolic_problems(level: int) -> None:
+def test_sympy_confirms_the_symbolic_problems(level: int) -> None:
     rng = Random(level)
     made: list[Problem] = [symbolic(level, rng) for _ in range(20)]
     for problem in made:
@@ -425,7 +425,7 @@ def test_what_sympy_says_of_the_symbolic_problems(level: int) -> None:
     assert len({problem.text.split(" ")[3] for problem in made}) >= 4  # kinds
 
 
-def test_polynomials_as_people_write_them() -> None:
+def test_polynomials_in_the_usual_notation() -> None:
     assert polynomial([5, -1, 0, 3]) == "3x^3 - x + 5"
     assert polynomial([0, 1]) == "x"
     assert polynomial([-2]) == "-2"

@@ -1,4 +1,4 @@
-"""The noisy teacher: as wrong as it says, the same each time, and true to the sandbox."""
+"""The noisy teacher: documented error rates, deterministic, and consistent with the sandbox."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_third_is_right_and_half_of_the_calls_are_faulty(level: int) -> None:
     assert 0.25 < statistics.fmean(ratios) < 0.33  # a failed call costs nothing but another
 
 
-def test_the_same_seed_writes_the_same() -> None:
+def test_dialogues_are_deterministic() -> None:
     asked = tasks(50)
     assert list(dialogues(asked, seed=3)) == list(dialogues(asked, seed=3))
     assert list(dialogues(asked, seed=3)) != list(dialogues(asked, seed=4))
@@ -56,7 +56,7 @@ def test_the_same_seed_writes_the_same() -> None:
 @pytest.mark.anyio
 @pytest.mark.timeout(120)
 async def test_results_are_those_of_the_sandbox() -> None:
-    """Local processes say what containers say, whatever they isolate."""
+    """Local processes return the same text as containers, regardless of isolation."""
     ran: dict[str, str] = {}
     for row in dialogues(tasks(120, 2, 5)):
         for turn, result in itertools.pairwise(row["messages"]):

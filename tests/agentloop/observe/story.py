@@ -1,4 +1,4 @@
-"""A training run in small, as the events that it tells: two groups of two, two steps."""
+"""Events of a small training run: two groups of two rollouts, two steps."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ HELD_OUT_ROW: dict[str, Any] = {
 
 
 def trajectory(key: str = "1-task.0", *, infrastructure: bool = False) -> Trajectory:
-    """Two turns: one with a call that fails and one that is made up, one that answers."""
+    """Return two turns: one with a failing and a made-up call, and one with the answer."""
     call = ToolCall("c0", "python", {"code": "1/0"}, '{"code": "1/0"}', 0, 3)
     made_up = ToolCall("c1", "rm -rf", {}, "{}", 3, 4)
     first = Turn(
@@ -134,7 +134,7 @@ def trajectory(key: str = "1-task.0", *, infrastructure: bool = False) -> Trajec
 
 
 def of_rollout(record: Trajectory, group: str = "") -> list[Event]:
-    """From its start to its end."""
+    """Return the events of a rollout from start to end."""
     key = record.id
     events: list[Event] = [RolloutStarted(record, group)]
     for index, turn in enumerate(record):
@@ -151,7 +151,7 @@ def of_rollout(record: Trajectory, group: str = "") -> list[Event]:
 
 
 def run() -> list[Event]:
-    """One of each kind of event, at least."""
+    """Return at least one event of each kind."""
     events: list[Event] = [WeightsLoaded("7", 1.25, [SERVER], ["http://127.0.0.1:30001"])]
     events.append(GroupStarted("1-task", "task", "What is 37 times 48?", "1776", 2))
     for index, reward in enumerate([1.0, 0.0]):

@@ -1,4 +1,4 @@
-"""A run's folder as the page shows it, whatever stands in it."""
+"""A run's folder as the page shows it, with any contents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT = chat_format()
 
 
 def rollout(key: str, *, reward: float | None = 1.0, created_s: float = 100.0) -> dict[str, Any]:
-    """As the loop writes it down."""
+    """Return a row as the training loop writes it."""
     call = ToolCall("c", "python", {"n": 2**70}, "", 0, 1)
     ids = [written(CHAT, text + END) for text in ("<tool_call>{}</tool_call>", "it is 42")]
     turns = [
@@ -60,7 +60,7 @@ def rollout(key: str, *, reward: float | None = 1.0, created_s: float = 100.0) -
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """Two groups of two, and two steps."""
+    """A run with two groups of two rollouts and two steps."""
     folder = RunFolder(tmp_path / "runs" / "one", "")
     for number in (1, 2):
         rows = [
@@ -128,7 +128,7 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     ]  # fmt: skip
 
 
-async def test_a_call_that_never_ran_was_at_no_tool(run: RunFolder) -> None:
+async def test_a_call_that_never_ran_has_no_tool_lane(run: RunFolder) -> None:
     row = rollout("3-c.0")
     row["trajectory"]["turns"][0]["results"][0]["status"] = "malformed"
     add(run, 3, [row])
@@ -136,7 +136,7 @@ async def test_a_call_that_never_ran_was_at_no_tool(run: RunFolder) -> None:
     assert [lane for lane, _ in told["lanes"]] == ["wait", "decode", "wait", "decode"]
 
 
-async def test_what_an_endpoint_said_is_shown_though_nobody_knows_its_ids(run: RunFolder) -> None:
+async def test_an_endpoints_answer_is_shown_without_ids(run: RunFolder) -> None:
     turn = Turn(text="<think>Hm.</think>\nit is 42", end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
     made = Trajectory("3-c.0", [], [turn], StopReason.ANSWERED, None, 100.0, 1.0)
     add(run, 3, [rollout("3-c.0") | {"trajectory": made.to_dict(), "figures": {"num_tokens": 59}}])
@@ -147,7 +147,7 @@ async def test_what_an_endpoint_said_is_shown_though_nobody_knows_its_ids(run: R
     ]  # fmt: skip
 
 
-async def test_without_a_model_text_is_shown_by_turns(run: RunFolder) -> None:
+async def test_without_a_model_text_is_shown_by_turn(run: RunFolder) -> None:
     at = Archive(run.path, {}, None)
     told = await at.rollout("1-a/b.0")
     assert len(told["turns"][0]["pieces"]) == len(told["turns"][0]["ids"])
@@ -163,7 +163,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("name", STRANGE)
-async def test_strange_names_are_not_there(run: RunFolder, name: str) -> None:
+async def test_invalid_names_are_not_found(run: RunFolder, name: str) -> None:
     at = archive(run)
     with pytest.raises(NotThere):
         await at.rollout(name)
@@ -195,7 +195,7 @@ def damaged() -> list[bytes]:
 
 
 @pytest.mark.parametrize("line", damaged(), ids=lambda line: line[:30])
-async def test_a_damaged_line_is_left_out_alone(run: RunFolder, line: bytes) -> None:
+async def test_only_a_damaged_line_is_skipped(run: RunFolder, line: bytes) -> None:
     good = json.dumps(rollout("3-c.1") | {"group": 3}).encode()
     path = run.path / "trajectories" / "group-0000003.jsonl"
     path.write_bytes(line + b"\n" + good + b"\n")
@@ -208,7 +208,7 @@ async def test_a_damaged_line_is_left_out_alone(run: RunFolder, line: bytes) -> 
     assert (await at.rollout("3-c.1"))["id"] == "3-c.1"
 
 
-async def test_one_that_is_damaged_within_is_not_there(run: RunFolder) -> None:
+async def test_a_rollout_with_damaged_fields_is_not_found(run: RunFolder) -> None:
     row = rollout("3-c.0") | {"group": 3}
     row["trajectory"]["turns"][0]["end"] = "nowhere"
     add(run, 3, [row])
@@ -218,7 +218,7 @@ async def test_one_that_is_damaged_within_is_not_there(run: RunFolder) -> None:
         await at.rollout("3-c.0")
 
 
-async def test_a_folder_with_nothing_in_it_is_an_empty_page(tmp_path: Path) -> None:
+async def test_an_empty_folder_is_an_empty_page(tmp_path: Path) -> None:
     at = Archive(tmp_path / "gone", {}, CHAT)
     whole = await at.frame()
     assert (whole["rollouts"], whole["groups"], whole["steps"]) == ([], [], [])
@@ -228,7 +228,7 @@ async def test_a_folder_with_nothing_in_it_is_an_empty_page(tmp_path: Path) -> N
     assert await at.runs() == []
 
 
-async def test_odd_files_are_passed_over(run: RunFolder) -> None:
+async def test_unrelated_files_are_ignored(run: RunFolder) -> None:
     folder = run.path / "trajectories"
     (folder / "group-x.jsonl").write_text("{}\n")
     (folder / "group-0000009.jsonl").mkdir()
@@ -240,7 +240,7 @@ async def test_odd_files_are_passed_over(run: RunFolder) -> None:
     assert [row["step"] for row in whole["steps"]] == [1, 2, 4]
 
 
-async def test_entropies_stand_beside(run: RunFolder) -> None:
+async def test_entropies_are_included(run: RunFolder) -> None:
     at = archive(run)
     folder = run.path / "entropy"
     folder.mkdir()
@@ -252,9 +252,7 @@ async def test_entropies_stand_beside(run: RunFolder) -> None:
     assert (await at.rollout("2-a/b.0"))["turns"][0]["entropies"] is None
 
 
-async def test_a_run_that_goes_on_is_looked_at_again(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_running_run_is_read_again(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive_module, "_LOOK_EVERY_S", 0.001)
     at = archive(run)
 
@@ -279,9 +277,7 @@ async def test_a_run_that_goes_on_is_looked_at_again(
         assert (await next_frame())["now"]["step"] == 3
 
 
-async def test_the_newest_are_shown_of_very_many(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_newest_groups_are_shown(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive_module, "_MAX_ROLLOUTS", 3)
     monkeypatch.setattr(archive_module, "_MAX_ROWS", 1)
     assert {row["group"] for row in (await archive(run).frame())["rollouts"]} == {"2-a/b"}
@@ -291,7 +287,7 @@ async def test_the_newest_are_shown_of_very_many(
     assert [row["id"] for frame in found for row in frame["rollouts"]] == ["2-a/b.0", "2-a/b.1"]
 
 
-def test_one_of_another_machine_is_read_without_a_page(run: RunFolder) -> None:
+def test_a_rollout_can_be_read_without_a_page(run: RunFolder) -> None:
     told = read_rollout(run.path, "2-a/b.0", CHAT)
     assert told is not None
     assert told["id"] == "2-a/b.0"
@@ -301,7 +297,7 @@ def test_one_of_another_machine_is_read_without_a_page(run: RunFolder) -> None:
 # --- runs beside ----------------------------------------------------------------------------------
 
 
-def test_runs_are_those_beside_the_newest_first(run: RunFolder) -> None:
+def test_runs_are_listed_newest_first(run: RunFolder) -> None:
     beside = run.path.parent
     for name in ("two", ".hidden", "odd name & more"):
         (beside / name).mkdir()
@@ -324,7 +320,7 @@ def test_runs_are_those_beside_the_newest_first(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../runs/one", "/", "latest", "one/", ".hidden"])
-def test_no_other_folder_is_read(run: RunFolder, name: str) -> None:
+def test_only_listed_runs_are_read(run: RunFolder, name: str) -> None:
     (run.path.parent / ".hidden").mkdir()
     (run.path.parent / ".hidden" / "metrics.jsonl").write_text('{"step": 7}\n')
     (run.path.parent / "latest").symlink_to("one")
@@ -332,16 +328,12 @@ def test_no_other_folder_is_read(run: RunFolder, name: str) -> None:
         curves(run.path, name)
 
 
-def test_the_last_rows_are_read_of_very_many(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_metrics_rows_are_read(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "_MAX_ROWS", 1)
     assert [row["step"] for row in read_metrics(run.path)] == [2]
 
 
-def test_the_run_itself_is_among_them_however_many_there_are(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_itself_is_always_listed(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "_MAX_RUNS", 1)
     (run.path.parent / "newer").mkdir()
     newer = run.path.parent / "newer" / "metrics.jsonl"
@@ -350,7 +342,7 @@ def test_the_run_itself_is_among_them_however_many_there_are(
     assert [row["step"] for row in curves(run.path, "one")] == [1, 2]
 
 
-async def test_the_newest_weights_that_were_published_are_the_policy_version(
+async def test_the_newest_published_weights_are_the_policy_version(
     run: RunFolder,
 ) -> None:
     run.add_metrics({"step": 2, "version": "1"})

@@ -1,4 +1,4 @@
-"""Questions of visitors: begun, refused, too many, and what becomes of those who leave."""
+"""Visitors' questions: started, refused, limited, and continued when the visitor leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Played:
-    """Begins when it may, and ends when it may."""
+    """A fake rollout whose start and end are controlled by the test."""
 
     def __init__(self) -> None:
         self.questions: list[str] = []
@@ -53,7 +53,7 @@ def played(*, begins: bool = True) -> Played:
     return made
 
 
-async def test_who_asks_is_told_the_rollouts_id_as_it_begins() -> None:
+async def test_asking_returns_the_id_of_the_rollout() -> None:
     rollout = played()
     with anyio.fail_after(15):
         async with asking(rollout, rollout.events.append) as ask:
@@ -65,7 +65,7 @@ async def test_who_asks_is_told_the_rollouts_id_as_it_begins() -> None:
 
 
 @pytest.mark.parametrize("error", [RequestError("too long"), ServerError("none is up")])
-async def test_what_does_not_begin_is_told_to_who_asked_alone(error: Exception) -> None:
+async def test_an_error_before_the_start_is_raised_to_the_visitor_only(error: Exception) -> None:
     rollout = played()
     rollout.before = error
     async with asking(rollout, rollout.events.append) as ask:
@@ -76,7 +76,7 @@ async def test_what_does_not_begin_is_told_to_who_asked_alone(error: Exception) 
         assert await ask("why?") == "r101"
 
 
-async def test_what_fails_after_it_has_begun_hurts_nobody() -> None:
+async def test_an_error_after_the_start_is_contained() -> None:
     rollout = played()
     rollout.after = ServerUnavailable("gone")
     rollout.may_end.set()
@@ -86,7 +86,7 @@ async def test_what_fails_after_it_has_begun_hurts_nobody() -> None:
         assert await ask("why?") == "r2"
 
 
-async def test_a_programmers_error_comes_out_as_itself() -> None:
+async def test_a_programming_error_is_raised_unchanged() -> None:
     rollout = played()
     rollout.after = ZeroDivisionError()
     rollout.may_end.set()
@@ -101,7 +101,9 @@ async def test_a_programmers_error_comes_out_as_itself() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_so_many_are_open_and_no_more(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+async def test_the_number_of_open_questions_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 3)
     rollout = played()
     keys: list[str] = []
@@ -137,7 +139,7 @@ async def cancelled(asks: Callable[[], Awaitable[Any]], until: Callable[[], bool
         tasks.cancel_scope.cancel()
 
 
-async def test_who_leaves_before_it_begins_is_asked_for_no_more(
+async def test_a_visitor_who_leaves_before_the_start_cancels_the_rollout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 1)
@@ -153,7 +155,7 @@ async def test_who_leaves_before_it_begins_is_asked_for_no_more(
         assert await ask("why?")
 
 
-async def test_who_leaves_afterwards_leaves_it_running() -> None:
+async def test_a_visitor_who_leaves_after_the_start_leaves_it_running() -> None:
     rollout = played()
     async with asking(rollout, rollout.events.append) as ask:
 
@@ -165,7 +167,9 @@ async def test_who_leaves_afterwards_leaves_it_running() -> None:
         assert rollout.num_running == 1
 
 
-async def test_what_does_not_begin_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rollout_that_does_not_start_in_time_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ask_module, "_START_S", 0.02)
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 1)
     rollout = played(begins=False)

@@ -1,4 +1,4 @@
-"""The board: rows, groups and numbers, whatever events come, in whatever order."""
+"""The board: rows, groups and counters, for any events in any order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def result_of(key: str, status: CallStatus, number: int = 0, took_s: float = 1.0
 
 
 def event_of(kind: str, key: str, number: int) -> Event:
-    """An event of that kind, about that rollout or its group."""
+    """Return an event of this kind about a rollout or its group."""
     one, group = record(key, number), key.rpartition(".")[0]
     statuses = list(CallStatus)
     events: dict[str, Event] = {
@@ -110,7 +110,7 @@ steps = st.lists(
 
 
 class Reader:
-    """What a reader of frames has, by the rules of the page's store."""
+    """The state of a reader that applies frames as the page does."""
 
     def __init__(self) -> None:
         self.rollouts: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def played(
 
 @settings(max_examples=60, deadline=None)
 @given(steps, st.integers(0, 3), st.integers(1, 3), st.integers(0, 20))
-def test_what_is_kept_is_bounded_whatever_happens(
+def test_memory_is_bounded_for_any_events(
     script: list[tuple[str, str, int]], max_ended: int, max_groups: int, max_kept: int
 ) -> None:
     made, clock = board(max_ended=max_ended, max_groups=max_groups, max_kept_tokens=max_kept)
@@ -175,7 +175,7 @@ def test_what_is_kept_is_bounded_whatever_happens(
 
 @settings(max_examples=60, deadline=None)
 @given(steps, steps, steps, st.integers(0, 3), st.integers(1, 3), st.integers(1, 4))
-def test_whoever_applies_what_is_taken_knows_what_whoever_comes_later_is_told(
+def test_applying_all_changes_gives_the_whole_state(
     before: list[tuple[str, str, int]],
     between: list[tuple[str, str, int]],
     after: list[tuple[str, str, int]],
@@ -205,7 +205,7 @@ def test_whoever_applies_what_is_taken_knows_what_whoever_comes_later_is_told(
 
 @settings(max_examples=60, deadline=None)
 @given(steps, steps)
-def test_skipping_is_to_have_told_nobody(
+def test_skip_discards_changes(
     before: list[tuple[str, str, int]], after: list[tuple[str, str, int]]
 ) -> None:
     made, clock = board(max_ended=2, max_groups=2)
@@ -227,7 +227,9 @@ legal = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(legal, st.integers(0, 2**16))
-def test_counters_of_a_legal_history_are_right(rollouts: list[tuple[int, str]], seed: int) -> None:
+def test_counters_are_correct_for_valid_histories(
+    rollouts: list[tuple[int, str]], seed: int
+) -> None:
     draw = random.Random(seed)
     scripts = []
     for index, (number, end) in enumerate(rollouts):
@@ -250,7 +252,7 @@ def test_counters_of_a_legal_history_are_right(rollouts: list[tuple[int, str]], 
             assert made.rows[f"1-a.{index}"].tokens == number
 
 
-def test_a_rollout_that_is_started_anew_is_in_flight_once() -> None:
+def test_a_restarted_rollout_is_in_flight_once() -> None:
     made, clock = board()
     one = ("start", "1-a.0", 1)
     for script in ([one, one], [("finish", "1-a.0", 1)] * 2, [one], [("abandon", "1-a.0", 1)]):
@@ -259,7 +261,7 @@ def test_a_rollout_that_is_started_anew_is_in_flight_once() -> None:
     assert made.now()["rollouts_done"] == 2
 
 
-def test_one_that_was_forgotten_and_begins_anew_is_there() -> None:
+def test_an_evicted_rollout_that_restarts_is_present() -> None:
     made, clock = board(max_ended=0)
     reader = Reader().read_all(made, 9, taken=True)
     played([("start", "1-a.0", 1), ("finish", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
@@ -267,7 +269,7 @@ def test_one_that_was_forgotten_and_begins_anew_is_there() -> None:
     assert [row["state"] for row in reader.rollouts.values()] == ["live"]
 
 
-def test_a_group_that_was_forgotten_and_begins_anew_is_there() -> None:
+def test_an_evicted_group_that_restarts_is_present() -> None:
     made, clock = board(max_groups=1)
     reader = Reader().read_all(made, 9, taken=True)
     played([("group", "1-a.0", 1), ("group", "2-b.0", 1), ("group", "1-a.0", 1)], made, clock)
@@ -275,7 +277,7 @@ def test_a_group_that_was_forgotten_and_begins_anew_is_there() -> None:
     assert [*reader.groups] == ["1-a"]
 
 
-def test_groups_of_which_nobody_learns_leave_the_others_their_room() -> None:
+def test_evaluation_groups_do_not_displace_training_groups() -> None:
     made, _ = board(max_groups=2)
     reader = Reader().read_all(made, 9, taken=True)
     for number in range(3):
@@ -286,7 +288,7 @@ def test_groups_of_which_nobody_learns_leave_the_others_their_room() -> None:
     assert [*reader.groups] == ["1-a", "2-a", "2-held-out-1-b", "2-held-out-2-b"]
 
 
-def test_lanes_tell_what_a_rollout_is_at() -> None:
+def test_lanes_follow_the_state_of_a_rollout() -> None:
     made, clock = board()
     key = "1-a.0"
 
@@ -311,7 +313,7 @@ def test_lanes_tell_what_a_rollout_is_at() -> None:
     assert (row["turn"], row["tokens"], row["calls"], row["reward"]) == (2, 3, 1, 1.0)
 
 
-def test_a_call_that_cannot_be_decoded_is_at_no_tool() -> None:
+def test_a_malformed_call_has_no_tool_lane() -> None:
     made, clock = board()
     played([("start", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)], made, clock)
     made.seen(CallStarted("1-a.0", 0, replace(call_of("1-a.0"), error="not JSON")))
@@ -319,14 +321,14 @@ def test_a_call_that_cannot_be_decoded_is_at_no_tool() -> None:
     assert [lane for lane, _ in made.rows["1-a.0"].lanes] == ["wait", "prefill", "decode"]
 
 
-def test_what_an_endpoint_counted_is_told() -> None:
+def test_an_endpoints_token_count_is_shown() -> None:
     made, _ = board()
     made.seen(RolloutStarted(Trajectory("1-a.0", []), "1-a"))
     made.seen(RolloutFinished("1-a.0", Trajectory("1-a.0", [], [Turn(text="42")]), 59))
     assert (made.rows["1-a.0"].turn, made.rows["1-a.0"].tokens) == (1, 59)
 
 
-def test_the_oldest_lanes_are_left_out_and_it_is_said() -> None:
+def test_old_lanes_are_dropped_and_marked() -> None:
     made, clock = board()
     turn = [("turn", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)]
     end = [("finish", "1-a.0", 1), ("later", "", 2), ("score", "1-a.0", 1)]
@@ -337,7 +339,7 @@ def test_the_oldest_lanes_are_left_out_and_it_is_said() -> None:
     assert row["lanes"][-1][0] == "reward"
 
 
-def test_what_is_said_of_unknown_rollouts_is_passed_over() -> None:
+def test_events_of_unknown_rollouts_are_ignored() -> None:
     made, clock = board()
     kinds = [kind for kind in KINDS if kind not in ("start", "group", "measured", "weights")]
     played([(kind, "1-a.0", 1) for kind in kinds], made, clock)
@@ -345,7 +347,7 @@ def test_what_is_said_of_unknown_rollouts_is_passed_over() -> None:
     assert made.now()["in_flight"] == made.now()["rollouts_done"] == 0
 
 
-def test_a_group_says_what_became_of_its_rollouts() -> None:
+def test_a_finished_group_updates_its_rollouts() -> None:
     made, clock = board()
     played([("group", "1-a.0", 1)], made, clock)
     played([("start", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
@@ -360,7 +362,7 @@ def test_a_group_says_what_became_of_its_rollouts() -> None:
     assert made.now()["groups_open"] == 0
 
 
-def test_rates_are_of_the_last_seconds() -> None:
+def test_rates_cover_the_last_seconds() -> None:
     made, clock = board()
     played([("start", "1-a.0", 1), ("turn", "1-a.0", 0)], made, clock)
     clock.now = made.t0
@@ -376,7 +378,7 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert made.now()["tokens_per_s"] == 0
 
 
-def test_a_clock_that_is_set_back_makes_no_rate_of_it() -> None:
+def test_a_clock_that_goes_backwards_gives_no_rate() -> None:
     made, clock = board()
     played([("start", "1-a.0", 1), ("tokens", "1-a.0", 9)], made, clock)
     clock.now -= 3600
@@ -400,7 +402,7 @@ def test_percentiles_are_those_of_the_last_calls(took: list[float]) -> None:
         assert value in [round(1000 * one, 1) for one in took]
 
 
-def test_failed_calls_are_those_that_the_model_is_to_blame_for() -> None:
+def test_failed_calls_are_those_caused_by_the_model() -> None:
     made, clock = board()
     played([("start", "1-a.0", 1)], made, clock)
     for status in CallStatus:
@@ -409,7 +411,7 @@ def test_failed_calls_are_those_that_the_model_is_to_blame_for() -> None:
     assert sum(made.tools()["calls"].values()) == len(CallStatus)
 
 
-def test_a_servers_cached_share_is_of_its_prompts() -> None:
+def test_the_cached_fraction_is_relative_to_prompt_tokens() -> None:
     made, clock = board()
     assert made.cached_fraction("http://0") is None
     played([("start", "1-a.0", 2), ("placed", "1-a.0", 0)], made, clock)
@@ -430,8 +432,8 @@ def test_the_newest_rows_of_metrics_are_kept() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 7))
-def test_no_row_is_kept_from_a_reader_by_others_that_change_more(num: int, max_rows: int) -> None:
-    """One that changes once comes in turn, also while others change all the time."""
+def test_frequently_changing_rows_do_not_starve_others(num: int, max_rows: int) -> None:
+    """A row that changes once is sent even while others change all the time."""
     made, clock = board()
     keys = [f"1-a.{index}" for index in range(num)]
     played([("start", key, 1) for key in keys], made, clock)

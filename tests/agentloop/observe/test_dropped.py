@@ -1,4 +1,4 @@
-"""What is left out is counted, and told of once a minute at most."""
+"""Dropped items are counted and logged at most once a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from agentloop.observe.dropped import Dropped
 
 
-def test_it_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_drops_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     now_s = 0.0
     dropped = Dropped("lines of x", clock=lambda: now_s)
@@ -27,7 +27,7 @@ def test_it_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_none_is_lost_between_threads() -> None:
+def test_counting_is_thread_safe() -> None:
     dropped = Dropped("lines of x", clock=lambda: 0.0)
 
     def add() -> None:

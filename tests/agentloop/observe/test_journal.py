@@ -1,4 +1,4 @@
-"""What is written down of a run, whatever becomes of the disk, and what is read back."""
+"""The journal of a run: written despite disk errors, and read back."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ async def test_a_run_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_no_token_is_written(tmp_path: Path) -> None:
+async def test_tokens_are_not_written(tmp_path: Path) -> None:
     tokens: list[Event] = [TokensSampled("r", 0, [1, 2], "secret") for _ in range(100)]
     assert names(await written(tmp_path, tokens)) == ["opened"]
     assert b"secret" not in (tmp_path / "events.jsonl").read_bytes()
 
 
 @pytest.mark.anyio
-async def test_it_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
     async with Journal.open(tmp_path, OFTEN) as journal:
         journal.seen(RolloutAbandoned("r"))
         await eventually(
@@ -93,7 +93,7 @@ async def test_it_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_waits_is_written_where_the_run_fails(tmp_path: Path) -> None:
+async def test_queued_lines_are_written_if_the_run_fails(tmp_path: Path) -> None:
     async def fail() -> None:
         async with Journal.open(tmp_path, NEVER) as journal:
             journal.seen(RolloutAbandoned("r"))
@@ -111,10 +111,10 @@ async def test_what_waits_is_written_where_the_run_fails(tmp_path: Path) -> None
 @pytest.mark.anyio
 @given(cut=st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
-async def test_a_line_that_a_kill_cut_short_is_left_out(
+async def test_a_line_cut_short_by_a_kill_is_skipped(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
-    """Wherever it was cut, and whatever is added later."""
+    """For any position of the cut and any lines added later."""
     folder = tmp_path_factory.mktemp("run")
     before = await written(folder, story.run())
     path = folder / "events.jsonl"
@@ -130,7 +130,7 @@ async def test_a_line_that_a_kill_cut_short_is_left_out(
 
 
 @pytest.mark.anyio
-async def test_too_many_lines_are_left_out_and_counted(
+async def test_lines_beyond_the_queue_limit_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     few = JournalSettings(every_s=3600, max_waiting=3)
@@ -180,7 +180,7 @@ async def test_a_full_disk_does_not_end_the_run(
 
 
 @pytest.mark.anyio
-async def test_a_disk_that_is_slow_does_not_keep_the_loop_waiting(
+async def test_a_slow_disk_does_not_block_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, go_on, waits = os.write, threading.Event(), threading.Event()
@@ -202,7 +202,7 @@ async def test_a_disk_that_is_slow_does_not_keep_the_loop_waiting(
 
 
 @pytest.mark.anyio
-async def test_the_oldest_is_left_out_when_it_is_full(tmp_path: Path) -> None:
+async def test_the_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path) -> None:
     small = JournalSettings(every_s=3600, max_mib=1)
     for part in range(8):
         events: list[Event] = [RolloutAbandoned(f"{part}-{n:060}") for n in range(2000)]
@@ -218,7 +218,7 @@ async def test_the_oldest_is_left_out_when_it_is_full(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("text", ["\ud800", "a" * 10_000, '"\n\x00'])
-async def test_what_a_model_makes_up_is_written_in_bounds(tmp_path: Path, text: str) -> None:
+async def test_long_texts_of_a_model_are_cut(tmp_path: Path, text: str) -> None:
     result = ToolResult("c", text, CallStatus.UNKNOWN_TOOL, "", 0, 0, 0)
     events: list[Event] = [
         CallFinished("r", 0, result),
@@ -242,13 +242,13 @@ async def test_what_a_model_makes_up_is_written_in_bounds(tmp_path: Path, text: 
         ("\ud800", "\ud800"),
     ],
 )
-async def test_any_row_is_written(tmp_path: Path, value: object, read: object) -> None:
+async def test_any_metrics_row_is_written(tmp_path: Path, value: object, read: object) -> None:
     lines = await written(tmp_path, [Measured({"value": value, "step": 3})])
     assert lines[-1]["row"] == {"value": read, "step": 3}
 
 
 @pytest.mark.anyio
-async def test_it_can_be_switched_off(tmp_path: Path) -> None:
+async def test_the_journal_can_be_disabled(tmp_path: Path) -> None:
     assert await written(tmp_path, story.run(), JournalSettings(enabled=False)) == []
     assert os.listdir(tmp_path) == []
 
@@ -259,7 +259,7 @@ def test_a_run_without_events_has_none(tmp_path: Path) -> None:
     assert names(list(read_events(tmp_path))) == ["opened"]
 
 
-def test_every_event_is_told_or_left_out_on_purpose() -> None:
+def test_every_event_is_written_or_omitted_on_purpose() -> None:
     told = {kind.__name__ for kind in module._LINES}
     left_out = {"TokensSampled", "TurnStarted", "TurnSampled", "CallStarted"}
     assert told.isdisjoint(left_out)

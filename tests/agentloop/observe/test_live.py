@@ -1,4 +1,4 @@
-"""Readers of what goes on: each at its own pace, told what it missed, forgotten when it leaves."""
+"""Readers of live data: each at its own pace, resynchronised when late, removed when it leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def next_of(frames: Frames) -> tuple[str, dict[str, Any]]:
     return name, orjson.loads(data)
 
 
-async def test_a_frame_is_made_only_while_somebody_reads() -> None:
+async def test_frames_are_made_only_for_readers() -> None:
     at = live()
     asked: list[int] = []
 
@@ -79,7 +79,7 @@ async def test_a_frame_is_made_only_while_somebody_reads() -> None:
     assert asked == []
 
 
-async def test_the_first_frame_is_all_and_the_next_what_has_changed() -> None:
+async def test_the_first_frame_is_complete_and_the_next_has_changes() -> None:
     at = live()
     starts(at, "1.0", "1.1")
     at.board.seen(Measured({"step": 1}))
@@ -102,7 +102,7 @@ async def test_the_first_frame_is_all_and_the_next_what_has_changed() -> None:
 
 
 async def all_of(frames: Frames) -> tuple[str, list[dict[str, Any]]]:
-    """The frames up to the one that has an id."""
+    """Return the frames up to the first one with an id."""
     found = []
     while True:
         name, frame = await next_of(frames)
@@ -111,7 +111,7 @@ async def all_of(frames: Frames) -> tuple[str, list[dict[str, Any]]]:
             return name, found
 
 
-async def test_a_step_is_told_once_whenever_a_reader_comes() -> None:
+async def test_every_reader_gets_each_step_once() -> None:
     at = live()
     async with aclosing(at.frames()) as early:
         await all_of(early)
@@ -142,7 +142,7 @@ async def test_two_readers_are_given_the_same_bytes() -> None:
     assert at.num_readers == 0
 
 
-async def test_a_reader_that_was_here_goes_on_where_it_was() -> None:
+async def test_a_reader_resumes_from_its_last_frame() -> None:
     at = live()
     async with aclosing(at.frames()) as other:  # so that frames are made
         await all_of(other)
@@ -176,7 +176,7 @@ async def test_a_reader_that_was_here_goes_on_where_it_was() -> None:
         "\udcff",
     ],
 )  # fmt: skip
-async def test_where_a_reader_was_elsewhere_it_is_told_all_anew(last: str | None) -> None:
+async def test_a_reader_with_a_foreign_id_gets_everything(last: str | None) -> None:
     at = live()
     async with aclosing(at.frames()) as other:
         await all_of(other)
@@ -188,7 +188,7 @@ async def test_where_a_reader_was_elsewhere_it_is_told_all_anew(last: str | None
         assert frame["full"] is True
 
 
-async def test_who_left_while_nobody_read_is_told_all_anew() -> None:
+async def test_a_reader_returning_after_an_idle_time_gets_everything() -> None:
     at = live()
     async with aclosing(at.frames()) as frames:
         last, _ = await all_of(frames)
@@ -199,8 +199,8 @@ async def test_who_left_while_nobody_read_is_told_all_anew() -> None:
     assert first["full"] is True
 
 
-async def test_who_leaves_amid_all_of_it_has_not_got_all_of_it() -> None:
-    """Nothing that it was given may make it go on from there."""
+async def test_a_reader_cannot_resume_within_the_first_state() -> None:
+    """No frame so far may let the reader resume from there."""
     at = live()
     starts(at, *(f"1.{index}" for index in range(1200)))
     async with aclosing(at.frames()) as frames:
@@ -211,7 +211,7 @@ async def test_who_leaves_amid_all_of_it_has_not_got_all_of_it() -> None:
         assert len(rest) == 2
 
 
-async def test_every_reader_is_told_of_the_end_and_nothing_after_it() -> None:
+async def test_every_reader_gets_the_end_and_nothing_after_it() -> None:
     at = live()
     ended = {"state": "finished", "text": "All done."}
     found: list[dict[str, Any]] = []
@@ -233,7 +233,7 @@ async def test_every_reader_is_told_of_the_end_and_nothing_after_it() -> None:
     assert found[-1]["ended"] == ended
 
 
-async def test_the_end_does_not_wait_for_a_reader_who_takes_nothing(
+async def test_the_end_does_not_wait_for_a_stuck_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_module, "_GOODBYE_S", 0.01)
@@ -245,7 +245,7 @@ async def test_the_end_does_not_wait_for_a_reader_who_takes_nothing(
         assert (await next_of(frames))[1]["now"]["ended"]["state"] == "stopped"
 
 
-async def test_a_slow_reader_is_told_what_it_missed_and_all_anew() -> None:
+async def test_a_slow_reader_gets_the_number_of_missed_frames_and_everything() -> None:
     at = live()
     async with aclosing(at.frames()) as slow:
         await all_of(slow)
@@ -274,7 +274,7 @@ async def test_a_slow_reader_is_told_what_it_missed_and_all_anew() -> None:
     ),
     st.integers(0, 3),
 )
-async def test_a_reader_has_in_the_end_what_is_there_however_slow_it_is(
+async def test_a_reader_of_any_speed_ends_with_the_whole_state(
     script: list[str], max_ended: int
 ) -> None:
     at = live(max_ended=max_ended, max_groups=2)
@@ -337,7 +337,7 @@ async def test_a_reader_has_in_the_end_what_is_there_however_slow_it_is(
     assert at.num_readers == 0
 
 
-async def test_one_frame_has_all_that_comes_in_slices() -> None:
+async def test_one_frame_equals_all_slices() -> None:
     at = live()
     starts(at, *(f"1.{index}" for index in range(1700)))
     for number in range(1300):
@@ -362,7 +362,7 @@ async def test_one_frame_has_all_that_comes_in_slices() -> None:
 
 
 @pytest.mark.parametrize("where", ["at once", "amid all of it", "waiting", "before"])
-async def test_a_reader_that_is_cancelled_anywhere_is_counted_no_more(where: str) -> None:
+async def test_a_cancelled_reader_is_no_longer_counted(where: str) -> None:
     at = live()
     starts(at, *(f"1.{index}" for index in range(1200)))
 
@@ -385,7 +385,7 @@ async def test_a_reader_that_is_cancelled_anywhere_is_counted_no_more(where: str
     assert at.num_readers == 0
 
 
-async def test_it_ticks_by_itself_and_a_silent_time_has_signs_of_life(
+async def test_it_ticks_and_sends_keep_alives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_module, "_KEEP_ALIVE_S", 0.01)
@@ -427,7 +427,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 async def grown(
     at: Live, key: str, then: Callable[[], Coroutine[Any, Any, Any]]
 ) -> list[tuple[str, Any]]:
-    """What is told of a rollout, while `then` happens to it after its first event."""
+    """Return the stream of a rollout; `then` happens after its first event."""
     told: list[tuple[str, Any]] = []
     async with anyio.create_task_group() as tasks, aclosing(at.grows(key)) as events:
         with anyio.fail_after(15):
@@ -438,7 +438,7 @@ async def grown(
     return told
 
 
-async def test_a_rollout_is_told_as_it_grows_and_at_its_end() -> None:
+async def test_a_rollout_is_streamed_as_it_grows() -> None:
     at, record = live(), Trajectory("1.0", written(CHAT, "why?"))
     at.board.seen(RolloutStarted(record, "1"))
 
@@ -470,7 +470,7 @@ async def test_a_rollout_is_told_as_it_grows_and_at_its_end() -> None:
     orjson.dumps(last)
 
 
-async def test_one_that_is_over_is_told_at_once() -> None:
+async def test_a_finished_rollout_is_sent_at_once() -> None:
     at, record = live(), Trajectory("1.0", [9], stop_reason=StopReason.ANSWERED)
     at.board.seen(RolloutStarted(record, "1"))
     at.board.seen(RolloutFinished("1.0", record))
@@ -481,7 +481,7 @@ async def test_one_that_is_over_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("how", ["abandoned", "anew", "forgotten"])
-async def test_a_rollout_that_ends_otherwise_is_at_its_end_too(how: str) -> None:
+async def test_the_stream_of_a_rollout_ends_however_it_ends(how: str) -> None:
     at = live(max_ended=0) if how == "forgotten" else live()
     starts(at, "1.0")
 
@@ -495,7 +495,7 @@ async def test_a_rollout_that_ends_otherwise_is_at_its_end_too(how: str) -> None
     assert told[-1][0] == "end"
 
 
-async def test_what_is_not_kept_is_read_from_where_it_was_written_down() -> None:
+async def test_an_evicted_rollout_is_read_from_disk() -> None:
     at = live(max_kept_tokens=0)
     asked: list[str] = []
 
@@ -519,7 +519,7 @@ async def test_what_is_not_kept_is_read_from_where_it_was_written_down() -> None
     assert asked == ["1.0", "1.0", "1.7", "1.7"]
 
 
-async def test_a_group_is_its_rollouts() -> None:
+async def test_a_group_contains_its_rollouts() -> None:
     at = live()
     with pytest.raises(NotThere, match="'1-a'"):
         await at.group("1-a")
@@ -533,7 +533,7 @@ async def test_a_group_is_its_rollouts() -> None:
     assert [one["kept"] for one in group["rollouts"]] == [None, None]
 
 
-async def test_a_group_that_is_not_kept_whole_is_read_from_where_it_was_written_down() -> None:
+async def test_a_partly_evicted_group_is_read_from_disk() -> None:
     at = live(max_ended=1, max_groups=1)
 
     async def read(name: str) -> dict[str, Any] | None:

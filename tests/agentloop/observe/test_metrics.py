@@ -1,4 +1,4 @@
-"""What /metrics says after what happened."""
+"""The contents of /metrics after events."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def made(views: list[ServerView] | None = None, num_waiting: int = 0) -> Metrics
 
 
 def fed(events: Sequence[Event] = ()) -> Metrics:
-    """With everything that there is to ask, after `events`."""
+    """Return metrics with all sources of state, after `events`."""
     view = ServerView("http://a", ServerState.HEALTHY, 2, 30, 20, 10, 100, weight_version="7")
     metrics = Metrics(
         lambda: [view],
@@ -75,7 +75,7 @@ def fed(events: Sequence[Event] = ()) -> Metrics:
 
 
 def families(metrics: Metrics) -> list[Metric]:
-    """Less the time at which each was made, which the client adds."""
+    """Return the samples without the creation times that the client adds."""
     found = text_string_to_metric_families(metrics.render().decode())
     return [family for family in found if not family.name.endswith("_created")]
 
@@ -118,14 +118,14 @@ def test_an_abandoned_rollout_is_no_longer_in_flight() -> None:
 @pytest.mark.parametrize(
     "status", [CallStatus.UNKNOWN_TOOL, CallStatus.MALFORMED, CallStatus.CALLER]
 )
-def test_names_that_others_make_up_are_no_labels(status: CallStatus) -> None:
+def test_made_up_names_are_not_labels(status: CallStatus) -> None:
     metrics = made()
     result = ToolResult("c", 'made"up\n', status, "", 0, 0, 1)
     metrics.seen(CallFinished("r", 0, result))
     assert values(metrics)[f'agentloop_tool_calls_total{{status="{status}",tool=""}}'] == 1
 
 
-def test_servers_are_asked_when_it_is_scraped() -> None:
+def test_servers_are_queried_at_each_scrape() -> None:
     views = [
         ServerView("http://a", ServerState.HEALTHY, 2, 30, 20, 10, 100),
         ServerView("http://b", ServerState.DEAD, 0, 0, 0, 0, 50, reason="gone"),
@@ -190,7 +190,7 @@ def test_a_run_is_counted() -> None:
     assert 'agentloop_tool_errors_in_correct_ratio{tasks="trained"}' not in seen  # None in the row
 
 
-def test_what_others_know_is_asked_when_it_is_scraped() -> None:
+def test_other_state_is_queried_at_each_scrape() -> None:
     seen = values(fed())
     assert seen["agentloop_sandbox_waiting_calls"] == 3
     assert seen['agentloop_sandbox_calls_total{status="timeout"}'] == 1
@@ -203,12 +203,12 @@ def test_what_others_know_is_asked_when_it_is_scraped() -> None:
     assert seen['agentloop_reader_dropped_total{reader="journal"}'] == 8
 
 
-def test_what_there_is_not_has_no_metrics() -> None:
+def test_missing_parts_have_no_metrics() -> None:
     names = {name.partition("{")[0] for name in values(made())}
     assert not {name for name in names if re.search("sandbox|queue|still|learner|policy", name)}
 
 
-def test_a_turn_waits_until_it_has_a_place() -> None:
+def test_a_turn_waits_until_it_is_placed() -> None:
     now_s = 0.0
     metrics = Metrics(list, lambda: 0, clock=lambda: now_s)
     metrics.seen(TurnStarted("r", 0))
@@ -239,26 +239,26 @@ def test_steps_add_up_and_the_last_one_is_shown() -> None:
         st.none() | st.booleans() | st.floats() | st.integers() | st.just("x"),
     )
 )
-def test_no_row_breaks_it(row: dict[str, Any]) -> None:
-    """Gradients that are not finite, a learner of another version."""
+def test_unusual_rows_are_handled(row: dict[str, Any]) -> None:
+    """For example gradients that are not finite, or a learner of another version."""
     metrics = made()
     metrics.seen(Measured(row))
     metrics.render()
 
 
-def test_a_version_that_is_no_number_is_not_shown() -> None:
+def test_a_version_that_is_not_a_number_is_not_shown() -> None:
     metrics = made()
     metrics.seen(WeightsLoaded("default", 1.0, ["http://a"], []))
     assert "agentloop_policy_version" not in values(metrics)
 
 
-def test_a_group_may_teach_nothing() -> None:
+def test_groups_without_signal_are_counted() -> None:
     metrics = made()
     metrics.seen(GroupFinished("g", {}, {"a": "equal rewards"}, 1.0, False))
     assert values(metrics)['agentloop_groups_total{outcome="teaches_nothing"}'] == 1
 
 
-def test_rewards_below_nothing() -> None:
+def test_negative_rewards() -> None:
     metrics = made()
     metrics.seen(RolloutScored("r", -0.75, None, "", 0))
     seen = values(metrics)
@@ -277,7 +277,7 @@ _OTHER_UNITS = (
 
 
 def test_names_follow_the_conventions() -> None:
-    """What `promtool check metrics` asks for (prometheus.io/docs/practices/naming)."""
+    """The rules of `promtool check metrics` (prometheus.io/docs/practices/naming)."""
     found = families(fed(story.run()))
     assert len(found) > 60
     for family in found:
@@ -297,8 +297,8 @@ def test_names_follow_the_conventions() -> None:
             assert "le" not in labels, sample.name
 
 
-def test_labels_are_from_short_lists() -> None:
-    """However many rollouts, groups and tasks there are."""
+def test_label_values_are_bounded() -> None:
+    """Their number does not grow with rollouts, groups and tasks."""
     once = set(values(fed(story.run())))
     again = fed(story.run())
     for number in range(20):
@@ -314,7 +314,7 @@ def test_labels_are_from_short_lists() -> None:
 
 
 def table(found: list[Metric]) -> list[str]:
-    """As it stands in docs/observability.md."""
+    """Return the rows of the table in docs/observability.md."""
     rows = []
     for family in found:
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
@@ -325,7 +325,7 @@ def table(found: list[Metric]) -> list[str]:
 
 
 def test_the_document_lists_every_metric() -> None:
-    """Where this fails, its table is to be what is expected here."""
+    """If this fails, replace the document's table by the expected one."""
     lines = (DOCS / "observability.md").read_text("utf-8").splitlines()
     assert [line for line in lines if line.startswith("| `agentloop_")] == table(
         families(fed(story.run()))

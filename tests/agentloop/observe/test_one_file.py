@@ -1,4 +1,4 @@
-"""The exported file: everything in it, nothing let in, and texts that cannot break out."""
+"""The exported file: self-contained, closed to other content, and safe for any text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = [
 
 
 class Page(HTMLParser):
-    """What a browser would find: scripts, sheets, other elements by their attributes."""
+    """Parse the file as a browser does: scripts, style sheets and other elements."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -76,7 +76,7 @@ def hash_of(text: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def test_nothing_is_asked_for_from_anywhere() -> None:
+def test_nothing_is_loaded_from_elsewhere() -> None:
     page = Page(one_file({"api/frame": {}}))
     for tag, attributes in page.elements:
         for name in ("src", "href"):
@@ -84,7 +84,7 @@ def test_nothing_is_asked_for_from_anywhere() -> None:
             assert not target or target.startswith(("#", "data:")), (tag, attributes)
 
 
-def test_all_scripts_and_sheets_of_the_page_are_in_it() -> None:
+def test_all_scripts_and_style_sheets_are_included() -> None:
     html = (WEB / "index.html").read_text("utf-8")
     wanted = re.findall(r'(?:src|href)="page/([^"]+)"', html)
     page = Page(one_file({}))
@@ -94,14 +94,14 @@ def test_all_scripts_and_sheets_of_the_page_are_in_it() -> None:
         assert (WEB / name).read_text("utf-8") in there, name
 
 
-def test_the_theme_is_set_before_the_page_is_painted_and_the_rest_when_it_is_there() -> None:
+def test_the_theme_script_runs_first_and_the_others_last() -> None:
     html = one_file({"api/frame": {}})
     theme = (WEB / "theme.js").read_text("utf-8")
     assert html.index(theme) < html.index("</head>")
     assert html.index('<script id="run"') < html.index((WEB / "base.js").read_text("utf-8"))
 
 
-def test_the_policy_lets_in_what_is_in_the_file_and_nothing_else() -> None:
+def test_the_policy_allows_only_the_files_own_content() -> None:
     html = one_file({"api/frame": {}})
     page = Page(html)
     policy = page.policy
@@ -115,7 +115,7 @@ def test_the_policy_lets_in_what_is_in_the_file_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_a_model_wrote_stays_data(text: str) -> None:
+def test_text_of_a_model_cannot_become_markup(text: str) -> None:
     plain = Page(one_file({"api/frame": {}}))
     shown = {"api/rollouts/1": {"pieces": [text], "n": 2**70}, text: text}
     page = Page(one_file(shown))
@@ -128,5 +128,5 @@ TEXTS = st.text(st.sampled_from("<>/!-scriptySCRIPT[]&\"'\\\u2028\x00 é\U0001f6
 
 @settings(max_examples=20)  # each is a whole page
 @given(st.dictionaries(TEXTS, st.lists(TEXTS, max_size=5), max_size=3))
-def test_any_text_comes_back_as_it_was(bodies: dict[str, list[str]]) -> None:
+def test_any_text_is_preserved(bodies: dict[str, list[str]]) -> None:
     assert Page(one_file(bodies)).data == bodies

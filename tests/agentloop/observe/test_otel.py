@@ -1,4 +1,4 @@
-"""Traces as a collector gets them: over HTTP, in protobuf."""
+"""Traces as received by a collector: over HTTP, in protobuf."""
 
 from __future__ import annotations
 
@@ -222,18 +222,18 @@ async def test_a_callers_trace_is_continued(flags: str) -> None:
         f"00-{'1' * 31}-{'1' * 16}-01",
     ],
 )
-def test_a_traceparent_that_is_none_is_ignored(header: str) -> None:
+def test_an_invalid_traceparent_is_ignored(header: str) -> None:
     assert CallerSpan.parse(header) is None
 
 
-def test_a_later_traceparent_may_say_more() -> None:
+def test_a_later_traceparent_version_may_have_more_fields() -> None:
     assert CallerSpan.parse(f"01-{'1' * 32}-{'2' * 16}-00-more") == CallerSpan(
         int("1" * 32, 16), int("2" * 16, 16), False
     )
 
 
 @pytest.mark.anyio
-async def test_what_anybody_wrote_is_only_sent_where_that_is_set() -> None:
+async def test_content_is_sent_only_if_enabled() -> None:
     record = story.trajectory()
     events = [
         *story.of_rollout(record),
@@ -277,7 +277,7 @@ async def test_long_and_strange_content_is_cut() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_reward_is_waited_for() -> None:
+async def test_a_trace_waits_for_the_reward() -> None:
     record = story.trajectory()
     async with Collector().serving() as collector:
         async with Traces.open(settings(collector), model="small", is_scored=True) as traces:
@@ -296,7 +296,7 @@ async def test_the_reward_is_waited_for() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_rollout_that_failed_says_so() -> None:
+async def test_a_failed_rollout_has_an_error_status() -> None:
     broken = story.trajectory(infrastructure=True)
     collector, _ = await exported(story.of_rollout(broken))
     root, *_, last = collector.spans
@@ -325,7 +325,7 @@ async def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.anyio
-async def test_a_share_of_the_rollouts() -> None:
+async def test_a_share_of_the_rollouts_is_traced() -> None:
     events = [
         event
         for number in range(200)
@@ -343,7 +343,7 @@ async def test_a_share_of_the_rollouts() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("status", "why"), [(404, "Not Found"), (413, HTTPStatus(413).phrase)])
-async def test_what_the_collector_refuses_is_counted_and_told(
+async def test_refused_traces_are_counted_and_logged(
     status: int, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Collector(status=status).serving() as collector:
@@ -364,7 +364,7 @@ async def test_what_the_collector_refuses_is_counted_and_told(
 
 
 @pytest.mark.anyio
-async def test_the_loop_does_not_notice_a_collector_that_is_away(
+async def test_an_unavailable_collector_does_not_block_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with Collector().serving() as collector:
@@ -380,7 +380,7 @@ async def test_the_loop_does_not_notice_a_collector_that_is_away(
 
 
 @pytest.mark.anyio
-async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
+async def test_a_hanging_collector_does_not_delay_the_end() -> None:
     gate = anyio.Event()
     async with Collector(gate=gate).serving() as collector:
         with anyio.fail_after(15):
@@ -397,7 +397,7 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
 
 
 @pytest.mark.anyio
-async def test_without_an_endpoint_there_are_none() -> None:
+async def test_without_an_endpoint_nothing_is_sent() -> None:
     async with Traces.open(OtelSettings(), model="small") as traces:
         for event in story.run():
             traces.seen(event)
@@ -413,7 +413,7 @@ async def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://x", "http://", "http://a:b@c"])
-def test_an_endpoint_that_is_none(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_rejected(endpoint: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=r"HOST:PORT|OTEL_EXPORTER_OTLP_HEADERS"):
         OtelSettings(endpoint=endpoint)
 
@@ -424,8 +424,8 @@ def test_names_are_those_of_the_conventions() -> None:
     assert ours - known == set()
 
 
-def test_every_kind_of_rollout_has_an_end() -> None:
-    """Nothing stays behind of a rollout that has ended, whether or not it has a trace."""
+def test_no_state_remains_after_a_rollout() -> None:
+    """No state remains after a rollout has ended, with or without a trace."""
     traces = Traces(OtelSettings(), model="small")
     record = story.trajectory()
     traces.seen(RolloutFinished(record.id, record))

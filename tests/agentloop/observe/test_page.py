@@ -1,4 +1,4 @@
-"""The page over HTTP: its routes, what strangers may and may not, readers that take nothing."""
+"""The page over HTTP: routes, access checks and readers that stop reading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKEN = "open sesame"
 
 @dataclass
 class Played:
-    """What is shown, played."""
+    """A fake source of data."""
 
     given: list[str | None] = field(default_factory=list)
     num_readers: int = 0
@@ -90,7 +90,7 @@ class Played:
 
 
 class Controls:
-    """What a visitor may do, played."""
+    """Fake actions."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, str | None]] = []
@@ -162,7 +162,7 @@ async def page(
 
 
 def events(text: str) -> list[tuple[str, str, Any]]:
-    """Of server-sent events: id, event, data."""
+    """Parse server-sent events into id, event and data."""
     found = []
     for block in text.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
@@ -173,7 +173,7 @@ def events(text: str) -> list[tuple[str, str, Any]]:
 
 
 async def answer_of(stream: ByteStream) -> bytes:
-    """Up to the end of its body, which is an object."""
+    """Read a response up to the end of its body, a JSON object."""
     answer = b""
     with anyio.fail_after(15):
         while not answer.endswith(b"}"):
@@ -191,7 +191,7 @@ async def answer_of(stream: ByteStream) -> bytes:
         ("/page/vendor/uPlot.iife.min.js", "text/javascript"), ("/page/index.html", "text/html"),
     ],
 )  # fmt: skip
-async def test_the_page_is_served_and_shut_in(path: str, kind: str) -> None:
+async def test_the_page_is_served_with_its_security_headers(path: str, kind: str) -> None:
     async with page() as at:
         status, response, body = await at.get(path)
     assert (status, response.content_type, response.charset) == (200, kind, "utf-8")
@@ -241,7 +241,7 @@ async def test_no_other_file_is_served(name: str) -> None:
         assert b"root:" not in body
 
 
-async def test_a_link_that_leads_out_is_not_followed(
+async def test_a_symlink_out_of_the_folder_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "secret.js").write_text("secret")
@@ -258,7 +258,7 @@ async def test_a_link_that_leads_out_is_not_followed(
 # --- what it reads --------------------------------------------------------------------------------
 
 
-async def test_what_is_asked_for_is_answered_in_json() -> None:
+async def test_data_is_returned_as_json() -> None:
     async with page() as at:
         for path, body in (
             ("/api/frame", {"rev": 1, "full": True}),
@@ -276,7 +276,7 @@ async def test_what_is_asked_for_is_answered_in_json() -> None:
     "path",
     ["/api/rollouts/gone", "/api/rollouts/gone/stream", "/api/groups/gone", "/api/curves"],
 )
-async def test_what_is_not_there_is_told_with_a_status(path: str) -> None:
+async def test_unknown_items_have_a_status(path: str) -> None:
     async with page() as at:
         status, response, data = await at.get(path)
         assert (status, response.content_type) == (404, "application/json")
@@ -287,7 +287,7 @@ async def test_what_is_not_there_is_told_with_a_status(path: str) -> None:
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "3-a/b:c?d#e.0", "50% off", "a b+c", "é🙂", "%2F", "..", "\n"]
 )
-async def test_ids_arrive_as_they_are(name: str) -> None:
+async def test_ids_are_passed_unchanged(name: str) -> None:
     async with page() as at:
         path = f"/api/rollouts/{quote(name, safe='')}"
         if name == "..":  # a client would take it for a step up
@@ -318,7 +318,7 @@ async def test_a_rollout_is_streamed_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/stream", "/api/rollouts/r/stream"])
-async def test_a_reader_that_leaves_is_counted_no_more(path: str) -> None:
+async def test_a_reader_that_leaves_is_no_longer_counted(path: str) -> None:
     async with page(Played(cut_short=path != "/api/stream")) as at:
         async with at.http.get(at.url + path) as response:
             with anyio.fail_after(15):
@@ -328,7 +328,9 @@ async def test_a_reader_that_leaves_is_counted_no_more(path: str) -> None:
         await eventually(lambda: at.shown.num_readers == 0)
 
 
-async def test_a_reader_that_takes_nothing_is_left(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reader_that_stops_reading_is_disconnected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     shown = Played(num_frames=10_000, size=100_000)
     async with page(shown, io_timeout_s=0.2) as at:
         host, port = at.url.removeprefix("http://").split(":")
@@ -369,7 +371,7 @@ async def test_the_end_of_the_service_ends_its_readers() -> None:
 # --- what it does ---------------------------------------------------------------------------------
 
 
-async def test_a_question_is_asked() -> None:
+async def test_a_question_starts_a_rollout() -> None:
     async with page() as at:
         assert await at.post("/api/ask", {"question": "why?"}) == (200, {"rollout": "r/1"})
         assert at.asked == ["why?"]
@@ -387,7 +389,7 @@ async def test_a_question_is_asked() -> None:
     ids=lambda body: str(body)[:30],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/api/ask", "/api/control"])
-async def test_odd_bodies_are_refused_in_words(path: str, body: Any) -> None:
+async def test_invalid_bodies_are_refused_with_a_message(path: str, body: Any) -> None:
     async with page() as at:
         status, answer = await at.post(path, body, **{"X-Control-Token": TOKEN})
         assert status == 400
@@ -396,14 +398,14 @@ async def test_odd_bodies_are_refused_in_words(path: str, body: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/ask", "/api/control"])
-async def test_a_body_that_is_too_large_is_refused_in_words(path: str) -> None:
+async def test_a_body_that_is_too_large_is_refused_with_a_message(path: str) -> None:
     async with page() as at:
         status, answer = await at.post(path, b" " * (3 << 20), **{"X-Control-Token": TOKEN})
         assert status == 413
         assert isinstance(answer["error"], str)
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+async def test_a_body_that_does_not_arrive_times_out() -> None:
     async with page(io_timeout_s=0.05) as at:
         host, port = at.url.removeprefix("http://").split(":")
         async with await anyio.connect_tcp(host, int(port)) as stream:
@@ -414,7 +416,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         assert b'{"error":' in answer
 
 
-async def test_where_nobody_can_be_asked_it_is_told() -> None:
+async def test_asking_without_support_is_an_error() -> None:
     async with page(asks=False, controls=False) as at:
         assert (await at.post("/api/ask", {"question": "why?"}))[0] == 400
         token = {"X-Control-Token": TOKEN}
@@ -422,7 +424,7 @@ async def test_where_nobody_can_be_asked_it_is_told() -> None:
         assert (status, body["error"]) == (400, "do: must be one of: none is available here")
 
 
-async def test_who_has_the_token_may_control() -> None:
+async def test_the_control_token_allows_actions() -> None:
     async with page() as at:
         token = {"X-Control-Token": TOKEN}
         body: dict[str, Any] = {"do": "cancel", "rollout": "r/1"}
@@ -438,7 +440,7 @@ async def test_who_has_the_token_may_control() -> None:
 
 
 @pytest.mark.parametrize("given", [None, "", "open", f"{TOKEN} ", f"{TOKEN}x", "ö", "\udcff\udcfe"])
-async def test_who_has_not_may_not(given: str | None) -> None:
+async def test_actions_require_the_control_token(given: str | None) -> None:
     async with page() as at:
         host, port = at.url.removeprefix("http://").split(":")
         body = b'{"do": "pause"}'
@@ -456,7 +458,7 @@ async def test_who_has_not_may_not(given: str | None) -> None:
     assert at.controls.done == []
 
 
-async def test_a_token_may_be_of_any_letters() -> None:
+async def test_a_token_may_contain_any_characters() -> None:
     async with page(control_token="Schlüssel") as at:
         host, port = at.url.removeprefix("http://").split(":")
         body = b'{"do": "pause"}'
@@ -468,7 +470,7 @@ async def test_a_token_may_be_of_any_letters() -> None:
             assert (await answer_of(stream)).startswith(b"HTTP/1.1 200 ")
 
 
-def test_without_a_token_one_is_made_up() -> None:
+def test_the_default_control_token_is_random() -> None:
     made = {Page(Played()).control_token for _ in range(10)}
     assert len(made) == 10
     assert all(len(token) >= 12 for token in made)
@@ -478,7 +480,7 @@ def test_without_a_token_one_is_made_up() -> None:
 API = ["/api/frame", "/api/stream", "/api/rollouts/r", "/api/runs", "/api/groups/g"]
 
 
-async def test_where_a_token_is_set_it_guards_what_is_told_and_not_the_page() -> None:
+async def test_a_token_protects_the_data_but_not_the_page() -> None:
     async with page(Played(cut_short=True), token="s3cret") as at:
         for path in ("/", "/page/app.js", "/page/style.css"):
             assert (await at.get(path))[0] == 200
@@ -496,7 +498,7 @@ async def test_where_a_token_is_set_it_guards_what_is_told_and_not_the_page() ->
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])
-async def test_another_sites_page_may_do_nothing(headers: dict[str, str]) -> None:
+async def test_pages_of_other_sites_are_refused(headers: dict[str, str]) -> None:
     async with page() as at:
         for path in ("/", *API):
             assert (await at.get(path, headers=headers))[0] == 403

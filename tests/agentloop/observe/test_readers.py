@@ -1,4 +1,4 @@
-"""Many read the same events, and none of them for the others."""
+"""Several readers of the same events are independent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentloop.events import Event, RolloutAbandoned
 from agentloop.observe.readers import Readers
 
 
-def test_a_reader_that_fails_is_told_no_more_and_the_others_are(
+def test_a_failing_reader_is_removed_and_the_others_continue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[Event] = []
@@ -28,7 +28,7 @@ def test_a_reader_that_fails_is_told_no_more_and_the_others_are(
     assert "was removed" in caplog.text
 
 
-def test_who_is_removed_is_told_no_more() -> None:
+def test_a_removed_reader_gets_no_events() -> None:
     seen: list[Event] = []
     readers = Readers(seen.append)
     readers.remove(seen.append)

@@ -1,4 +1,4 @@
-"""A trajectory as the page shows it: token by token, whatever its characters are cut into."""
+"""A trajectory as the page shows it: token by token, for any split of characters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PER_TOKEN = ("pieces", "ids", "logprobs", "entropies")
 
 
 def assembled(whole: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
-    """What a reader makes of a delta, by the rules of the page."""
+    """Apply a delta as the page does."""
     first, token, turns = delta["turn"], delta["token"], delta["turns"]
     old = whole["turns"][first] if first < len(whole["turns"]) else None
     new = [dict(turn) for turn in turns]
@@ -52,7 +52,7 @@ turns = st.lists(
 
 
 class Growing:
-    """A record that grows as a rollout's does; after each step somebody may look at it."""
+    """A record that grows like that of a rollout and can be read after each step."""
 
     def __init__(self, script: Sequence[tuple[str, list[int], bool, str, bool]]) -> None:
         self.record = Trajectory("r", written(CHAT, "why?"), created_unix_s=5.0)
@@ -93,7 +93,7 @@ class Growing:
 @pytest.mark.parametrize("chat", [CHAT, None])
 @settings(max_examples=50, deadline=None)
 @given(turns, st.lists(st.booleans(), max_size=60), st.integers(0, 20))
-def test_deltas_make_of_it_what_it_is(
+def test_deltas_add_up_to_the_whole_trajectory(
     chat: ChatFormat | None, script: list[Any], looks: list[bool], joins: int
 ) -> None:
     growing = Growing(script)
@@ -117,7 +117,7 @@ def test_deltas_make_of_it_what_it_is(
 
 @settings(max_examples=50, deadline=None)
 @given(turns)
-def test_the_pieces_are_the_text_and_there_is_one_for_each_token(script: list[Any]) -> None:
+def test_there_is_one_piece_of_text_per_token(script: list[Any]) -> None:
     growing = Growing(script)
     for _ in growing.steps():
         pass
@@ -129,7 +129,7 @@ def test_the_pieces_are_the_text_and_there_is_one_for_each_token(script: list[An
         assert "".join(told["pieces"]) == CHAT.decode(turn.output_ids)
 
 
-def test_a_character_of_several_tokens_is_told_when_it_is_whole() -> None:
+def test_a_character_of_several_tokens_is_sent_when_complete() -> None:
     ids = written(CHAT, "🙂")
     assert len(ids) > 1
     turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
@@ -137,7 +137,7 @@ def test_a_character_of_several_tokens_is_told_when_it_is_whole() -> None:
     assert telling.whole()["turns"][0]["pieces"] == [""] * (len(ids) - 1) + ["🙂"]
 
 
-def test_what_is_cut_off_in_a_character_is_told_at_the_end() -> None:
+def test_an_incomplete_character_is_sent_at_the_end() -> None:
     ids = written(CHAT, "a🙂")[:-1]
     turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
     telling = Telling(Trajectory("r", [], [turn]), CHAT)
@@ -151,7 +151,7 @@ def test_what_is_cut_off_in_a_character_is_told_at_the_end() -> None:
     assert "�" in told
 
 
-def test_what_was_made_of_it_is_told() -> None:
+def test_the_verdict_is_included() -> None:
     verdict: dict[str, Any] = {"state": "live", "reward": None}
     telling = Telling(Trajectory("r", [1, 2]), None, lambda: verdict)
     assert telling.whole()["state"] == "live"
@@ -161,7 +161,7 @@ def test_what_was_made_of_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("entropies", [None, [], [[0.5]], [[0.5, 0.25], [9.0]]])
-def test_entropies_are_told_as_far_as_there_are_any(entropies: list[list[float]] | None) -> None:
+def test_entropies_are_included_as_far_as_known(entropies: list[list[float]] | None) -> None:
     turn = Turn(output_ids=[1, 2], logprobs=[-1.0, -2.0], ended_s=1.0)
     told = Telling(Trajectory("r", [], [turn]), None, entropies=entropies).whole()["turns"][0]
     assert told["entropies"] == (entropies[0] if entropies else None)
@@ -169,7 +169,7 @@ def test_entropies_are_told_as_far_as_there_are_any(entropies: list[list[float]]
 
 @settings(max_examples=25, deadline=None)
 @given(turns)
-def test_what_is_written_down_is_read_again(script: list[Any]) -> None:
+def test_a_written_trajectory_can_be_read_back(script: list[Any]) -> None:
     growing = Growing(script)
     for _ in growing.steps():
         pass
@@ -184,7 +184,7 @@ def test_what_is_written_down_is_read_again(script: list[Any]) -> None:
         {"turns": "ab"}, {"stop_reason": None},
     ],
 )  # fmt: skip
-def test_what_is_no_trajectory_is_an_error_that_can_be_caught(change: dict[str, Any]) -> None:
+def test_invalid_trajectories_raise_documented_errors(change: dict[str, Any]) -> None:
     row = Trajectory("r", [1]).to_dict() | change
     with pytest.raises((KeyError, TypeError, ValueError)):
         trajectory_of(row)

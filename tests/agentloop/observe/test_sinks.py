@@ -1,4 +1,4 @@
-"""Metrics for others: whatever a sink does, the run goes on, and nothing secret leaves it."""
+"""Metrics sinks: their failures do not affect the run, and secrets are masked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOTH = SinksSettings(to=("trackio", "wandb"), close_s=15, max_waiting=3)
 
 
 class Fake:
-    """Writes down what it is told; `at` names where it raises or, by its gate, hangs."""
+    """Records its calls; `at` names the method that raises or hangs."""
 
     def __init__(self, at: str = "", error: BaseException | None = None) -> None:
         self.at, self.error = at, error
@@ -74,7 +74,7 @@ def rows(*steps: int) -> list[Measured]:
 
 
 @pytest.mark.anyio
-async def test_a_sink_is_told_the_numbers(tmp_path: Path) -> None:
+async def test_a_sink_gets_the_numbers(tmp_path: Path) -> None:
     one, other = Fake(), Fake()
     row = {"step": 3, "reward": 0.5, "stage": 1, "name": "x", "none": None, "is": True, "list": [1]}
     async with opened(tmp_path, one, other, loop={"steps": 4}) as sinks:
@@ -95,9 +95,7 @@ async def test_a_sink_is_told_the_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_slow_sink_holds_up_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slow, other = Fake("log"), Fake()
     async with opened(tmp_path, slow, other) as sinks:
         for row in rows(1):
@@ -117,7 +115,7 @@ async def test_a_slow_sink_holds_up_nobody(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
-async def test_one_that_cannot_be_started_is_told_of_once(
+async def test_a_sink_that_cannot_start_is_logged_once(
     error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, other = Fake("start", error), Fake()
@@ -132,7 +130,7 @@ async def test_one_that_cannot_be_started_is_told_of_once(
 
 
 @pytest.mark.anyio
-async def test_one_that_fails_is_tried_again_with_the_next_row(
+async def test_a_failing_sink_is_retried_with_the_next_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, other = Fake("log", ValueError("on purpose\nand more")), Fake()
@@ -149,7 +147,7 @@ async def test_one_that_fails_is_tried_again_with_the_next_row(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("at", "num_dropped"), [("start", 2), ("log", 2), ("close", 0)])
-async def test_one_that_hangs_does_not_hold_up_the_end(
+async def test_a_hanging_sink_does_not_delay_the_end(
     at: str, num_dropped: int, tmp_path: Path
 ) -> None:
     hangs, other = Fake(at), Fake()
@@ -166,7 +164,7 @@ async def test_one_that_hangs_does_not_hold_up_the_end(
 
 
 @pytest.mark.anyio
-async def test_it_is_closed_where_the_run_fails(tmp_path: Path) -> None:
+async def test_a_sink_is_closed_if_the_run_fails(tmp_path: Path) -> None:
     one, other = Fake(), Fake()
     with anyio.move_on_after(0):
         async with opened(tmp_path, one, other) as sinks:
@@ -199,7 +197,7 @@ async def test_a_package_that_is_missing_is_named(
     assert name not in sys.modules
 
 
-def test_a_sink_that_is_none() -> None:
+def test_an_unknown_sink_is_rejected() -> None:
     with pytest.raises(pydantic.ValidationError, match=r"to\.0"):
         SinksSettings.model_validate({"to": ["prometheus"]})
 
@@ -237,7 +235,7 @@ nested = st.recursive(
 
 
 @given(nested)
-def test_what_is_no_secret_stays_as_it_is(config: Any) -> None:
+def test_values_that_are_not_secret_stay(config: Any) -> None:
     assert masked(config) == config
 
 
@@ -254,7 +252,7 @@ def test_no_secret_gets_through(config: Any, key: str) -> None:
 
 @pytest.fixture(scope="session")
 def parse() -> Callable[[bytes], Any]:
-    """TensorFlow's event.proto, as far as scalars go, by the real Protocol Buffers."""
+    """Parse TensorFlow's event.proto, scalars only, with the real Protocol Buffers."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="event.proto", syntax="proto3", package="t")
@@ -283,7 +281,7 @@ def parse() -> Callable[[bytes], Any]:
 
 
 def records(data: bytes) -> list[bytes]:
-    """The data of each; checksums are looked at in tests/integration, by TensorBoard."""
+    """Return the data of each record; TensorBoard checks the checksums in tests/integration."""
     found = []
     while data:
         size = int.from_bytes(data[:8], "little")
@@ -293,7 +291,7 @@ def records(data: bytes) -> list[bytes]:
 
 
 @pytest.mark.anyio
-async def test_tensorboard_files_hold_what_was_told(
+async def test_tensorboard_files_contain_the_values(
     tmp_path: Path, parse: Callable[[bytes], Any]
 ) -> None:
     settings = SinksSettings(to=("tensorboard",))
@@ -314,7 +312,7 @@ async def test_tensorboard_files_hold_what_was_told(
     ]
 
 
-def test_the_checksum_is_the_standards() -> None:
+def test_the_checksum_matches_the_standard() -> None:
     """CRC-32C of RFC 3720's B.4, unmasked."""
     from agentloop.observe.tfevents import _checksum
 

@@ -1,4 +1,4 @@
-"""What a rollout waits for at each point of its life, and what a stall looks like."""
+"""Waits of rollouts at each point, and reports of stalls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STORY: list[tuple[Event, list[str]]] = [
 ]
 
 
-def test_what_is_waited_for_at_each_point() -> None:
+def test_the_wait_of_a_rollout_at_each_point() -> None:
     clock = Clock()
     stalls = Stalls(clock)
     for event, expected in STORY:
@@ -75,7 +75,7 @@ def test_the_longest_wait_comes_first_and_rollouts_that_were_not_seen_to_start_a
     assert "a: its first turn, 20 s\n  b: its first turn, 10 s\nservers" in stalls.report("servers")
 
 
-def test_other_parts_say_what_they_wait_for() -> None:
+def test_other_parts_report_their_waits() -> None:
     clock = Clock()
     stalls = Stalls(clock)
     clock.now_s += 1000  # idle, which is no stall
@@ -91,7 +91,7 @@ def test_other_parts_say_what_they_wait_for() -> None:
     assert [wait.what for wait in stalls.waits()] == ["its first turn"]
 
 
-def test_what_gives_up_waiting_has_not_moved() -> None:
+def test_giving_up_a_wait_is_not_progress() -> None:
     clock = Clock()
     stalls = Stalls(clock)
     stalls.seen(RolloutStarted(Trajectory("r", [])))
@@ -108,7 +108,7 @@ def test_what_gives_up_waiting_has_not_moved() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_stall_is_one_record(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stalls = Stalls(clock)
     stalls.seen(RolloutStarted(Trajectory("r", [])))

@@ -1,4 +1,4 @@
-"""What blocks the loop is named while it does; a run in which nothing moves says so, and ends."""
+"""The code that blocks the loop is reported; a run without progress is reported and ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Clock:
 
 
 def elsewhere(look: Callable[[], str | None]) -> str | None:
-    """What another thread is told, while this one stands here."""
+    """Return what `look` returns in another thread, while this one waits here."""
     found: list[str | None] = []
     thread = threading.Thread(target=lambda: found.append(look()))
     thread.start()
@@ -46,7 +46,7 @@ def blocks_everything(heart: Heartbeat) -> str | None:
     return elsewhere(heart.look)
 
 
-def test_what_blocks_the_loop_is_named() -> None:
+def test_the_blocking_code_is_reported() -> None:
     clock = Clock()
     heart = Heartbeat(SETTINGS, clock=clock)
     assert heart.look() is None  # it has not begun
@@ -61,7 +61,7 @@ def test_what_blocks_the_loop_is_named() -> None:
     assert blocks_everything(heart) is None  # once is enough
 
 
-def test_it_is_said_now_and_then_and_what_is_left_out_is_counted() -> None:
+def test_reports_are_rate_limited_and_omissions_counted() -> None:
     clock = Clock()
     heart = Heartbeat(SETTINGS, clock=clock)
     said = []
@@ -111,7 +111,7 @@ async def test_a_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.anyio
-async def test_its_thread_ends_with_it() -> None:
+async def test_the_watching_thread_ends() -> None:
     def threads() -> int:
         return sum(thread.name == "watch the event loop" for thread in threading.enumerate())
 
@@ -124,7 +124,7 @@ async def test_its_thread_ends_with_it() -> None:
     await eventually(lambda: threads() == 0)
 
 
-def test_a_stall_is_said_once_and_then_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stall_is_logged_once_and_then_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stalls = Stalls(clock)
     progress = Progress(stalls, SETTINGS, more=lambda: "servers: none")
@@ -144,7 +144,7 @@ def test_a_stall_is_said_once_and_then_ends_the_run(caplog: pytest.LogCaptureFix
             progress.look()
 
 
-def test_what_moves_again_may_stall_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_stall_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stalls = Stalls(clock)
     progress = Progress(stalls, SETTINGS)
@@ -159,7 +159,7 @@ def test_what_moves_again_may_stall_again(caplog: pytest.LogCaptureFixture) -> N
     assert rest == ["progress has resumed", first, "progress has resumed"]
 
 
-def test_it_need_never_give_up() -> None:
+def test_giving_up_can_be_disabled() -> None:
     clock = Clock()
     progress = Progress(Stalls(clock), SETTINGS.model_copy(update={"give_up_s": 0.0}))
     clock.now_s += 1e6
@@ -167,8 +167,8 @@ def test_it_need_never_give_up() -> None:
 
 
 @pytest.mark.anyio
-async def test_it_ends_those_beside_it() -> None:
-    """As a task of the run's group: by its error all of it ends."""
+async def test_no_progress_cancels_the_task_group() -> None:
+    """As a task of the run's task group, its error ends everything."""
     stalls = Stalls(map(float, itertools.count()).__next__)  # each look is a second later
     settings = WatchdogSettings(no_progress_s=0.01, give_up_s=3)
 
