@@ -25,12 +25,18 @@ if TYPE_CHECKING:
     from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
     from agentloop.inference.sglang import Sampling
     from agentloop.runtime import Runtime, Settings
-    from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory, Turn
+    from agentloop.trajectory import (
+        StopReason,
+        ToolCall,
+        ToolCallStatus,
+        ToolResult,
+        Trajectory,
+        Turn,
+    )
 
 __all__ = [
     "AgentLoopError",
     "Budget",
-    "CallStatus",
     "RequestError",
     "Runtime",
     "Sampling",
@@ -39,6 +45,7 @@ __all__ = [
     "SettingsError",
     "StopReason",
     "ToolCall",
+    "ToolCallStatus",
     "ToolResult",
     "Trajectory",
     "Turn",
@@ -50,7 +57,7 @@ _MODULES = {
     "agentloop.inference.sglang": ("Sampling",),
     "agentloop.runtime": ("Runtime", "Settings"),
     "agentloop.trajectory": (
-        "CallStatus",
+        "ToolCallStatus",
         "StopReason",
         "ToolCall",
         "ToolResult",

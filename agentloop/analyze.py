@@ -26,12 +26,12 @@ from agentloop.distribution import require
 from agentloop.errors import DataError, SettingsError
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL, not_a_model
-from agentloop.training.entropy import Analysis, Kind, Place, analyze, nearest_version
+from agentloop.training.entropy import Analysis, Kind, TokenPosition, analyze, nearest_version
 from agentloop.training.entropy_files import (
     EntropyFolder,
-    Found,
     Origin,
-    Rollout,
+    RecordedRollout,
+    ScoredGroup,
     group_files,
     read_rollouts,
     score,
@@ -40,7 +40,7 @@ from agentloop.training.learner import RanksSettings, started
 from agentloop.training.learner_settings import LearnerSettings, LoraSettings, LossSettings
 from agentloop.training.loop_settings import LoopSettings
 
-__all__ = ["EntropySettings", "Report", "entropy", "main"]
+__all__ = ["EntropyReport", "EntropySettings", "entropy", "main"]
 
 _NUM_ROLLOUTS = 64  # the number the paper analyzes
 _CONTEXT = 6  # tokens shown before an example
@@ -66,7 +66,7 @@ class EntropySettings(pydantic.BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EntropyReport:
     """The result of an analysis, with the data that it covers.
 
     Attributes:
@@ -80,7 +80,7 @@ class Report:
 
     run: Path
     groups: list[int]
-    rollouts: list[Rollout]
+    rollouts: list[RecordedRollout]
     origin: Origin
     versions: Mapping[str, int]
     mismatch_kl: float
@@ -91,12 +91,12 @@ class Report:
 async def entropy(
     run: Path,
     settings: EntropySettings,
-    progress: console.Progress,
+    progress: console.ProgressLine,
     *,
     num_groups: int | None = None,
     weights: Path | None = None,
     top: float = 20.0,
-) -> Report:
+) -> EntropyReport:
     """Analyze the entropies of a run's most recent groups.
 
     Args:
@@ -126,7 +126,7 @@ async def entropy(
         for number, rollouts in groups.items()
         for rollout, entropies in zip(rollouts, found[number].entropies, strict=True)
     ]
-    return Report(
+    return EntropyReport(
         run=run,
         groups=list(groups),
         rollouts=[rollout for rollouts in groups.values() for rollout in rollouts],
@@ -138,11 +138,11 @@ async def entropy(
     )
 
 
-def _last_groups(run: Path, num_groups: int | None) -> dict[int, list[Rollout]]:
+def _last_groups(run: Path, num_groups: int | None) -> dict[int, list[RecordedRollout]]:
     files = group_files(run)
     if not files:
         raise DataError(f"{run}: no trajectories/group-*.jsonl: expected a run with rollouts")
-    found: dict[int, list[Rollout]] = {}
+    found: dict[int, list[RecordedRollout]] = {}
     for number, file in reversed(files.items()):
         enough = sum(map(len, found.values())) >= _NUM_ROLLOUTS
         if len(found) == num_groups or (num_groups is None and enough):
@@ -183,12 +183,12 @@ def _origin(
 async def _found(
     run: Path,
     settings: EntropySettings,
-    groups: Mapping[int, Sequence[Rollout]],
+    groups: Mapping[int, Sequence[RecordedRollout]],
     origin: Origin,
-    progress: console.Progress,
-) -> dict[int, Found]:
+    progress: console.ProgressLine,
+) -> dict[int, ScoredGroup]:
     folder = EntropyFolder(run)
-    found: dict[int, Found] = {}
+    found: dict[int, ScoredGroup] = {}
     for number, rollouts in groups.items():
         kept = await anyio.to_thread.run_sync(folder.kept, number, rollouts, origin)
         if kept is not None:
@@ -237,7 +237,9 @@ async def _found(
     return found
 
 
-def _mean_mismatch(groups: Mapping[int, Sequence[Rollout]], found: Mapping[int, Found]) -> float:
+def _mean_mismatch(
+    groups: Mapping[int, Sequence[RecordedRollout]], found: Mapping[int, ScoredGroup]
+) -> float:
     nums = {number: sum(sum(one.mask) for one in groups[number]) for number in groups}
     total = sum(found[number].mismatch_kl * num for number, num in nums.items())
     return total / sum(nums.values())
@@ -246,7 +248,7 @@ def _mean_mismatch(groups: Mapping[int, Sequence[Rollout]], found: Mapping[int, 
 # --- output -------------------------------------------------------------------------------------
 
 
-def as_data(report: Report, chat: ChatFormat, *, num_tokens: int) -> dict[str, Any]:
+def as_data(report: EntropyReport, chat: ChatFormat, *, num_tokens: int) -> dict[str, Any]:
     """Return the report as plain data: entropies in nats, shares from 0 to 1.
 
     Each kind lists its first `num_tokens` tokens.
@@ -298,7 +300,7 @@ def _share(num: int, of: int) -> float:
     return num / of if of else 0.0
 
 
-def _example(report: Report, chat: ChatFormat, place: Place) -> dict[str, Any]:
+def _example(report: EntropyReport, chat: ChatFormat, place: TokenPosition) -> dict[str, Any]:
     rollout = report.rollouts[place.rollout]
     ids = rollout.turns[place.turn].ids
     return {
@@ -424,7 +426,7 @@ async def _entropy(options: argparse.Namespace) -> int:
         raise SettingsError(f"{run} is not a run (no config.toml). Try `agentloop ls`.")
     base = load_known(EntropySettings, run / "config.toml")
     settings = load_settings(EntropySettings, (), options.settings, base=base)
-    with console.Progress("Starting to analyze") as progress:
+    with console.ProgressLine("Starting to analyze") as progress:
         report = await entropy(
             run,
             settings,

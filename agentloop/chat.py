@@ -27,7 +27,7 @@ from agentloop.events import (
 )
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_folder import RunFolder
-from agentloop.trajectory import CallStatus, Message, StopReason, ToolCall, Trajectory
+from agentloop.trajectory import Message, StopReason, ToolCall, ToolCallStatus, Trajectory
 
 __all__ = ["Transcript", "ask", "main", "settings_of"]
 
@@ -58,7 +58,7 @@ class Transcript:
                 self._line(f"[cyan]\u25b6 {escape(call.name or 'malformed call')}[/cyan]")
                 self._block(_source(call), "cyan")
             case CallFinished(result=result):
-                good = result.status is CallStatus.OK
+                good = result.status is ToolCallStatus.OK
                 color = "green" if good else "red"
                 took = result.ended_s - result.dispatched_s
                 self._line(f"[{color}]\u25c0 {result.status} in {took * 1000:.0f} ms[/{color}]")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Lines",
-    "Progress",
+    "ProgressLine",
     "add_settings_arguments",
     "interruptible",
     "print_json",
@@ -186,8 +186,8 @@ def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -
     return "\n".join(lines)
 
 
-class Progress:
-    """Progress lines on stderr; on a terminal with a spinner, a clock and a status panel.
+class ProgressLine:
+    """ProgressLine lines on stderr; on a terminal with a spinner, a clock and a status panel.
 
     Use it as a context manager and call it with the current activity; `stop()` ends it early.
     """
@@ -310,7 +310,7 @@ async def started(settings: Settings) -> AsyncIterator[Runtime]:
     """Start a runtime, showing progress meanwhile, and stop it when the context is left."""
     from agentloop.runtime import Runtime
 
-    with Progress("Starting the agent") as progress:
+    with ProgressLine("Starting the agent") as progress:
         async with Runtime(settings, progress=progress) as runtime:
             progress.stop()
             yield runtime

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        with console.Progress(options.doing, after_s=2.0):
+        with console.ProgressLine(options.doing, after_s=2.0):
             said, told = options.command(options)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)

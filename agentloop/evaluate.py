@@ -34,7 +34,7 @@ from agentloop.events import (
     TokensSampled,
 )
 from agentloop.groups.problems import GENERATORS
-from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.tasks import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.inference.supervise import require_device
 from agentloop.models import SMALL
@@ -70,7 +70,7 @@ class EvaluateSettings(Settings):
 
 
 async def evaluate(
-    settings: EvaluateSettings, progress: console.Progress, *, resume: Path | None = None
+    settings: EvaluateSettings, progress: console.ProgressLine, *, resume: Path | None = None
 ) -> tuple[Path, dict[str, Any]]:
     """Run an evaluation, or continue the one at `resume`; return the run's folder and the results.
 
@@ -82,7 +82,7 @@ async def evaluate(
     _check(settings)
     if resume is not None:
         _check_same(load_settings(EvaluateSettings, [resume / "config.toml"]), settings)
-    async with Scorer(settings.reward) as scorer:
+    async with Grader(settings.reward) as scorer:
         await scorer.ready()  # report missing packages before the servers start
     tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
     folder = _folder(settings, resume)
@@ -206,8 +206,8 @@ def _folder(settings: EvaluateSettings, resume: Path | None) -> RunFolder:
 
 @asynccontextmanager
 async def _open_sampler(
-    settings: EvaluateSettings, tasks: Sequence[Task], scene: Scene, progress: console.Progress
-) -> AsyncIterator[tuple[Sampler, Scorer, EvaluateSettings]]:
+    settings: EvaluateSettings, tasks: Sequence[Task], scene: Scene, progress: console.ProgressLine
+) -> AsyncIterator[tuple[Sampler, Grader, EvaluateSettings]]:
     """Start the sampler and the scorer; yield them and the settings with the model's name."""
     s = settings
     if s.endpoint.url:
@@ -219,14 +219,14 @@ async def _open_sampler(
             if any("reasoning_gym" in task.extra for task in tasks):  # scored in the sandbox
                 made = Pool(s.sandbox, on_progress=progress)
                 pool = await stack.enter_async_context(made)
-            scorer = await stack.enter_async_context(Scorer(s.reward, pool=pool))
+            scorer = await stack.enter_async_context(Grader(s.reward, pool=pool))
             named = s.endpoint.model_copy(update={"model": endpoint.model})
             yield endpoint, scorer, s.model_copy(update={"endpoint": named})
         return
     logged = s.model_copy(update={"log_dir": s.log_dir or scene.folder.path / "logs"})
     async with Runtime(logged, progress=progress) as runtime:
         scene.runtime = runtime
-        async with Scorer(s.reward, pool=runtime.pool) as scorer, anyio.create_task_group() as tg:
+        async with Grader(s.reward, pool=runtime.pool) as scorer, anyio.create_task_group() as tg:
             tg.start_soon(scene.stalls.watch, s.serve.stall_after_s)
             run_group = partial(runtime.run_group, on_event=scene.emit, with_text=False)
             model = s.model or (runtime.router.model_path if s.servers else None)
@@ -241,7 +241,7 @@ async def _open_sampler(
 class _ProgressReport:
     """Reports progress: continuously on a terminal, otherwise in a limited number of lines."""
 
-    def __init__(self, settings: EvaluationSettings, progress: console.Progress) -> None:
+    def __init__(self, settings: EvaluationSettings, progress: console.ProgressLine) -> None:
         self._settings = settings
         self._progress = progress
         self._evaluation: Evaluation | None = None
@@ -397,7 +397,7 @@ async def _evaluate(read: Any, resume: Path | None, as_json: bool) -> int:
     settings: EvaluateSettings = read()
     if not settings.endpoint.url and not settings.servers:
         require_device(settings.server)
-    with console.Progress("Starting to evaluate") as progress:
+    with console.ProgressLine("Starting to evaluate") as progress:
         if settings.sampling.temperature == 0 and settings.evaluate.num_samples > 1:
             progress.say("At temperature 0 all samples of a task are practically the same")
         folder, told = await evaluate(settings, progress, resume=resume)

@@ -26,7 +26,7 @@ from agentloop import console
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
 
-__all__ = ["Found", "export", "find", "main"]
+__all__ = ["ModelSource", "export", "find", "main"]
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -40,7 +40,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ModelSource:
     """A model folder, with its run and the version it was published as, if there are any."""
 
     folder: Path
@@ -48,7 +48,7 @@ class Found:
     version: str | None
 
 
-def find(source: Path, step: int | None = None) -> Found:
+def find(source: Path, step: int | None = None) -> ModelSource:
     """Find the weights in a run's folder, or in a model folder.
 
     Args:
@@ -61,7 +61,7 @@ def find(source: Path, step: int | None = None) -> Found:
         if step is not None:
             raise ModelError(f"{source} is a model folder: it has no steps")
         run = source.parent.parent if source.parent.name == "weights" else source.parent
-        return Found(source, run if _is_run(run) else None, _version(source))
+        return ModelSource(source, run if _is_run(run) else None, _version(source))
     if not _is_run(source):
         raise ModelError(
             f"{source}: neither a run's folder (config.toml) nor a model folder (config.json)"
@@ -73,7 +73,7 @@ def find(source: Path, step: int | None = None) -> Found:
     }
     model = source / "model"
     if step is None and (model / "config.json").is_file():
-        return Found(model, source, _version(model))
+        return ModelSource(model, source, _version(model))
     chosen = max(versions, default=None) if step is None else step
     if chosen not in versions:
         there = ", ".join(map(str, sorted(versions))) or "none"
@@ -81,12 +81,12 @@ def find(source: Path, step: int | None = None) -> Found:
         raise ModelError(
             f"{source}: no published weights{wanted} (available: {there}); a run keeps its newest"
         )
-    return Found(versions[chosen], source, _version(versions[chosen]))
+    return ModelSource(versions[chosen], source, _version(versions[chosen]))
 
 
 def export(
     source: Path, out: Path, *, dtype: Dtype | None = None, step: int | None = None
-) -> Found:
+) -> ModelSource:
     """Write the model of `source` to `out`, atomically, and return the location of the source.
 
     Raises:
@@ -142,7 +142,7 @@ def _check(folder: Path) -> dict[str, str]:
     return {file: published.get(file, "") for file in files}
 
 
-def _write(found: Found, out: Path, weights: Sequence[str], dtype: Dtype | None) -> None:
+def _write(found: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype | None) -> None:
     for file in found.folder.iterdir():
         if file.is_file() and file.suffix in _COPIED and file.name != _MANIFEST:
             shutil.copyfile(file, out / file.name)
@@ -248,7 +248,7 @@ def _header(file: BinaryIO, path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
-def _add_card(found: Found, out: Path, sha256: Mapping[str, str]) -> None:
+def _add_card(found: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
     """Write README.md: a run's settings and last metrics, or a copy of the model's own."""
     if found.run is None:
         if (found.folder / "README.md").is_file():
@@ -338,7 +338,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print what was exported as JSON")
     options = parser.parse_args(arguments)
     try:
-        with console.Progress("Checking and writing the weights", after_s=2.0):
+        with console.ProgressLine("Checking and writing the weights", after_s=2.0):
             found = export(options.source, options.out, dtype=options.dtype, step=options.step)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)

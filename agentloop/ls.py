@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _ls(folder: Path, *, as_json: bool) -> int:
-    with console.Progress("Looking for runs", after_s=_PATIENCE_S) as progress:
+    with console.ProgressLine("Looking for runs", after_s=_PATIENCE_S) as progress:
 
         def look() -> list[RunSummary]:
             if folder == _DEFAULT_FOLDER and not folder.exists():

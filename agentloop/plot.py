@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _plot(runs: list[Path], out: Sequence[Path], what: Sequence[str]) -> int:
-    with console.Progress("Drawing", after_s=2.0):
+    with console.ProgressLine("Drawing", after_s=2.0):
         problems = await anyio.to_thread.run_sync(partial(plot_runs, runs, *out, what=what))
     for path in out:
         print(path)

@@ -20,13 +20,13 @@ import pydantic
 from agentloop import console
 from agentloop.config import load_settings
 from agentloop.errors import SettingsError
-from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.roc import RocSettings
 from agentloop.inference.router import RouterSettings
 from agentloop.inference.supervise import ServerSettings, require_device
 from agentloop.observe.otel import OtelSettings, Traces
 from agentloop.runtime import Runtime, Settings
-from agentloop.training.fleet_link import FleetSettings, Link
+from agentloop.training.fleet_link import FleetSettings, RedisLink
 from agentloop.training.fleet_member import Member, heard
 from agentloop.training.handover import Served
 from agentloop.training.rollouts import Rollouts
@@ -57,7 +57,7 @@ class RolloutsSettings(pydantic.BaseModel):
     otel: OtelSettings = pydantic.Field(default_factory=lambda: OtelSettings())
 
 
-async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> None:
+async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -> None:
     """Generate rollouts until the run is over.
 
     Raises:
@@ -68,16 +68,16 @@ async def roll_out(settings: RolloutsSettings, progress: console.Progress) -> No
         raise SettingsError("fleet.redis, fleet.run: missing: --redis URL and --run NAME")
     if not settings.servers:
         require_device(settings.server)
-    async with Link.open(fleet, fleet.run) as link:
+    async with RedisLink.open(fleet, fleet.run) as link:
         word = await heard(link, within_s=fleet.give_up_s, say=progress.say)
         recipe = word.recipe
         roc = RocSettings.model_validate(recipe["roc"])
         reward = RewardSettings.model_validate(recipe["reward"])
-        async with Scorer(reward) as scorer:
+        async with Grader(reward) as scorer:
             await scorer.ready()  # report missing packages before the servers start
         async with (
             Runtime(_settings_of(settings, recipe), progress=progress) as runtime,
-            Scorer(reward, pool=runtime.pool) as scorer,
+            Grader(reward, pool=runtime.pool) as scorer,
             Traces.open(
                 settings.otel,
                 model=Path(settings.model or recipe["model"]).name,
@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> int:
 
 async def _rollouts(arguments: list[str]) -> int:
     settings = load_settings(RolloutsSettings, *console.split_settings(arguments))
-    with console.Progress("Looking for the trainer") as progress:
+    with console.ProgressLine("Looking for the trainer") as progress:
         await roll_out(settings, progress)
     print("The run is over")
     return 0

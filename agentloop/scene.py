@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from agentloop import console
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.api.guard import Guard, ServeSettings
+from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.http import bind, serving
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, sole
@@ -53,7 +53,7 @@ class Scene:
     def __init__(
         self,
         folder: RunFolder,
-        progress: console.Progress,
+        progress: console.ProgressLine,
         *,
         readers: Sequence[Emit] = (),
         kind: Literal["train", "sft", "evaluate"] = "train",
@@ -167,7 +167,7 @@ class Scene:
                             control_token=token.get_secret_value() if token else None,
                             io_timeout_s=settings.io_timeout_s,
                         )
-                        app = web.Application(middlewares=[Guard(settings).middleware])
+                        app = web.Application(middlewares=[ApiGuard(settings).middleware])
                         page.add_to(app)
                         app.router.add_get("/metrics", self._scraped)
                         async with serving(app, bound) as url:

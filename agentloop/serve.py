@@ -34,8 +34,14 @@ from typing_extensions import TypedDict
 
 from agentloop import chat, console
 from agentloop.agent.rollout import Budget
-from agentloop.api.bodies import Chunk, ErrorBody, FunctionTool, Health, RolloutLine
-from agentloop.api.guard import Guard
+from agentloop.api.bodies import (
+    ChatCompletionChunk,
+    ErrorBody,
+    HealthStatus,
+    RolloutLine,
+    ToolDefinition,
+)
+from agentloop.api.guard import ApiGuard
 from agentloop.api.http import bind, serving
 from agentloop.api.openai import (
     ChunkWriter,
@@ -64,7 +70,7 @@ from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message, StopReason, Trajectory
 
-__all__ = ["App", "listening", "main"]
+__all__ = ["AgentService", "listening", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +85,7 @@ class RolloutsRequest(pydantic.BaseModel):
 
     prompts: list[str | list[dict[str, Any]]] = pydantic.Field(min_length=1, max_length=65_536)
     n: int = pydantic.Field(1, ge=1, le=1024)
-    tools: list[str | FunctionTool] | None = None
+    tools: list[str | ToolDefinition] | None = None
     sampling: Sampling = pydantic.Field(
         default_factory=lambda: Sampling(), description="Fields left out have the service's values."
     )
@@ -105,13 +111,13 @@ class Waits(TypedDict):
     servers: list[ServerView]
 
 
-class App:
+class AgentService:
     """The HTTP handlers of a runtime; they also map its errors to HTTP responses."""
 
     def __init__(self, runtime: Runtime, settings: Settings) -> None:
         self._runtime = runtime
         self._settings = settings
-        self._guard = Guard(settings.serve)
+        self._guard = ApiGuard(settings.serve)
         self._metrics = Metrics(
             runtime.router.view,
             lambda: runtime.router.num_waiting,
@@ -285,10 +291,10 @@ class App:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         send = partial(self._send, request, response)
-        chunks_in, chunks = anyio.create_memory_object_stream[Chunk](0)
+        chunks_in, chunks = anyio.create_memory_object_stream[ChatCompletionChunk](0)
         trajectories: dict[int, Trajectory] = {}
 
-        async def write(index: int, out: MemoryObjectSendStream[Chunk]) -> None:
+        async def write(index: int, out: MemoryObjectSendStream[ChatCompletionChunk]) -> None:
             writer, options = writers[index], self._options(asked, index)
             async with (
                 out,
@@ -399,7 +405,7 @@ class App:
     async def healthz(self, request: web.Request) -> web.Response:
         servers = self._runtime.router.view()
         is_healthy = any(server.healthy for server in servers)
-        body: Health = {
+        body: HealthStatus = {
             "status": "ok" if is_healthy else "no server is healthy",
             "servers": {"healthy": sum(s.healthy for s in servers), "all": len(servers)},
         }
@@ -506,7 +512,7 @@ class App:
 
 
 @asynccontextmanager
-async def listening(app: App, bound: socket.socket) -> AsyncIterator[str]:
+async def listening(app: AgentService, bound: socket.socket) -> AsyncIterator[str]:
     """Serve on a bound socket until the context is left; yield the URL."""
     async with serving(app.build(), bound) as url, app.running():
         yield url
@@ -533,10 +539,12 @@ async def _serve(arguments: list[str], question: str | None) -> int:
     settings = load_settings(Settings, *console.split_settings(arguments))
     with bind(settings.serve) as bound:
         async with console.started(settings) as runtime:
-            return await _serve_on(bound, App(runtime, settings), runtime, question)
+            return await _serve_on(bound, AgentService(runtime, settings), runtime, question)
 
 
-async def _serve_on(bound: socket.socket, app: App, runtime: Runtime, question: str | None) -> int:
+async def _serve_on(
+    bound: socket.socket, app: AgentService, runtime: Runtime, question: str | None
+) -> int:
     async with listening(app, bound) as url:
         servers = len(runtime.router.view())
         print(

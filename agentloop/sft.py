@@ -94,7 +94,7 @@ class SftSettings(StartSettings):
 
 
 async def sft(
-    settings: SftSettings, progress: console.Progress, *, resume: Path | None = None
+    settings: SftSettings, progress: console.ProgressLine, *, resume: Path | None = None
 ) -> Path:
     """Fine-tune a model, or continue the run at `resume`; return the folder of the new model.
 
@@ -145,7 +145,7 @@ def require_learner(settings: LearnerSettings) -> None:
 
 
 async def samples_of(
-    settings: StartSettings, model: Path, chat: ChatSettings, progress: console.Progress
+    settings: StartSettings, model: Path, chat: ChatSettings, progress: console.ProgressLine
 ) -> list[Sample]:
     """Read the dialogues and encode them as samples for `model`. Raises DataError."""
     progress("Reading the dialogues")
@@ -168,7 +168,7 @@ async def imitate(
     chat: ChatSettings,
     tuning: FineTuning,
     folder: RunFolder,
-    progress: console.Progress,
+    progress: console.ProgressLine,
     emit: Emit = ignore,
 ) -> Path:
     """Train `model` on the samples of `tuning` and return the folder of the new model.
@@ -256,7 +256,7 @@ async def _sft(arguments: list[str], resume: Path | None) -> int:
     model_folder(settings.model)  # files first: a missing package takes longer to put right
     settings.data.require_files()
     require_learner(settings.learner)
-    with console.Progress("Starting to train") as progress:
+    with console.ProgressLine("Starting to train") as progress:
         model = await sft(settings, progress, resume=resume)
     print(f"The model is in {model}")
     return 0

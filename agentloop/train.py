@@ -22,7 +22,7 @@ from agentloop.config import to_toml
 from agentloop.distribution import is_installed
 from agentloop.errors import SettingsError, sole
 from agentloop.groups.queue import GroupQueue
-from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.server_log import NOT_INSTALLED
@@ -114,7 +114,7 @@ class TrainSettings(Settings):
 
 async def train(
     settings: TrainSettings,
-    progress: console.Progress,
+    progress: console.ProgressLine,
     *,
     resume: Path | None = None,
     from_step: int | None = None,
@@ -130,7 +130,7 @@ async def train(
     """
     config = to_toml(settings)  # as given, so that --resume can load it and change something
     settings = _whole(settings)
-    async with Scorer(settings.reward) as scorer:
+    async with Grader(settings.reward) as scorer:
         await scorer.ready()  # report missing packages before the servers start
     opened = partial(TaskSource.open, settings.tasks)
     if resume is None:
@@ -167,7 +167,7 @@ async def _run(
     tasks: TaskSource,
     queue: GroupQueue,
     scene: Scene,
-    progress: console.Progress,
+    progress: console.ProgressLine,
 ) -> None:
     """Run the supervised start, if there is one, and the stages, with page and exporters."""
     folder = scene.folder
@@ -191,7 +191,7 @@ async def _run(
 
 
 async def _start(
-    settings: TrainSettings, start: StartSettings, scene: Scene, progress: console.Progress
+    settings: TrainSettings, start: StartSettings, scene: Scene, progress: console.ProgressLine
 ) -> Path:
     """Make the model that the rollouts start from, unless it exists, and return its folder."""
     folder = scene.folder
@@ -212,7 +212,7 @@ async def _roll_out_and_learn(
     tasks: TaskSource,
     queue: GroupQueue,
     scene: Scene,
-    progress: console.Progress,
+    progress: console.ProgressLine,
 ) -> None:
     folder, stalls = scene.folder, scene.stalls
     logs = folder.path / "logs"
@@ -291,7 +291,7 @@ def _servers_in_words(runtime: Runtime) -> str:
 
 @asynccontextmanager
 async def _rolling_out(
-    settings: TrainSettings, scene: Scene, progress: console.Progress
+    settings: TrainSettings, scene: Scene, progress: console.ProgressLine
 ) -> AsyncIterator[tuple[RollsOut, Serving, Callable[[], str]]]:
     """Start what generates rollouts: a fleet if `fleet.redis` is set, otherwise a runtime here.
 
@@ -314,7 +314,7 @@ async def _rolling_out(
     async with Runtime(served, progress=progress) as runtime, AsyncExitStack() as stack:
         scene.runtime = runtime
         stack.callback(scene.leave)  # also if the learner fails to start
-        async with Scorer(s.reward, pool=runtime.pool) as scorer:
+        async with Grader(s.reward, pool=runtime.pool) as scorer:
             serving = Served(runtime.router)
             rollouts = Rollouts(
                 partial(runtime.run_group, on_event=scene.emit, with_text=False),
@@ -559,7 +559,7 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
     if settings.start is not None:
         settings.start.data.require_files()
     _require_machine(settings)
-    with console.Progress("Starting to train") as progress:
+    with console.ProgressLine("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
         progress.say(f"The run is in {folder}; plots.png shows its metrics. Ask its model:")
         progress.say(f'  agentloop chat --run {shown(folder)} "What is 37 times 48?"')

@@ -13,10 +13,10 @@ from enum import StrEnum
 from typing import Any
 
 __all__ = [
-    "CallStatus",
     "Message",
     "StopReason",
     "ToolCall",
+    "ToolCallStatus",
     "ToolResult",
     "Trajectory",
     "Turn",
@@ -55,7 +55,7 @@ class TurnEnd(StrEnum):
     ABORT = "abort"  # by the server, by a budget of time, or by a failure
 
 
-class CallStatus(StrEnum):
+class ToolCallStatus(StrEnum):
     """The outcome of a tool call: for reasons of the model, then for reasons of the runtime."""
 
     OK = "ok"
@@ -76,20 +76,20 @@ class CallStatus(StrEnum):
     def failed(self) -> bool:
         """True if the model is to blame; Resample-on-Correct counts it as a failed call."""
         return self not in (
-            CallStatus.OK,
-            CallStatus.CALLER,
-            CallStatus.CANCELLED,
-            CallStatus.INFRASTRUCTURE,
+            ToolCallStatus.OK,
+            ToolCallStatus.CALLER,
+            ToolCallStatus.CANCELLED,
+            ToolCallStatus.INFRASTRUCTURE,
         )
 
     @property
     def ran(self) -> bool:
         """True if the call was valid, so that a tool could start to run."""
         return self not in (
-            CallStatus.MALFORMED,
-            CallStatus.UNKNOWN_TOOL,
-            CallStatus.BAD_ARGUMENTS,
-            CallStatus.CALLER,
+            ToolCallStatus.MALFORMED,
+            ToolCallStatus.UNKNOWN_TOOL,
+            ToolCallStatus.BAD_ARGUMENTS,
+            ToolCallStatus.CALLER,
         )
 
 
@@ -121,7 +121,7 @@ class ToolResult:
 
     call_id: str
     name: str
-    status: CallStatus
+    status: ToolCallStatus
     content: str
     dispatched_s: float
     started_s: float

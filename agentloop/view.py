@@ -16,7 +16,7 @@ from aiohttp import web
 
 from agentloop import console
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
-from agentloop.api.guard import Guard, ServeSettings
+from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.http import bind, serving
 from agentloop.config import load_settings
 from agentloop.distribution import version
@@ -77,7 +77,7 @@ async def _view(run: Path, arguments: list[str]) -> int:
     settings = load_settings(ViewSettings, *console.split_settings(arguments))
     archive = await _opened(run)
     with bind(settings.serve, or_free=True) as bound:
-        app = web.Application(middlewares=[Guard(settings.serve).middleware])
+        app = web.Application(middlewares=[ApiGuard(settings.serve).middleware])
         Page(archive, io_timeout_s=settings.serve.io_timeout_s).add_to(app)
         async with serving(app, bound) as url:
             print(f"{archive.folder.name} is shown at {url}/; press Ctrl-C to stop.", flush=True)
@@ -86,7 +86,7 @@ async def _view(run: Path, arguments: list[str]) -> int:
 
 
 async def _export(run: Path, out: Path, num_rollouts: int) -> int:
-    with console.Progress(f"Reading {run}", after_s=2.0) as progress:
+    with console.ProgressLine(f"Reading {run}", after_s=2.0) as progress:
         archive = await _opened(run)
         whole = await archive.frame()
         bodies: dict[str, Any] = {"api/frame": whole, "api/runs": {"runs": []}}

@@ -48,7 +48,7 @@ from typing import Any, cast
 import anyio
 
 from agentloop.groups.queue import GroupQueue
-from agentloop.groups.reward import Reward, Scorer
+from agentloop.groups.reward import Grader, Reward
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
@@ -354,7 +354,7 @@ async def _train(
                     rollouts=Rollouts(
                         servers.run_group,
                         servers.has_room,
-                        cast(Scorer, _HalfCorrect()),
+                        cast(Grader, _HalfCorrect()),
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,
                         enough=shape.enough,

@@ -44,7 +44,7 @@ from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import OnChunk, Sampling, SGLangServer, http_session
 from agentloop.inference.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
-from agentloop.trajectory import CallStatus, ToolCall, Trajectory
+from agentloop.trajectory import ToolCall, ToolCallStatus, Trajectory
 from sandbox import Pool, PoolSettings
 
 THREE = "Compute 12*7, 8+5 and 90-3."
@@ -113,7 +113,7 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
                 run = Rollout(router, chat, messages, [tool], budget=budget, with_text=False)
                 trajectory = await run.run()
                 for rid, result in zip(_rids.get(), trajectory.results, strict=True):
-                    assert result.status is CallStatus.OK, result
+                    assert result.status is ToolCallStatus.OK, result
                     began_s[rid] = run.started_s + result.started_s
                     dispatched_s[rid] = run.started_s + result.dispatched_s
 

@@ -44,9 +44,9 @@ from agentloop.training.learner import KeptLearner
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.standing import Standing
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -229,7 +229,7 @@ class PlayedRuntime:
         right, broken, failed = turn.output_ids[0] % 2, turn.output_ids[1], turn.output_ids[2]
         answer = _answer(question) if is_easy or right else "wrong"
         turn.text = f"\\boxed{{{answer}}}"
-        status = CallStatus.ERROR if failed % 3 == 0 else CallStatus.OK
+        status = ToolCallStatus.ERROR if failed % 3 == 0 else ToolCallStatus.OK
         turn.calls = [ToolCall("c", "python", {}, "", 0, 1)]
         turn.results = [ToolResult("c", "python", status, "", 0, 0, 1)]
         # Held-out tasks are not retried, but a fleet would retry a group in which all are broken.

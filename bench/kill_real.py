@@ -29,7 +29,7 @@ from random import Random
 
 from agentloop.groups.tasks import Task
 from agentloop.training.launch import free_port
-from agentloop.trajectory import CallStatus, StopReason, Trajectory
+from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 from bench.kill_checks import Journal, last_checkpoint, lines, problems, processes_left, tail
 
 __all__ = ["VICTIMS", "RealRun", "coin", "play_real"]
@@ -47,7 +47,7 @@ _SAME_LOSS = 1e-5  # relative
 _AGAIN = re.compile(r"Repeating steps (\d+) to (\d+),")
 _OWNER = "agentloop.sandbox.owner"
 _TOOLS = ("python_code_with_standard_io", "jupyter_code")  # alternate by seed
-_RUN = (CallStatus.OK, CallStatus.ERROR, CallStatus.TIMEOUT)
+_RUN = (ToolCallStatus.OK, ToolCallStatus.ERROR, ToolCallStatus.TIMEOUT)
 
 _OVERRIDES = [
     f"loop.tasks_per_step={_TASKS_PER_STEP}",
@@ -340,7 +340,7 @@ def _of_infrastructure(played: RealRun) -> Iterator[str]:
             played.num_calls += sum(status in _RUN for status in statuses)
             is_broken = trajectory["stop_reason"] == StopReason.INFRASTRUCTURE
             played.num_broken += is_broken
-            if CallStatus.INFRASTRUCTURE in statuses and not is_broken:
+            if ToolCallStatus.INFRASTRUCTURE in statuses and not is_broken:
                 yield f"{trajectory['id']}: a call broke, but the rollout went on"
             if is_broken and (row["reward"], row["advantage"]) != (None, None):
                 yield f"{trajectory['id']}: it is broken, but has the reward {row['reward']}"

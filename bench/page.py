@@ -50,7 +50,7 @@ from agentloop.events import (
 )
 from agentloop.observe.board import Board
 from agentloop.observe.page import Page
-from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory
+from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory
 
 __all__ = ["Replay", "shown"]
 
@@ -141,7 +141,9 @@ class Replay:
                 self.board.seen(TurnSampled(key, 0))
                 self._live[key] = record, 2
             case _:
-                status = self._random.choice([CallStatus.OK, CallStatus.OK, CallStatus.ERROR])
+                status = self._random.choice(
+                    [ToolCallStatus.OK, ToolCallStatus.OK, ToolCallStatus.ERROR]
+                )
                 result = ToolResult("", "python", status, "", 0.0, 0.1, 0.2)
                 self.board.seen(CallFinished(key, 0, result))
                 if self._random.random() < 0.3:

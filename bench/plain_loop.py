@@ -19,7 +19,7 @@ from agentloop.training.learner_settings import LearnerSettings
 from bench.learner import PACKED, arrange
 from bench.sandbox import peak_memory_mib, reset_peak_memory
 from learner.batch import Batch, MicroBatch, make_micro_batch, token_weights
-from learner.policy import Scorer, load_model
+from learner.policy import TokenScorer, load_model
 
 
 class Plain:
@@ -38,7 +38,7 @@ class Plain:
         self._how = how
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = load_model(self._settings).to(self._device).train()
-        self._scorer = Scorer(self.model, self._settings) if how == "chunked" else None
+        self._scorer = TokenScorer(self.model, self._settings) if how == "chunked" else None
         o = settings.optimizer
         self._adamw = torch.optim.AdamW(
             self.model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay

@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
-from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place, Report
+from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor, LoadReport
 from agentloop.inference.placement import POLICIES, Ask, Costs, Placement
 from agentloop.inference.waiting_room import Waiting, WaitingRoom
 from bench.server_model import Job, ServerModel, ServerParams
@@ -213,7 +213,7 @@ class Simulation:
         self.options = options
         self.policy = policy
         self.result = Result(policy, seed)
-        self.places = [Place(f"server{index}") for index in range(options.num_servers)]
+        self.places = [DataParallelRank(f"server{index}") for index in range(options.num_servers)]
         self.servers = [ServerModel(options.params) for _ in self.places]
         self.ledger = KVLedger(LengthPredictor(quantile=options.quantile))
         for place in self.places:
@@ -471,12 +471,12 @@ class Simulation:
         self._dirty = True
 
     def _forecast_ends(self) -> None:
-        """Report ends with the delay of tokens, or short rollouts would seem frequent."""
+        """LoadReport ends with the delay of tokens, or short rollouts would seem frequent."""
         for key, whole in self._over:
             self.admission.forecast.end(key, whole=whole)
         self._over.clear()
 
-    def _reported(self, reports: Sequence[Report]) -> None:
+    def _reported(self, reports: Sequence[LoadReport]) -> None:
         num_retracted = 0
         for place, report in zip(self.places, reports, strict=True):
             num_retracted += self.ledger.report(place, report, self.now)

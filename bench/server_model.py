@@ -21,7 +21,7 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from agentloop.inference.kv_ledger import Report
+from agentloop.inference.kv_ledger import LoadReport
 
 __all__ = ["Job", "ServerModel", "ServerParams"]
 
@@ -99,7 +99,7 @@ class ServerModel:
     num_prefilled: int = 0
     num_decoded: int = 0
     next_s: float = math.inf
-    report: Report = field(default_factory=lambda: Report(0, 0, 0))
+    report: LoadReport = field(default_factory=lambda: LoadReport(0, 0, 0))
     _step: int = 0
     _num_context: int = 0  # tokens that a step attends to
     _ratio: float = 0.0
@@ -188,7 +188,7 @@ class ServerModel:
         else:
             self.next_s = math.inf
             self._ratio = self._init_ratio
-        self.report = Report(
+        self.report = LoadReport(
             self.num_locked, len(self.running), len(self.waiting), self.num_retracted
         )
 

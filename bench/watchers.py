@@ -49,7 +49,7 @@ from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Page
 from agentloop.observe.readers import Readers
 from agentloop.observe.stalls import Stalls
-from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory, Turn
+from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 
 TICK_S = 0.005
 EVENTS_EVERY_S = 0.01
@@ -81,7 +81,7 @@ def rollout(number: int, draw: random.Random) -> Iterator[Any]:
             call = ToolCall(f"{key}-{index}", "python", {}, "", 0, 5)
             yield CallStarted(key, index, call)
             yield TurnSampled(key, index)
-            result = ToolResult(call.id, "python", CallStatus.OK, "1", 0.0, 0.01, 0.05)
+            result = ToolResult(call.id, "python", ToolCallStatus.OK, "1", 0.0, 0.01, 0.05)
             yield CallFinished(key, index, result)
         yield TurnFinished(key, index, turn)
     yield RolloutFinished(key, record)

@@ -47,10 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(settings: LearnerSettings) -> int:
     # Importing torch takes seconds: check the settings first.
     from learner.policy import Policy
-    from learner.rank import Link, serve
+    from learner.rank import ControlChannel, serve
     from learner.world import World
 
-    link = Link.open() if os.environ.get("RANK") == "0" else None
+    link = ControlChannel.open() if os.environ.get("RANK") == "0" else None
     try:
         world = World(settings.collective_timeout_s)
         policy = Policy(settings, world)
@@ -70,9 +70,9 @@ def _run(settings: LearnerSettings) -> int:
 
 def _try_to_report(link: object, error: Exception) -> None:
     """Report the error to the supervisor; `on_purpose` means that a restart would not help."""
-    from learner.rank import Link
+    from learner.rank import ControlChannel
 
-    assert isinstance(link, Link)
+    assert isinstance(link, ControlChannel)
     text, on_purpose = f"{type(error).__name__}: {error}", isinstance(error, AgentLoopError)
     try:
         link.send({"ok": False, "error": text, "fatal": True, "on_purpose": on_purpose})

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from agentloop.training.checksums import Layout, Tensor, checksum, parts_of
-from learner.errors import GroupBroken, LearnerError
+from learner.errors import GroupBroken, RankError
 from learner.policy import Policy, config_of
 from learner.weights import Shard, gathered, split
 
@@ -69,10 +69,10 @@ class Broadcaster:
         """Check that the weights are those after `num_updates`.
 
         Raises:
-            LearnerError: They have been updated since.
+            RankError: They have been updated since.
         """
         if num_updates != self._policy.num_updates:
-            raise LearnerError(
+            raise RankError(
                 f"the weights after {num_updates} updates are gone: {self._policy.num_updates} "
                 "are applied now"
             )
@@ -81,11 +81,11 @@ class Broadcaster:
         """Check that the other ranks would wait long enough for rank 0.
 
         Raises:
-            LearnerError: They would not.
+            RankError: They would not.
         """
         bound = self._policy.settings.collective_timeout_s
         if timeout_s >= bound:
-            raise LearnerError(
+            raise RankError(
                 f"weights.group_timeout_s: {timeout_s:g} must be below "
                 f"learner.collective_timeout_s ({bound:g})"
             )
@@ -94,10 +94,10 @@ class Broadcaster:
         """Check that the bucket exists.
 
         Raises:
-            LearnerError: It does not.
+            RankError: It does not.
         """
         if not 0 <= index < len(self._buckets):
-            raise LearnerError(f"bucket: {index} does not exist, there are {len(self._buckets)}")
+            raise RankError(f"bucket: {index} does not exist, there are {len(self._buckets)}")
 
     def layout(self, out: Path) -> dict[str, Any]:
         """Write the content of each bucket to `out`.

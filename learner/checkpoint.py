@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from learner import universal
-from learner.errors import LearnerError, NotConverted, NotWritten
+from learner.errors import NotConverted, NotWritten, RankError
 from learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from learner.policy import Policy
-from learner.world import Task
+from learner.world import BackgroundTask
 
 __all__ = ["Saver", "load_checkpoint", "read_state"]
 
@@ -55,7 +55,7 @@ class Saver:
         self.failed: str | None = None
         self.writing: Path | None = None
         self._phases: Generator[Work, None, None] | None = None
-        self._task = Task(None)
+        self._task = BackgroundTask(None)
 
     def save(self, folder: Path, state: dict[str, Any], *, beside: bool = False) -> None:
         """Wait for the previous checkpoint, so that the host holds one copy at most, and write this
@@ -77,7 +77,7 @@ class Saver:
         kept = {"state": state, **self._policy.counters(), **_shape(self._policy)}
         self._world.finish()
         self._phases = _phases(self._policy, folder, parts, kept)
-        self._task, self.writing = Task(next(self._phases)), folder
+        self._task, self.writing = BackgroundTask(next(self._phases)), folder
         if beside:
             return
         self.wait()
@@ -93,9 +93,9 @@ class Saver:
             try:
                 self._world.agree(self._task.error)
             except NotWritten as error:
-                self._task = Task(self._phases.throw(error))
+                self._task = BackgroundTask(self._phases.throw(error))
             else:
-                self._task = Task(next(self._phases))
+                self._task = BackgroundTask(next(self._phases))
         except StopIteration:
             self.folder, self.failed, self.writing = self.writing, None, None
         except NotWritten as error:
@@ -201,15 +201,15 @@ def read_state(policy: Policy, folder: Path) -> dict[str, Any]:
     """Return the content of `state.json`.
 
     Raises:
-        LearnerError: There is no checkpoint, or it belongs to a different kind of policy.
+        RankError: There is no checkpoint, or it belongs to a different kind of policy.
     """
     try:
         kept: dict[str, Any] = json.loads((folder / _STATE).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise LearnerError(f"{folder}: not a checkpoint: {error}") from error
+        raise RankError(f"{folder}: not a checkpoint: {error}") from error
     for name, now in _shape(policy).items():
         if name not in _CONVERTED and kept.get(name) != now:
-            raise LearnerError(f"{folder}: saved with {name} {kept.get(name)}, this is {now}")
+            raise RankError(f"{folder}: saved with {name} {kept.get(name)}, this is {now}")
     return kept
 
 
@@ -224,7 +224,7 @@ def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
         whole = not _has_lora(policy)
         loaded, _ = policy.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=whole)
         if loaded is None:
-            raise LearnerError(f"{folder}: DeepSpeed found nothing to load")
+            raise RankError(f"{folder}: DeepSpeed found nothing to load")
     else:
         _load_converted(policy, folder, kept)
     policy.set_counters(kept)

@@ -1,7 +1,7 @@
 """The learner's errors.
 
 AgentLoopError
- └─ LearnerError        base class; by itself, a request that cannot be carried out
+ └─ RankError        base class; by itself, a request that cannot be carried out
      ├─ BatchError      a batch file or its content is invalid: the learner goes on
      ├─ NotWritten      a folder or file could not be written: the learner goes on
      ├─ NotConverted    a checkpoint of other ranks could not be read: the learner goes on
@@ -16,41 +16,41 @@ from agentloop.errors import AgentLoopError
 __all__ = [
     "BatchError",
     "GroupBroken",
-    "LearnerError",
     "NotConverted",
     "NotWritten",
+    "RankError",
     "TrainingBroken",
 ]
 
 
-class LearnerError(AgentLoopError):
+class RankError(AgentLoopError):
     """Base class of the learner's errors; by itself, a request that cannot be carried out."""
 
 
-class BatchError(LearnerError):
+class BatchError(RankError):
     """A batch is unusable; the message names the file, the tensor and the index."""
 
 
-class NotWritten(LearnerError):
+class NotWritten(RankError):
     """Writing failed, most often because the disk is full; the message names the folder.
 
     Raised on every rank.
     """
 
 
-class NotConverted(LearnerError):
+class NotConverted(RankError):
     """A checkpoint of another number of ranks or ZeRO stage cannot be converted.
 
     The message names both. Raised on every rank, before any weight has changed.
     """
 
 
-class GroupBroken(LearnerError):
+class GroupBroken(RankError):
     """A server did not join, is gone or hangs.
 
     Raised on rank 0 alone, after the part of the work that all ranks share.
     """
 
 
-class TrainingBroken(LearnerError):
+class TrainingBroken(RankError):
     """Too many steps in a row had no finite gradient."""

@@ -33,7 +33,7 @@ from learner.loss import LossInput, policy_loss
 from learner.utilization import Work, peak_tflops
 from learner.world import Clock, World
 
-__all__ = ["Policy", "Scorer", "config_of", "load_model"]
+__all__ = ["Policy", "TokenScorer", "config_of", "load_model"]
 
 # Transformations of the logits that the output layer here does not implement.
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
@@ -166,7 +166,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         return logprobs, entropy
 
 
-class Scorer(torch.nn.Module):  # type: ignore[misc]
+class TokenScorer(torch.nn.Module):  # type: ignore[misc]
     """A causal language model that returns log-probabilities and entropies instead of logits."""
 
     def __init__(self, model: Any, settings: LearnerSettings) -> None:
@@ -227,7 +227,7 @@ class Policy:
         self.num_trained = sum(size for size, trained in sizes if trained)
         self._work = Work.of(self.model)
         self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
-        scorer = Scorer(self.model, settings)
+        scorer = TokenScorer(self.model, settings)
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
             optimizer=_adamw(scorer, settings),

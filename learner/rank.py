@@ -27,12 +27,12 @@ from agentloop.training.checksums import Layout
 from learner.batch import Batch, plan
 from learner.broadcast import Broadcaster
 from learner.checkpoint import Saver, load_checkpoint, read_state
-from learner.errors import GroupBroken, LearnerError, NotConverted, NotWritten, TrainingBroken
+from learner.errors import GroupBroken, NotConverted, NotWritten, RankError, TrainingBroken
 from learner.files import fresh_partial, writing
 from learner.policy import Policy
 from learner.weights import publish
 
-__all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "Link", "serve"]
+__all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "ControlChannel", "serve"]
 
 FD_VARIABLE = "AGENTLOOP_LEARNER_FD"
 SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
@@ -43,7 +43,7 @@ Request = dict[str, Any]
 Answer = dict[str, Any]
 
 
-class Link:
+class ControlChannel:
     """Rank 0's connection to the supervisor: JSON lines over a socket."""
 
     def __init__(self, stream: socket.socket) -> None:
@@ -52,13 +52,13 @@ class Link:
         self._ended = False
 
     @classmethod
-    def open(cls) -> Link:
+    def open(cls) -> ControlChannel:
         """Open the socket given by AGENTLOOP_LEARNER_FD or AGENTLOOP_LEARNER_SOCKET.
 
         The first is a descriptor; the second a path, because torchrun passes no descriptors on.
 
         Raises:
-            LearnerError: Neither is set, or nothing listens there.
+            RankError: Neither is set, or nothing listens there.
         """
         number, path = os.environ.get(FD_VARIABLE), os.environ.get(SOCKET_VARIABLE)
         try:
@@ -69,10 +69,10 @@ class Link:
                 stream.connect(path)
                 return cls(stream)
         except (OSError, ValueError) as error:
-            raise LearnerError(
+            raise RankError(
                 f"cannot connect to the supervisor at {number or path}: {error}"
             ) from error
-        raise LearnerError(f"set {FD_VARIABLE} or {SOCKET_VARIABLE}, the source of requests")
+        raise RankError(f"set {FD_VARIABLE} or {SOCKET_VARIABLE}, the source of requests")
 
     def next(self, timeout_s: float) -> Request | None:
         """Return the next request, or None if none arrives in time.
@@ -88,7 +88,7 @@ class Link:
                 return {"op": "close"}
             self._buffer += data
             if len(self._buffer) > _MAX_LINE:
-                raise LearnerError(f"a request is longer than {_MAX_LINE} bytes")
+                raise RankError(f"a request is longer than {_MAX_LINE} bytes")
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer[:] = rest
         try:
@@ -104,7 +104,7 @@ class Link:
         self._socket.sendall(json.dumps(answer, allow_nan=False).encode() + b"\n")
 
 
-def serve(policy: Policy, link: Link | None) -> None:
+def serve(policy: Policy, link: ControlChannel | None) -> None:
     """Serve requests until asked to close. Only rank 0 has a `link`.
 
     Raises:
@@ -146,11 +146,11 @@ def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Req
         saver.wait()
     try:
         work = _prepare(policy, broadcaster, saver, request)
-    except LearnerError as error:
+    except RankError as error:
         problem = error
     try:
         policy.world.agree(problem)
-    except LearnerError as error:
+    except RankError as error:
         raise _Refused(str(error)) from error
     assert work is not None
     try:
@@ -170,7 +170,7 @@ def _prepare(
             if rescue is None:
                 return lambda: policy.step(batch, lr)
             if not isinstance(rescue, str):
-                raise LearnerError(f"rescue: expected the path of a folder, not {rescue!r}")
+                raise RankError(f"rescue: expected the path of a folder, not {rescue!r}")
             state = _state(rest)
             return lambda: _step_or_save(policy, saver, batch, lr, Path(rescue), state)
         case {"op": "logprobs", "batch": str(path), "out": str(out)}:
@@ -193,7 +193,7 @@ def _prepare(
             return lambda: _load(policy, Path(folder), kept)
         case {"op": "layout", "out": str(out)}:
             if policy.world.first and not Path(out).parent.is_dir():
-                raise LearnerError(f"out: there is no folder {Path(out).parent}")
+                raise RankError(f"out: there is no folder {Path(out).parent}")
             return lambda: broadcaster.layout(Path(out))
         case {"op": "open", "address": str(address), "port": int(port), "num_updates": int(num)}:
             broadcaster.check(num)
@@ -212,7 +212,7 @@ def _prepare(
         case {"op": "leave"}:
             return broadcaster.leave
         case _:
-            raise LearnerError(f"unknown request: {json.dumps(request)[:200]}")
+            raise RankError(f"unknown request: {json.dumps(request)[:200]}")
 
 
 def _target(policy: Policy, path: str) -> Path:
@@ -222,21 +222,21 @@ def _target(policy: Policy, path: str) -> Path:
         try:
             fresh_partial(folder)
         except OSError as error:
-            raise LearnerError(f"{folder}: {error.strerror or error}") from error
+            raise RankError(f"{folder}: {error.strerror or error}") from error
     return folder
 
 
 def _state(request: Request) -> dict[str, Any]:
     state = request.get("state", {})
     if not isinstance(state, dict):
-        raise LearnerError("state: expected an object")
+        raise RankError("state: expected an object")
     return state
 
 
 def _flag(request: Request, name: str) -> bool:
     value = request.get(name, False)
     if not isinstance(value, bool):
-        raise LearnerError(f"{name}: expected true or false, not {value!r}")
+        raise RankError(f"{name}: expected true or false, not {value!r}")
     return value
 
 
@@ -244,7 +244,7 @@ def _layout(value: Any) -> Layout | None:
     try:
         return None if value is None else Layout(**value)
     except TypeError as error:
-        raise LearnerError(f"layout: {error}") from error
+        raise RankError(f"layout: {error}") from error
 
 
 def _batch(policy: Policy, path: str) -> Batch:
@@ -258,7 +258,7 @@ def _lr(request: Request) -> float | None:
     if lr is None:
         return None
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < 1:
-        raise LearnerError(f"lr: expected a number from 0 to below 1, not {lr!r}")
+        raise RankError(f"lr: expected a number from 0 to below 1, not {lr!r}")
     return float(lr)
 
 

@@ -21,12 +21,12 @@ import torch
 from safetensors.torch import save_file
 
 from agentloop.training.learner_settings import LearnerSettings
-from learner.errors import LearnerError, NotWritten
+from learner.errors import NotWritten, RankError
 from learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from learner.lora import adapted_layers, delta
 from learner.policy import Policy, config_of
 
-__all__ = ["MANIFEST", "Published", "Shard", "gathered", "publish", "split", "verify"]
+__all__ = ["MANIFEST", "PublishedTensor", "Shard", "gathered", "publish", "split", "verify"]
 
 MANIFEST = "published.json"
 # Files that a loader needs besides the weights; others in the folder are not copied.
@@ -114,20 +114,20 @@ def verify(folder: Path) -> str:
     """Check the files in `folder` against their checksums and return the version.
 
     Raises:
-        LearnerError: A file differs or cannot be read; the message names it.
+        RankError: A file differs or cannot be read; the message names it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         for file, expected in manifest["sha256"].items():
             if _sha256(folder / file) != expected:
-                raise LearnerError(f"{folder / file}: sha256 differs from the published one")
+                raise RankError(f"{folder / file}: sha256 differs from the published one")
     except (OSError, ValueError) as error:
-        raise LearnerError(f"{folder}: {error}") from error
+        raise RankError(f"{folder}: {error}") from error
     version: str = manifest["version"]
     return version
 
 
-class Published(NamedTuple):
+class PublishedTensor(NamedTuple):
     """A tensor as it is published. Under ZeRO 3 each rank holds a part of its sources."""
 
     name: str
@@ -141,7 +141,7 @@ class Published(NamedTuple):
         return int(self.shape.numel() * self.dtype.itemsize)
 
 
-Shard = list[Published]
+Shard = list[PublishedTensor]
 
 
 def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
@@ -161,7 +161,7 @@ def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
     return shards
 
 
-def _tensors(model: Any, dtype: Any) -> Iterator[Published]:
+def _tensors(model: Any, dtype: Any) -> Iterator[PublishedTensor]:
     """Yield parameters and buffers, with tied ones once and adapters merged; the same on every
     rank."""
     layers = adapted_layers(model)
@@ -177,14 +177,14 @@ def _tensors(model: Any, dtype: Any) -> Iterator[Published]:
     yield from (_unchanged(name, one, dtype) for name, one in model.named_buffers() if name in kept)
 
 
-def _unchanged(name: str, tensor: Any, dtype: Any) -> Published:
+def _unchanged(name: str, tensor: Any, dtype: Any) -> PublishedTensor:
     kind = dtype if tensor.is_floating_point() else tensor.dtype
-    return Published(name, _shape(tensor), kind, (tensor,), lambda: tensor)
+    return PublishedTensor(name, _shape(tensor), kind, (tensor,), lambda: tensor)
 
 
-def _merged(name: str, layer: Any, dtype: Any) -> Published:
+def _merged(name: str, layer: Any, dtype: Any) -> PublishedTensor:
     weight = layer.get_base_layer().weight
-    return Published(
+    return PublishedTensor(
         name,
         _shape(weight),
         dtype,
@@ -197,7 +197,7 @@ def _shape(tensor: Any) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[Published, Any]]:
+def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[PublishedTensor, Any]]:
     """Yield each tensor with its value, gathered one at a time (collective).
 
     A value is whole on the device until the next one. Without `keep` this rank only takes part and

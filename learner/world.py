@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learner.errors import LearnerError
+from learner.errors import RankError
 
-__all__ = ["Clock", "Task", "World"]
+__all__ = ["BackgroundTask", "Clock", "World"]
 
 _BEATS_PER_TIMEOUT = 4
 _MAX_BEAT_S = 5.0
@@ -40,7 +40,7 @@ class World:
         `timeout_s` is how long a collective waits for a missing peer.
 
         Raises:
-            LearnerError: A variable is missing from the environment.
+            RankError: A variable is missing from the environment.
         """
         # Ranks exchange heartbeats well within the timeout, so that no idle rank is taken for lost.
         self.beat_s = min(_MAX_BEAT_S, timeout_s / _BEATS_PER_TIMEOUT)
@@ -63,13 +63,13 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
-    def agree(self, error: LearnerError | None) -> None:
+    def agree(self, error: RankError | None) -> None:
         """Raise the same error on every rank if any rank passes one (collective).
 
         Raises:
-            LearnerError: The error of the lowest rank that passed one.
+            RankError: The error of the lowest rank that passed one.
         """
-        errors: list[LearnerError | None] = [None] * self.size
+        errors: list[RankError | None] = [None] * self.size
         dist.all_gather_object(errors, error, group=self._control)
         for found in errors:
             if found is not None:
@@ -82,14 +82,14 @@ class World:
         thread; it must not use collectives or hold the GIL for long.
 
         Raises:
-            LearnerError: The error of the lowest rank whose work failed, on every rank.
+            RankError: The error of the lowest rank whose work failed, on every rank.
         """
-        task = Task(work)
+        task = BackgroundTask(work)
         while not self.all_done(task, self.beat_s):
             pass
         self.agree(task.error)
 
-    def all_done(self, task: Task, within_s: float) -> bool:
+    def all_done(self, task: BackgroundTask, within_s: float) -> bool:
         """Return whether the tasks of all ranks are done (collective).
 
         Each rank waits for its own task for at most `within_s`, which must be below the timeout of
@@ -140,7 +140,7 @@ class World:
         dist.destroy_process_group()
 
 
-class Task:
+class BackgroundTask:
     """Work that runs in a daemon thread, so that it never delays the end of the process.
 
     It must not use collectives: those of several threads would be matched in a different order on
@@ -162,17 +162,17 @@ class Task:
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` and return whether the work is done.
 
-        An error that is not a `LearnerError` is raised here: it is not shared with the other ranks.
+        An error that is not a `RankError` is raised here: it is not shared with the other ranks.
         """
         self._thread.join(timeout_s)
-        if self._failed is not None and not isinstance(self._failed, LearnerError):
+        if self._failed is not None and not isinstance(self._failed, RankError):
             raise self._failed
         return not self._thread.is_alive()
 
     @property
-    def error(self) -> LearnerError | None:
-        """The `LearnerError` that finished work has raised, if any."""
-        return self._failed if isinstance(self._failed, LearnerError) else None
+    def error(self) -> RankError | None:
+        """The `RankError` that finished work has raised, if any."""
+        return self._failed if isinstance(self._failed, RankError) else None
 
 
 class Clock:
@@ -202,7 +202,7 @@ class Clock:
 def _int_from_environment(name: str) -> int:
     value = os.environ.get(name, "")
     if not value.isdigit():
-        raise LearnerError(f"environment variable {name}: expected a number, not {value!r}")
+        raise RankError(f"environment variable {name}: expected a number, not {value!r}")
     return int(value)
 
 

@@ -25,7 +25,7 @@ Integer = Annotated[int, pydantic.BeforeValidator(_integral)]
 """An integer in the sense of JSON Schema: also 1.0, but not a boolean or a string."""
 
 
-class Refused(SandboxError):
+class RequestRefused(SandboxError):
     """A request is refused.
 
     Attributes:
@@ -127,25 +127,25 @@ def max_values(model: type[pydantic.BaseModel]) -> int:
 
 
 def parse(model: type[Model], body: bytes | bytearray) -> Model:
-    """Parse and validate a request. Raises Refused, naming the first invalid field."""
+    """Parse and validate a request. Raises RequestRefused, naming the first invalid field."""
     try:
         return check(model, orjson.loads(body))
     except orjson.JSONDecodeError as error:
-        raise Refused(400, "bad_request", f"the body is not valid JSON: {error}") from error
+        raise RequestRefused(400, "bad_request", f"the body is not valid JSON: {error}") from error
 
 
 def check(model: type[Model], fields: Any) -> Model:
-    """Validate a request that is already decoded. Raises Refused like `parse`."""
+    """Validate a request that is already decoded. Raises RequestRefused like `parse`."""
     try:
         return model.model_validate(fields)
     except pydantic.ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing all of them takes seconds
             why = f"{error.error_count()} fields are invalid"
-            raise Refused(400, "bad_request", why) from None
+            raise RequestRefused(400, "bad_request", why) from None
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"])) or None
         message = f"{field}: {problem['msg']}" if field else problem["msg"]
-        raise Refused(400, "bad_request", message, field) from error
+        raise RequestRefused(400, "bad_request", message, field) from error
 
 
 def to_json(body: Any) -> bytes:

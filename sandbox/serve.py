@@ -35,7 +35,7 @@ from sandbox import compat
 from sandbox.api import (
     BatchRequest,
     Model,
-    Refused,
+    RequestRefused,
     RunRequest,
     SessionRequest,
     ValueCounter,
@@ -67,7 +67,7 @@ SPARE_DESCRIPTORS = 64  # reserved for the process itself, and for each worker
 DESCRIPTORS_PER_WORKER = 8
 
 
-class ServeSettings(BaseSettings):
+class SandboxServeSettings(BaseSettings):
     """Run Python programs sent over HTTP, each confined in a process of its own.
 
     Settings are flags (--port 8010 --pool.workers 4), key=value (port=8010 pool.workers=4) or
@@ -161,10 +161,10 @@ class _Call(NamedTuple):
     output: OutputLimits | None = None
 
 
-class App:
-    """The HTTP handlers. Use as `async with App(...)`: sessions live as long as the context."""
+class SandboxService:
+    """The HTTP handlers. Use as `async with SandboxService(...)`: sessions live as long as the context."""
 
-    def __init__(self, pool: Pool, settings: ServeSettings) -> None:
+    def __init__(self, pool: Pool, settings: SandboxServeSettings) -> None:
         self._pool = pool
         self._settings = settings
         # A service at its limits must still accept requests in order to answer them with 503.
@@ -260,7 +260,7 @@ class App:
         except KeyError:
             raise _no_session() from None
         except SessionLost as error:
-            raise Refused(410, "session_lost", str(error)) from error
+            raise RequestRefused(410, "session_lost", str(error)) from error
 
     async def close_session(self, request: web.Request) -> web.Response:
         if not self._sessions.close(request.match_info["id"]):
@@ -287,7 +287,7 @@ class App:
     async def link(self, request: web.Request) -> web.StreamResponse:
         if self._num_links >= self._max_links:
             why = f"{self._max_links} pools are already connected (max_links)"
-            raise Refused(503, "overloaded", why)
+            raise RequestRefused(503, "overloaded", why)
         socket = web.WebSocketResponse(
             heartbeat=HEARTBEAT_S, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
         )
@@ -412,19 +412,19 @@ class App:
                     body += chunk
                     if values.feed(chunk) > most_values:
                         why = f"a request like this has at most {most_values} values and names"
-                        raise Refused(413, "too_large", why)
+                        raise RequestRefused(413, "too_large", why)
         except TimeoutError:
-            raise Refused(408, "slow", "the body did not arrive in time") from None
+            raise RequestRefused(408, "slow", "the body did not arrive in time") from None
         except web.RequestPayloadError:
             why = "the body does not match its Content-Encoding"
-            raise Refused(400, "bad_request", why) from None
+            raise RequestRefused(400, "bad_request", why) from None
         return body
 
     def _hold(self, request: web.Request, size: int, num_here: int) -> None:
         """Account for a body that has `size` bytes so far, until the request ends."""
         most = self._settings.max_body_mib * MIB
         if size > most:
-            raise Refused(413, "too_large", f"the body may have at most {most} bytes")
+            raise RequestRefused(413, "too_large", f"the body may have at most {most} bytes")
         if not self._held.hold(id(request), num_here):
             raise _overloaded()
 
@@ -462,7 +462,7 @@ class App:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if refusal := self._guard.refusal(request.path, request.headers):
             status, why = refusal
-            raise Refused(status, "unauthorized" if status == 401 else "forbidden", why)
+            raise RequestRefused(status, "unauthorized" if status == 401 else "forbidden", why)
         return await handler(request)
 
     @web.middleware
@@ -470,18 +470,18 @@ class App:
         allowed = None
         try:
             return await handler(request)
-        except Refused as error:
+        except RequestRefused as error:
             refused = error
         except Overloaded as error:
-            refused = Refused(503, "overloaded", str(error))
+            refused = RequestRefused(503, "overloaded", str(error))
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            refused = Refused(error.status, "http", f"{request.path}: {error.reason}")
+            refused = RequestRefused(error.status, "http", f"{request.path}: {error.reason}")
             allowed = error.headers.get("Allow")
         except Exception:  # a bug: the client gets a well-formed error, the log the traceback
             log.exception("%s %s failed", request.method, request.path)
-            refused = Refused(500, "internal", "internal server error; see the server's log")
+            refused = RequestRefused(500, "internal", "internal server error; see the server's log")
         response = _json(refused.body, status=refused.status)
         if allowed is not None:
             response.headers["Allow"] = allowed
@@ -497,17 +497,17 @@ def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=to_json(body), status=status, content_type="application/json")
 
 
-def _overloaded() -> Refused:
-    return Refused(503, "overloaded", "too many requests are open here; try again later")
+def _overloaded() -> RequestRefused:
+    return RequestRefused(503, "overloaded", "too many requests are open here; try again later")
 
 
-def _no_session() -> Refused:
-    return Refused(
+def _no_session() -> RequestRefused:
+    return RequestRefused(
         404, "no_session", "there is no such session; it may have been idle for too long"
     )
 
 
-def _num_connections(settings: ServeSettings) -> int:
+def _num_connections(settings: SandboxServeSettings) -> int:
     """Return the largest number of connections that leaves file descriptors for the workers."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
@@ -515,12 +515,12 @@ def _num_connections(settings: ServeSettings) -> int:
     return max(16, min(settings.max_connections, most - _num_spare(settings)))
 
 
-def _num_spare(settings: ServeSettings) -> int:
+def _num_spare(settings: SandboxServeSettings) -> int:
     pool = settings.pool
     return SPARE_DESCRIPTORS + DESCRIPTORS_PER_WORKER * (pool.workers + len(pool.hosts))
 
 
-def _raise_descriptor_limit(settings: ServeSettings) -> None:
+def _raise_descriptor_limit(settings: SandboxServeSettings) -> None:
     """Raise the limit of open files as far as the settings need and the process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_connections + _num_spare(settings)
@@ -531,13 +531,13 @@ def _raise_descriptor_limit(settings: ServeSettings) -> None:
 
 
 @asynccontextmanager
-async def serving(pool: Pool, settings: ServeSettings) -> AsyncIterator[str]:
+async def serving(pool: Pool, settings: SandboxServeSettings) -> AsyncIterator[str]:
     """Serve a pool until the context is left; yield the URL.
 
     Raises:
         SandboxUnavailable: the address cannot be bound.
     """
-    async with App(pool, settings) as app:
+    async with SandboxService(pool, settings) as app:
         runner = web.AppRunner(
             app.build(),
             handler_cancellation=True,
@@ -556,7 +556,7 @@ async def serving(pool: Pool, settings: ServeSettings) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _listening(doors: Doors, settings: ServeSettings) -> AsyncIterator[str]:
+async def _listening(doors: Doors, settings: SandboxServeSettings) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     try:
         server = await loop.create_server(
@@ -573,7 +573,7 @@ async def _listening(doors: Doors, settings: ServeSettings) -> AsyncIterator[str
         server.close()
 
 
-async def serve(settings: ServeSettings) -> None:
+async def serve(settings: SandboxServeSettings) -> None:
     """Run the service until cancelled; print a line on stdout when it is ready."""
     async with (
         Pool(settings.pool, on_progress=partial(print, file=sys.stderr, flush=True)) as pool,
@@ -588,7 +588,7 @@ async def serve(settings: ServeSettings) -> None:
         await anyio.sleep_forever()  # no deadline: serves until it is stopped
 
 
-async def _until_signal(settings: ServeSettings) -> int:
+async def _until_signal(settings: SandboxServeSettings) -> int:
     status = 0
     async with anyio.create_task_group() as group:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -600,7 +600,7 @@ async def _until_signal(settings: ServeSettings) -> int:
     return status
 
 
-def load(arguments: list[str]) -> ServeSettings:
+def load(arguments: list[str]) -> SandboxServeSettings:
     """Load settings from flags, key=value and the environment.
 
     Exits the process for --help and for unknown flags.
@@ -616,7 +616,7 @@ def load(arguments: list[str]) -> ServeSettings:
         is_pair = "=" in argument and not argument.startswith("-") and not is_value
         flags.append(f"--{argument}" if is_pair else argument)
     try:
-        return ServeSettings(_cli_settings_source=flags_of(ServeSettings)(args=flags))
+        return SandboxServeSettings(_cli_settings_source=flags_of(SandboxServeSettings)(args=flags))
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"]))

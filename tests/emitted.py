@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agentloop.agent.tool_stream import decode_call
-from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Trajectory, Turn
+from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 
 any_text = st.text(st.characters())  # also half of a surrogate pair
 huge_integers = st.integers(1, 4300).flatmap(lambda num: st.integers(-(10**num) + 1, 10**num - 1))
@@ -54,7 +54,7 @@ def rollout(raw: str) -> dict[str, Any]:
     """A trajectory whose only call is this one, as it is written down."""
     name, arguments, error = decode_call(raw)
     call = ToolCall("c", name, arguments, raw, 0, 1, error)
-    result = ToolResult("c", name, CallStatus.OK, error or raw, 0, 0, 1)
+    result = ToolResult("c", name, ToolCallStatus.OK, error or raw, 0, 0, 1)
     return Trajectory("t", [1], [Turn([1], [-0.5], calls=[call], results=[result])]).to_dict()
 
 

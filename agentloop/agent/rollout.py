@@ -45,10 +45,10 @@ from agentloop.inference.router import Generation
 from agentloop.inference.sglang import Chunk, Sampling
 from agentloop.plain_json import valid_text
 from agentloop.trajectory import (
-    CallStatus,
     Message,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -261,7 +261,7 @@ class Rollout:
                 raise _InfrastructureFailure("the token stream ended before the turn was complete")
             if turn.end is TurnEnd.LENGTH:
                 return StopReason.TOKEN_BUDGET
-            if any(result.status is CallStatus.CALLER for result in turn.results):
+            if any(result.status is ToolCallStatus.CALLER for result in turn.results):
                 return StopReason.CALLER_TOOLS
             if self._speech.stopped:
                 return StopReason.STOP_SEQUENCE
@@ -352,7 +352,7 @@ class Rollout:
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
     ) -> None:
         if call.error is not None:
-            output = ToolOutput(CallStatus.MALFORMED, f"[malformed tool call] {call.error}")
+            output = ToolOutput(ToolCallStatus.MALFORMED, f"[malformed tool call] {call.error}")
         else:
             output = await self._tools.run(call.name, call.arguments)
         started_s = dispatched_s
@@ -365,7 +365,7 @@ class Rollout:
         )
         results[call.id] = result
         self.emit(CallFinished(self.id, index, result))
-        if output.status is CallStatus.INFRASTRUCTURE:
+        if output.status is ToolCallStatus.INFRASTRUCTURE:
             raise _InfrastructureFailure(f"{call.name}: {output.content}")
 
     def _observation_of(self, turn: Turn) -> list[int]:

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import anyio
 
 from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
-from agentloop.trajectory import CallStatus
+from agentloop.trajectory import ToolCallStatus
 from sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
-from sandbox import CallStatus as SandboxStatus
+from sandbox import ToolCallStatus as SandboxStatus
 
 __all__ = ["JupyterCode", "PythonCode", "describe"]
 
@@ -109,7 +109,7 @@ class JupyterCode:
 
 def _unavailable_notebook(why: str) -> RunTool:
     async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
-        return ToolOutput(CallStatus.INFRASTRUCTURE, f"no notebook: {why}")
+        return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"no notebook: {why}")
 
     return run
 
@@ -143,10 +143,10 @@ class _Notebook:
     def _lost(self, error: SessionLost) -> ToolOutput:
         """Return the output of a cell that did not run because its process had already ended."""
         if error.by is not LostBy.PROGRAM:  # the model's state is lost, so the rollout must end
-            return ToolOutput(CallStatus.INFRASTRUCTURE, f"the notebook was lost: {error}")
+            return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"the notebook was lost: {error}")
         self._ended = True
         text = "[error] this cell did not run: code of an earlier cell has ended the process"
-        return ToolOutput(CallStatus.ERROR, text + _RESTARTED)
+        return ToolOutput(ToolCallStatus.ERROR, text + _RESTARTED)
 
 
 def describe(result: CallResult) -> str:
@@ -188,8 +188,8 @@ def _ending(result: CallResult) -> str:
 def _output(result: CallResult) -> ToolOutput:
     started_s = None if result.started_ns is None else result.started_ns / 1e9
     if result.status.infrastructure:
-        return ToolOutput(CallStatus.INFRASTRUCTURE, describe(result), started_s)
-    return ToolOutput(CallStatus(result.status.value), describe(result), started_s)
+        return ToolOutput(ToolCallStatus.INFRASTRUCTURE, describe(result), started_s)
+    return ToolOutput(ToolCallStatus(result.status.value), describe(result), started_s)
 
 
 def _argument_error(
@@ -205,4 +205,4 @@ def _argument_error(
         if sum(len(value.encode(errors="replace")) for value in arguments.values()) <= max_code:
             return None
         problems.append(f"{required}: longer than {max_code} bytes")
-    return ToolOutput(CallStatus.BAD_ARGUMENTS, f"[bad arguments] {'; '.join(problems)}")
+    return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, f"[bad arguments] {'; '.join(problems)}")

@@ -23,7 +23,7 @@ import pydantic
 
 from agentloop.errors import RequestError
 from agentloop.plain_json import dumps
-from agentloop.trajectory import CallStatus
+from agentloop.trajectory import ToolCallStatus
 
 __all__ = [
     "CallerTool",
@@ -47,7 +47,7 @@ ToolFunction = Callable[..., Any]
 class ToolOutput:
     """The result of a call. `started_s` is `time.monotonic()` when the tool began to run."""
 
-    status: CallStatus
+    status: ToolCallStatus
     content: str
     started_s: float | None = None
 
@@ -121,7 +121,7 @@ class FunctionTool:
         try:
             model = self._arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
-            return ToolOutput(CallStatus.BAD_ARGUMENTS, f"[bad arguments] {_explain(error)}")
+            return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, f"[bad arguments] {_explain(error)}")
         kwargs = {
             str(f.alias): getattr(model, name) for name, f in type(model).model_fields.items()
         }
@@ -135,15 +135,15 @@ class FunctionTool:
                     value = await _in_daemon_thread(call, self.MAX_THREADS)
                 if inspect.isawaitable(value):  # an async function behind a synchronous wrapper
                     value = await value
-                return ToolOutput(CallStatus.OK, _as_text(value), started_s)
+                return ToolOutput(ToolCallStatus.OK, _as_text(value), started_s)
             except (Exception, SystemExit) as error:  # shown to the model, whatever it is
-                return ToolOutput(CallStatus.ERROR, _as_error(error), started_s)
+                return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
             except asyncio.CancelledError as error:
                 if _cancelled_from_outside():
                     raise
-                return ToolOutput(CallStatus.ERROR, _as_error(error), started_s)
+                return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
         text = f"[timeout] stopped after {self.timeout_s:g} s"
-        return ToolOutput(CallStatus.TIMEOUT, text, started_s)
+        return ToolOutput(ToolCallStatus.TIMEOUT, text, started_s)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class CallerTool:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RunTool]:
         async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
-            return ToolOutput(CallStatus.CALLER, "")
+            return ToolOutput(ToolCallStatus.CALLER, "")
 
         yield run
 
@@ -224,11 +224,11 @@ class Tools:
     async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
         """Run one call; report mistakes of the model and of the tool in the output."""
         if name not in self._tools and self._run_by_caller:
-            return ToolOutput(CallStatus.CALLER, "")  # the caller handles unknown names itself
+            return ToolOutput(ToolCallStatus.CALLER, "")  # the caller handles unknown names itself
         if name not in self._tools:
             known = ", ".join(self._tools) or "none"
             text = f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
-            return ToolOutput(CallStatus.UNKNOWN_TOOL, text)
+            return ToolOutput(ToolCallStatus.UNKNOWN_TOOL, text)
         while True:
             opened = self._opened.get(name) or await self._open(name)
             try:

@@ -8,22 +8,22 @@ from typing import Annotated, Any, Literal, NotRequired
 import pydantic
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from agentloop.trajectory import CallStatus, StopReason, Trajectory
+from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
 __all__ = [
     "AskedCall",
-    "Chunk",
-    "Completion",
+    "ChatCompletion",
+    "ChatCompletionChunk",
     "ErrorBody",
     "ExecutedCall",
-    "FunctionTool",
-    "Health",
+    "HealthStatus",
     "InputMessage",
     "Logprobs",
     "Model",
     "ModelList",
     "RolloutLine",
     "TokenLogprob",
+    "ToolDefinition",
     "Usage",
     "UsageChunk",
 ]
@@ -85,7 +85,7 @@ class FunctionSchema(_Open):
     strict: NotRequired[bool | None]
 
 
-class FunctionTool(_Open):
+class ToolDefinition(_Open):
     """A tool that the caller runs. Names must be unique within a request."""
 
     type: Literal["function"]
@@ -112,7 +112,7 @@ class AskedCall(_Answer):
 class ExecutedCall(AskedCall):
     """A tool call that the agent has run itself."""
 
-    status: CallStatus
+    status: ToolCallStatus
     output: str
     duration_s: float
 
@@ -155,7 +155,7 @@ class Logprobs(_Answer):
     refusal: None
 
 
-class Choice(_Answer):
+class ChatChoice(_Answer):
     index: int
     message: AnswerMessage
     logprobs: NotRequired[Logprobs]
@@ -179,12 +179,12 @@ class Usage(_Answer):
     total_tokens: int
 
 
-class Completion(_Answer):
+class ChatCompletion(_Answer):
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: Usage
 
 
@@ -212,13 +212,13 @@ class Frame(_Answer):
     model: str
 
 
-class Chunk(Frame):
+class ChatCompletionChunk(Frame):
     """A chunk of a streamed completion."""
 
     choices: list[ChunkChoice]
 
 
-class UsageChunk(Chunk):
+class UsageChunk(ChatCompletionChunk):
     """The last chunk, if it was requested; it has no choices."""
 
     usage: Usage
@@ -260,7 +260,7 @@ class ServerCount(_Answer):
     all: int
 
 
-class Health(_Answer):
+class HealthStatus(_Answer):
     status: str
     servers: ServerCount
 

@@ -12,7 +12,7 @@ import sandbox.guard
 from agentloop.api.openai import error_body
 from sandbox.guard import OPEN_PATHS, is_loopback
 
-__all__ = ["Guard", "ServeSettings"]
+__all__ = ["ApiGuard", "ServeSettings"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,7 +67,7 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path in ("/", "/health") or path.startswith("/page/")
 
 
-class Guard(sandbox.guard.Guard):
+class ApiGuard(sandbox.guard.Guard):
     """Checks each request before it reaches a handler; refuses it in OpenAI's error format."""
 
     def __init__(self, settings: ServeSettings) -> None:

@@ -19,10 +19,10 @@ from agentloop.api.bodies import (
     AnswerMessage,
     AskedCall,
     AskedCallPiece,
-    Choice,
-    Chunk,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
     ChunkChoice,
-    Completion,
     Delta,
     ErrorBody,
     ExecutedCall,
@@ -127,7 +127,7 @@ class ChunkWriter:
         self._is_sampled = False
         self._num_tokens = 0
 
-    def feed(self, event: Event) -> Iterator[Chunk]:
+    def feed(self, event: Event) -> Iterator[ChatCompletionChunk]:
         match event:
             case RolloutStarted(record=record):
                 self._record = record
@@ -152,7 +152,7 @@ class ChunkWriter:
                 yield from map(self._text_chunk, self._speech.end_turn())
                 self._begin_turn()
 
-    def last(self, trajectory: Trajectory) -> Chunk:
+    def last(self, trajectory: Trajectory) -> ChatCompletionChunk:
         chunk = self._chunk({})
         for choice in chunk["choices"]:
             choice["finish_reason"] = _finish_reason(trajectory)
@@ -166,7 +166,7 @@ class ChunkWriter:
         assert self._record is not None
         return self._record.turns[index]
 
-    def _executed_calls(self) -> Iterator[Chunk]:
+    def _executed_calls(self) -> Iterator[ChatCompletionChunk]:
         while self._is_sampled and self._calls and self._calls[0].id in self._results:
             call = self._calls.pop(0)
             executed = _executed(call, self._results[call.id])
@@ -187,13 +187,13 @@ class ChunkWriter:
                 }
             )
 
-    def _text_chunk(self, piece: tuple[Channel, str]) -> Chunk:
+    def _text_chunk(self, piece: tuple[Channel, str]) -> ChatCompletionChunk:
         channel, text = piece
         if channel is Channel.CONTENT:
             return self._chunk({"content": text})
         return self._chunk({"reasoning_content": text})
 
-    def _chunk(self, delta: Delta) -> Chunk:
+    def _chunk(self, delta: Delta) -> ChatCompletionChunk:
         choice: ChunkChoice = {"index": self._index, "delta": delta, "finish_reason": None}
         if self._logprobs:
             choice["logprobs"] = {"content": self._logprobs, "refusal": None}
@@ -215,7 +215,7 @@ def events_of(trajectory: Trajectory) -> Iterator[Event]:
         yield TurnFinished(key, index, turn)
 
 
-def completion(choices: Sequence[tuple[ChunkWriter, Trajectory]]) -> Completion:
+def completion(choices: Sequence[tuple[ChunkWriter, Trajectory]]) -> ChatCompletion:
     """Return the response to a request without streaming: the chunks of a stream, joined."""
     frame = choices[0][0].frame
     return {
@@ -228,7 +228,7 @@ def completion(choices: Sequence[tuple[ChunkWriter, Trajectory]]) -> Completion:
     }
 
 
-def _choice(writer: ChunkWriter, trajectory: Trajectory) -> Choice:
+def _choice(writer: ChunkWriter, trajectory: Trajectory) -> ChatChoice:
     chunks = [chunk for event in events_of(trajectory) for chunk in writer.feed(event)]
     pieces = [piece for chunk in [*chunks, writer.last(trajectory)] for piece in chunk["choices"]]
     deltas = [piece["delta"] for piece in pieces]
@@ -247,7 +247,7 @@ def _choice(writer: ChunkWriter, trajectory: Trajectory) -> Choice:
     if to_run:
         message["tool_calls"] = to_run
         message["content"] = content or None
-    choice: Choice = {
+    choice: ChatChoice = {
         "index": pieces[-1]["index"],
         "message": message,
         "finish_reason": _finish_reason(trajectory),

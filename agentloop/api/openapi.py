@@ -17,10 +17,10 @@ import pydantic
 from pydantic.json_schema import GenerateJsonSchema
 
 from agentloop.api.bodies import (
-    Chunk,
-    Completion,
+    ChatCompletion,
+    ChatCompletionChunk,
     ErrorBody,
-    Health,
+    HealthStatus,
     Model,
     ModelList,
     RolloutLine,
@@ -107,11 +107,11 @@ def service(*, rollouts: type[pydantic.BaseModel], waits: Any) -> list[Operation
         waits: Type of the response body of `GET /v1/waits`.
     """
     asking = {400: _BAD, 408: _LATE, 413: _LARGE, 503: _FAILED}
-    events = (Chunk, UsageChunk, ErrorBody)
+    events = (ChatCompletionChunk, UsageChunk, ErrorBody)
     answered = Answer(
         "The answer, with `stream` as it is generated. An error after the status was "
         "response_types is the last event.",
-        (Body((Completion,)), Body(events, "text/event-stream", ends_with="[DONE]")),
+        (Body((ChatCompletion,)), Body(events, "text/event-stream", ends_with="[DONE]")),
     )
     lines = Answer(
         "Trajectories, type_ response_types when it ends.",
@@ -152,8 +152,8 @@ def service(*, rollouts: type[pydantic.BaseModel], waits: Any) -> list[Operation
                 path,
                 "Check the service's health",
                 {
-                    200: _answer("At least one inference server is healthy.", Health),
-                    503: _answer("No inference server is healthy.", Health),
+                    200: _answer("At least one inference server is healthy.", HealthStatus),
+                    503: _answer("No inference server is healthy.", HealthStatus),
                 },
                 is_open=True,
             )

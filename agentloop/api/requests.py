@@ -18,7 +18,7 @@ import pydantic_core
 from pydantic_core import ErrorDetails
 
 from agentloop.agent.rollout import TurnOptions
-from agentloop.api.bodies import FunctionTool, InputMessage
+from agentloop.api.bodies import InputMessage, ToolDefinition
 from agentloop.errors import RequestError, Unsupported
 
 __all__ = ["UNSUPPORTED", "ChatRequest", "parse"]
@@ -132,7 +132,7 @@ class ChatRequest(pydantic.BaseModel):
     stop: _StopSequence | Annotated[list[_StopSequence], pydantic.Field(max_length=4)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
-    tools: list[FunctionTool] | None = None
+    tools: list[ToolDefinition] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     ignore_eos: bool | None = None

@@ -1,11 +1,11 @@
-"""Sample with our own agent loop: rollouts with tools on our servers."""
+"""EvaluatedSample with our own agent loop: rollouts with tools on our servers."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from agentloop.evaluation.loop import Sample
+from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.groups.tasks import Task
 from agentloop.trajectory import Trajectory
 
@@ -29,6 +29,6 @@ class Agent:
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
-    ) -> Sequence[Sample]:
+    ) -> Sequence[EvaluatedSample]:
         trajectories = await self.run_group(task.prompt, size=size, name=name, at_gate=at_gate)
-        return [Sample(trajectory) for trajectory in trajectories]
+        return [EvaluatedSample(trajectory) for trajectory in trajectories]

@@ -1,4 +1,4 @@
-"""Sample any endpoint with OpenAI's chat completions API, for comparison.
+"""EvaluatedSample any endpoint with OpenAI's chat completions API, for comparison.
 
 The endpoint gets the same prompts, sampling settings and token budget as our own agent loop, but no
 tools; it may run its own. One request is one sample. Requests to an endpoint that is busy, failing
@@ -22,14 +22,14 @@ import pydantic
 
 from agentloop.agent.channels import answer_in
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
-from agentloop.evaluation.loop import Sample
+from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
 from agentloop.groups.tasks import Task
 from agentloop.inference.sglang import Sampling
 from agentloop.plain_json import ValidText, loads
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 
-__all__ = ["Completion", "Endpoint", "EndpointSettings", "delay_s", "parse_completion"]
+__all__ = ["Endpoint", "EndpointCompletion", "EndpointSettings", "delay_s", "parse_completion"]
 
 _BUSY = (408, 409, 425, 429)
 _SEEDS = 1 << 31  # some endpoints accept no larger seeds
@@ -109,7 +109,7 @@ class _Body(pydantic.BaseModel):
     usage: _Usage | None = None
 
 
-class Completion(pydantic.BaseModel):
+class EndpointCompletion(pydantic.BaseModel):
     """An endpoint's answer; `text` includes its reasoning in <think>...</think>, as in our loop."""
 
     text: str
@@ -117,7 +117,7 @@ class Completion(pydantic.BaseModel):
     num_tokens: int | None
 
 
-def parse_completion(body: bytes) -> Completion:
+def parse_completion(body: bytes) -> EndpointCompletion:
     """Parse a response body.
 
     Raises:
@@ -132,7 +132,7 @@ def parse_completion(body: bytes) -> Completion:
     said = choice.message
     reasoning = said.reasoning_content or said.reasoning
     text = f"<think>{reasoning}</think>\n{said.content or ''}" if reasoning else said.content or ""
-    return Completion(
+    return EndpointCompletion(
         text=text,
         stop_reason=_stop_reason(choice),
         num_tokens=found.usage.completion_tokens if found.usage else None,
@@ -224,14 +224,14 @@ class Endpoint:
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
-    ) -> Sequence[Sample]:
+    ) -> Sequence[EvaluatedSample]:
         """Return samples as `Sampler.group` does.
 
         Raises:
             SettingsError: The endpoint refuses all requests.
             RequestError: The endpoint rejects the task.
         """
-        samples: dict[int, Sample] = {}
+        samples: dict[int, EvaluatedSample] = {}
         messages: Sequence[Message] = (
             [{"role": "user", "content": task.prompt}]
             if isinstance(task.prompt, str)
@@ -253,7 +253,7 @@ class Endpoint:
 
     async def _sample(
         self, group: str, index: int, messages: Sequence[Message], sampling: Sampling
-    ) -> Sample:
+    ) -> EvaluatedSample:
         body = self._body(messages, sampling)
         async with self._slots:  # no deadline: each request has one
             trajectory = Trajectory(f"{group}.{index}", [], created_unix_s=time.time())
@@ -264,7 +264,7 @@ class Endpoint:
                 self._emit(RolloutAbandoned(trajectory.id))
                 raise
             self._emit(RolloutFinished(trajectory.id, trajectory, num_tokens))
-        return Sample(trajectory, num_tokens)
+        return EvaluatedSample(trajectory, num_tokens)
 
     async def _record(self, trajectory: Trajectory, body: bytes) -> int | None:
         """Send a request, store the answer in `trajectory` and return its token count, if known."""
@@ -313,7 +313,7 @@ class Endpoint:
         except TypeError as error:  # for example a lone surrogate
             raise RequestError(f"messages: they cannot be encoded: {error}") from error
 
-    async def _request_with_retries(self, id: str, body: bytes) -> Completion:
+    async def _request_with_retries(self, id: str, body: bytes) -> EndpointCompletion:
         """Send a request, retrying it up to `max_tries` times.
 
         Raises:

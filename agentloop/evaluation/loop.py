@@ -1,4 +1,4 @@
-"""Sample each task k times, score the samples and write them to disk.
+"""EvaluatedSample each task k times, score the samples and write them to disk.
 
     tasks ──capacity──> k samples ──> rewards ──> a file per task ──> a line of metrics
                           ▲              │
@@ -26,14 +26,14 @@ from agentloop.errors import DataError, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
 from agentloop.groups.feed import finished_groups
-from agentloop.groups.reward import Reward, Scorer
-from agentloop.groups.roc import Dropped
+from agentloop.groups.reward import Grader, Reward
+from agentloop.groups.roc import DropReason
 from agentloop.groups.tasks import Task
 from agentloop.training.figures import about, of_rollout
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Evaluation", "EvaluationSettings", "Outcome", "Sample", "Sampler"]
+__all__ = ["EvaluatedSample", "Evaluation", "EvaluationSettings", "Outcome", "Sampler"]
 
 _OUTCOMES = "outcomes.jsonl"
 Row = dict[str, Any]
@@ -81,7 +81,7 @@ class EvaluationSettings(pydantic.BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class EvaluatedSample:
     """A rollout, or an answer of an endpoint.
 
     Attributes:
@@ -101,7 +101,7 @@ class Sampler(Protocol):
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
-    ) -> Sequence[Sample]:
+    ) -> Sequence[EvaluatedSample]:
         """Return `size` samples of a task, including failed ones.
 
         Args:
@@ -182,8 +182,8 @@ class Evaluation:
         """
         await anyio.to_thread.run_sync(self._load_results)
 
-    async def run(self, sampler: Sampler, scorer: Scorer) -> None:
-        """Sample and score the tasks that are not done.
+    async def run(self, sampler: Sampler, scorer: Grader) -> None:
+        """EvaluatedSample and score the tasks that are not done.
 
         Raises:
             RequestError: No task could be sampled.
@@ -243,7 +243,7 @@ class Evaluation:
                     outcome.number = number
 
     async def _sample(
-        self, sampler: Sampler, scorer: Scorer, outcome: Outcome, at_gate: Callable[[], None]
+        self, sampler: Sampler, scorer: Grader, outcome: Outcome, at_gate: Callable[[], None]
     ) -> Sequence[Trajectory]:
         rows: list[Row | None] = [None] * self._settings.num_samples
         if outcome.rollouts:
@@ -267,13 +267,13 @@ class Evaluation:
     async def _sample_group(
         self,
         sampler: Sampler,
-        scorer: Scorer,
+        scorer: Grader,
         outcome: Outcome,
         indexes: Sequence[int],
         attempt: int,
         at_gate: Callable[[], None],
     ) -> list[Row]:
-        """Sample and score the given samples of a task."""
+        """EvaluatedSample and score the given samples of a task."""
         task, number = outcome.task, outcome.number
         # A name of its own, so that the seeds of all samples differ.
         name = f"{number}-again-{attempt}-{task.id}" if attempt else f"{number}-{task.id}"
@@ -292,7 +292,9 @@ class Evaluation:
         common = {"group": number, "version": None, "attempt": attempt}
         return await anyio.to_thread.run_sync(_rows, common, task, samples, rewards)
 
-    async def _score(self, scorer: Scorer, samples: Sequence[Sample], task: Task) -> list[Reward]:
+    async def _score(
+        self, scorer: Grader, samples: Sequence[EvaluatedSample], task: Task
+    ) -> list[Reward]:
         rewards: dict[int, Reward] = {}
 
         async def score(index: int) -> None:
@@ -330,7 +332,7 @@ def _nothing() -> None:
 
 
 def _rows(
-    common: Row, task: Task, samples: Sequence[Sample], rewards: Sequence[Reward]
+    common: Row, task: Task, samples: Sequence[EvaluatedSample], rewards: Sequence[Reward]
 ) -> list[Row]:
     """Return rows like those of a training run (agentloop/training/rollouts.py)."""
     return [
@@ -342,7 +344,7 @@ def _rows(
             "answer": reward.answer,
             "reason": reward.reason,
             "advantage": None,
-            "dropped": Dropped.INFRASTRUCTURE if reward.value is None else None,
+            "dropped": DropReason.INFRASTRUCTURE if reward.value is None else None,
             "figures": _sample_metrics(sample, reward),
             "trajectory": sample.trajectory.to_dict(),
         }
@@ -350,7 +352,7 @@ def _rows(
     ]
 
 
-def _sample_metrics(sample: Sample, reward: Reward) -> Row:
+def _sample_metrics(sample: EvaluatedSample, reward: Reward) -> Row:
     trajectory = sample.trajectory
     figures = of_rollout(trajectory, reward.value)
     figures["versions"] = sorted({span.version for turn in trajectory for span in turn.versions})

@@ -31,7 +31,7 @@ from agentloop.errors import SettingsError
 from agentloop.groups.tasks import Task
 from agentloop.plain_json import dumps, loads
 
-__all__ = ["Group", "GroupQueue", "Lease"]
+__all__ = ["GroupQueue", "Lease", "QueuedGroup"]
 
 _FORMAT = 1
 _SCHEMA = f"""
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class QueuedGroup:
     """An admitted task.
 
     Attributes:
@@ -92,10 +92,10 @@ class Lease:
     """
 
     step: int
-    groups: Sequence[Group]
+    groups: Sequence[QueuedGroup]
     notes: Mapping[str, Any]
     result: Mapping[str, Any] | None
-    replaced: Sequence[Group] = ()
+    replaced: Sequence[QueuedGroup] = ()
 
 
 class GroupQueue:
@@ -131,15 +131,15 @@ class GroupQueue:
         """Total size of the files of groups that are finished but not leased."""
         return self._num_bytes
 
-    async def admit(self, task: Task, *, version: int, cursor: Mapping[str, Any]) -> Group:
+    async def admit(self, task: Task, *, version: int, cursor: Mapping[str, Any]) -> QueuedGroup:
         """Admit the next group and record `cursor`, the position of the task source after it."""
 
-        def work(db: sqlite3.Connection) -> Group:
+        def work(db: sqlite3.Connection) -> QueuedGroup:
             row = (_json(asdict(task)), version)
             found = db.execute("INSERT INTO groups (task, version) VALUES (?, ?)", row).lastrowid
             _note(db, "cursor", cursor)
             assert found is not None
-            return Group(found, task, version)
+            return QueuedGroup(found, task, version)
 
         return await self._transaction(work)
 
@@ -306,11 +306,11 @@ class GroupQueue:
         await self._transaction(work)
         self._num_bytes = 0
 
-    async def open_groups(self) -> list[Group]:
+    async def open_groups(self) -> list[QueuedGroup]:
         """Return the groups to roll out after a restart: neither finished nor given back."""
         return await self._transaction(lambda db: _groups(db, "state = 'open' ORDER BY number", ()))
 
-    async def finished_groups(self) -> list[Group]:
+    async def finished_groups(self) -> list[QueuedGroup]:
         """Return the groups that are finished and not in a batch."""
         return await self._transaction(
             lambda db: _groups(db, "state = 'finished' ORDER BY number", ())
@@ -414,11 +414,11 @@ def _json(value: Any) -> str:
     return dumps(value).decode()
 
 
-def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Group]:
+def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[QueuedGroup]:
     columns = "number, task, version, path, num_bytes, figures"
     found = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
-        Group(number, Task(**loads(task)), version, path, num_bytes, loads(figures))
+        QueuedGroup(number, Task(**loads(task)), version, path, num_bytes, loads(figures))
         for number, task, version, path, num_bytes, figures in found
     ]
 

@@ -33,7 +33,7 @@ from agentloop.groups.tasks import Task
 from agentloop.trajectory import StopReason, Trajectory
 from sandbox import Pool
 
-__all__ = ["Reward", "RewardFunction", "RewardSettings", "Scorer"]
+__all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings"]
 
 _VERIFIED = "agentloop.groups.math_check:verified"
 _MAX_ANSWER_CHARS = 4000
@@ -96,8 +96,8 @@ class RewardSettings(pydantic.BaseModel):
         return function
 
 
-class Scorer:
-    """Scores rollouts. Use as `async with Scorer(...) as scorer`."""
+class Grader:
+    """Scores rollouts. Use as `async with Grader(...) as scorer`."""
 
     def __init__(
         self,

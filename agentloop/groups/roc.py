@@ -26,7 +26,7 @@ rounded; a side at or below its floor gets its floor and the other side the rest
 the smallest penalties and the first negatives are kept. p_format is also 1 if the <answer> and
 </answer> tags of the whole response do not alternate. It differs from that code in four ways:
 
-    failed calls  are recognised by their `CallStatus`, not by the word "error" in the output
+    failed calls  are recognised by their `ToolCallStatus`, not by the word "error" in the output
     turns         all count; the published code leaves out the first, and a last one that was cut
                   off (to reproduce its penalties, pass traces with fewer turns)
     answer tags   count in the model's turns only, not in tool responses
@@ -48,14 +48,14 @@ from typing import Literal, Self
 import pydantic
 
 from agentloop.groups.answers import tagged
-from agentloop.trajectory import CallStatus, Trajectory
+from agentloop.trajectory import ToolCallStatus, Trajectory
 
 __all__ = [
     "MIN_PENALTY",
-    "Choice",
-    "Dropped",
+    "DropReason",
     "Rejected",
     "RocSettings",
+    "Selection",
     "Trace",
     "penalty",
     "quotas",
@@ -145,7 +145,7 @@ class Trace:
     @classmethod
     def of(cls, trajectory: Trajectory, reward: float | None) -> Self:
         """Build a trace; calls that were cancelled or lost to the infrastructure do not count."""
-        excluded = (CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE)
+        excluded = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
         statuses = [result.status for result in trajectory.results if result.status not in excluded]
         return cls(
             reward=None if trajectory.stop_reason.infrastructure else reward,
@@ -164,7 +164,7 @@ class Rejected(StrEnum):
     TOO_FEW = "too_few"
 
 
-class Dropped(StrEnum):
+class DropReason(StrEnum):
     """Reason why a rollout was not kept."""
 
     INFRASTRUCTURE = "infrastructure"  # no reward
@@ -174,7 +174,7 @@ class Dropped(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Selection:
     """The rollouts kept of a group. Each index into the traces is either kept or dropped.
 
     Attributes:
@@ -183,12 +183,12 @@ class Choice:
     """
 
     kept: list[int]
-    dropped: dict[int, Dropped]
+    dropped: dict[int, DropReason]
     rejected: Rejected | None
     penalties: list[float]
 
 
-def resample(traces: Sequence[Trace], settings: RocSettings, rng: Random) -> Choice:
+def resample(traces: Sequence[Trace], settings: RocSettings, rng: Random) -> Selection:
     """Choose the rollouts to train on; deterministic for the same state of `rng`."""
     penalties = [penalty(trace, settings) for trace in traces]
     scored = [index for index, trace in enumerate(traces) if trace.reward is not None]
@@ -212,7 +212,7 @@ def resample(traces: Sequence[Trace], settings: RocSettings, rng: Random) -> Cho
         for index, trace in enumerate(traces)
         if index not in kept
     }
-    return Choice(sorted(kept), dropped, rejected, penalties)
+    return Selection(sorted(kept), dropped, rejected, penalties)
 
 
 def penalty(trace: Trace, settings: RocSettings) -> float:
@@ -287,9 +287,9 @@ def _weighted_sample(
     return sorted(indexes, key=arrivals.__getitem__)[:count]
 
 
-def _why_dropped(trace: Trace, rejected: Rejected | None) -> Dropped:
+def _why_dropped(trace: Trace, rejected: Rejected | None) -> DropReason:
     if trace.reward is None:
-        return Dropped.INFRASTRUCTURE
+        return DropReason.INFRASTRUCTURE
     if rejected:
-        return Dropped.GROUP_REJECTED
-    return Dropped.POSITIVE if _is_correct(trace) else Dropped.NEGATIVE
+        return DropReason.GROUP_REJECTED
+    return DropReason.POSITIVE if _is_correct(trace) else DropReason.NEGATIVE

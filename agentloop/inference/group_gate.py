@@ -20,11 +20,11 @@ import anyio
 
 from agentloop.inference.admission import Admission
 
-__all__ = ["Group", "GroupGate"]
+__all__ = ["AdmittedGroup", "GroupGate"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AdmittedGroup:
     """A group that was admitted; `keys` are the names that its trajectories must have."""
 
     name: str
@@ -67,7 +67,7 @@ class GroupGate:
         await self._wait(_Waiting("the next task", size, 0, self._clock()))
 
     @asynccontextmanager
-    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[Group]:
+    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[AdmittedGroup]:
         """Keep a group in flight within this context; entering it waits until the group may start.
 
         Raises:
@@ -80,7 +80,7 @@ class GroupGate:
         try:
             await self._wait(_Waiting(name, size, num_prompt, self._clock(), keys))
             try:
-                yield Group(name, keys)
+                yield AdmittedGroup(name, keys)
             finally:
                 self._leave(keys)
         finally:

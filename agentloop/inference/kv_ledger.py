@@ -23,13 +23,13 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["KVLedger", "LengthPredictor", "Place", "Pool", "Report"]
+__all__ = ["DataParallelRank", "KVLedger", "KVPool", "LengthPredictor", "LoadReport"]
 
 _MAX_GROUPS = 4096  # groups whose lengths are remembered; beyond it the oldest are forgotten
 _FREED_TAU_S = 20.0  # time constant of the average rate at which capacity is freed
 
 
-class Place(NamedTuple):
+class DataParallelRank(NamedTuple):
     """A data-parallel rank of a server."""
 
     server: str
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     """The load that a rank reports (SGLang: an element of `loads` of GET /v1/loads).
 
     Attributes:
@@ -99,7 +99,7 @@ class LengthPredictor:
 class _Live:
     """A sequence that is being generated; `num_own` excludes its group's prompt."""
 
-    pool: Pool
+    pool: KVPool
     key: str
     group: str
     num_shared: int
@@ -118,10 +118,10 @@ class _Parked:
 
 
 @dataclass(slots=True)
-class Pool:
+class KVPool:
     """Accounting of one KV cache, in tokens. Only the ledger writes to it."""
 
-    place: Place
+    place: DataParallelRank
     capacity: int
     max_sequences: float = math.inf  # maximum batch size
     num_live: int = 0
@@ -133,7 +133,7 @@ class Pool:
     num_others: int = 0  # tokens in use besides ours, as reported
     num_strangers: int = 0  # requests besides ours, as reported
     num_retracted: int = 0
-    _report: Report | None = None
+    _report: LoadReport | None = None
     _reported_s: float = -math.inf
     _excess: tuple[int, int] = (0, 0)  # tokens and requests besides ours in the last report
     _confirmed: tuple[int, int] = (0, 0)  # minimum of the excess in the last two reports
@@ -192,15 +192,15 @@ class KVLedger:
             away_s: Time for which tokens are kept for a trajectory that runs a tool.
         """
         self.predictor = predictor or LengthPredictor()
-        self.pools: dict[Place, Pool] = {}
+        self.pools: dict[DataParallelRank, KVPool] = {}
         self._away_s = away_s
         self._report_ttl_s = report_ttl_s
         self._live: dict[str, _Live] = {}
-        self._homes: dict[str, Pool] = {}
+        self._homes: dict[str, KVPool] = {}
 
     # --- servers --------------------------------------------------------------------------------
 
-    def add(self, place: Place, capacity: int, max_sequences: float = math.inf) -> None:
+    def add(self, place: DataParallelRank, capacity: int, max_sequences: float = math.inf) -> None:
         """Add a pool with the `capacity` in tokens and the batch size that the server reports.
 
         Raises:
@@ -208,16 +208,16 @@ class KVLedger:
         """
         if place in self.pools:
             raise ValueError(f"{place} was already added")
-        self.pools[place] = Pool(place, capacity, max_sequences)
+        self.pools[place] = KVPool(place, capacity, max_sequences)
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: DataParallelRank) -> None:
         """Remove the pool of a retired or dead server, with all that it held."""
         pool = self.pools.pop(place)
         for sequence in pool._live:
             del self._live[sequence]
         self._homes = {key: home for key, home in self._homes.items() if home is not pool}
 
-    def flush(self, place: Place) -> None:
+    def flush(self, place: DataParallelRank) -> None:
         """Clear the prefix cache, as new weights do; live sequences are kept."""
         pool = self.pools[place]
         while pool._lru:
@@ -225,20 +225,20 @@ class KVLedger:
 
     # --- sequences ------------------------------------------------------------------------------
 
-    def need(self, pool: Pool, group: str, num_tokens: int, budget: int) -> int:
+    def need(self, pool: KVPool, group: str, num_tokens: int, budget: int) -> int:
         """Return the tokens that a turn needs here: its prompt, minus the siblings' part, and its
         growth."""
         growth = min(budget, self.predictor.remaining(group))
         return num_tokens - pool.num_shared(group) + growth
 
-    def fits(self, pool: Pool, need: int) -> bool:
+    def fits(self, pool: KVPool, need: int) -> bool:
         """Return whether there is room; an idle pool accepts whatever its capacity can hold."""
         return need <= pool.room or (not pool.num_sequences and need <= pool.capacity)
 
     def reserve(
         self,
         sequence: str,
-        place: Place,
+        place: DataParallelRank,
         num_tokens: int,
         budget: int,
         *,
@@ -343,13 +343,13 @@ class KVLedger:
             parked.wanted = False
             pool.num_wanted -= parked.num_tokens
 
-    def home(self, key: str) -> Pool | None:
+    def home(self, key: str) -> KVPool | None:
         """Return the pool of the trajectory's last turn."""
         return self._homes.get(key)
 
     # --- what servers say -----------------------------------------------------------------------
 
-    def report(self, place: Place, report: Report, now: float) -> int:
+    def report(self, place: DataParallelRank, report: LoadReport, now: float) -> int:
         """Correct the accounting by a server's report; return the requests retracted since the last
         one.
 
@@ -389,7 +389,7 @@ class KVLedger:
                     parked.wanted = False
                     pool.num_wanted -= parked.num_tokens
 
-    def reported_s(self, place: Place) -> float:
+    def reported_s(self, place: DataParallelRank) -> float:
         """Return when the last report with new content arrived."""
         return self.pools[place]._reported_s
 
@@ -415,23 +415,23 @@ class KVLedger:
                 pool.num_parked += prompt[0]
                 pool._lru[live.group, True] = _Parked(prompt[0], False)
 
-    def _unpark(self, pool: Pool, parked: _Parked) -> None:
+    def _unpark(self, pool: KVPool, parked: _Parked) -> None:
         pool.num_parked -= parked.num_tokens
         if parked.wanted:
             pool.num_wanted -= parked.num_tokens
 
-    def _evict(self, pool: Pool) -> None:
+    def _evict(self, pool: KVPool) -> None:
         """Evict the oldest parked tokens until the rest fits into the cache."""
         while pool._lru and pool.num_live + pool.num_parked + pool.num_others > pool.capacity:
             self._evict_one(pool)
 
-    def _evict_one(self, pool: Pool) -> None:
+    def _evict_one(self, pool: KVPool) -> None:
         (name, is_prompt), parked = pool._lru.popitem(last=False)
         self._unpark(pool, parked)
         if is_prompt:
             del pool.prompts[name]
 
-    def _fade(self, pool: Pool, now: float) -> None:
+    def _fade(self, pool: KVPool, now: float) -> None:
         """Weight the reported excess by the age of the report."""
         left = max(0.0, 1.0 - (now - pool._reported_s) / self._report_ttl_s)
         pool.num_others = math.ceil(pool._confirmed[0] * left)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pydantic
 
-from agentloop.inference.kv_ledger import KVLedger, Place, Pool
+from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, KVPool
 
 __all__ = ["POLICIES", "Ask", "Candidate", "Costs", "Decision", "Placement"]
 
@@ -76,7 +76,7 @@ class Candidate(NamedTuple):
     For a rank that has no room and is not the trajectory's own, costs are not computed and stay 0.
     """
 
-    place: Place
+    place: DataParallelRank
     fits: bool
     room: int
     need: int
@@ -97,7 +97,7 @@ class Candidate(NamedTuple):
 class Decision:
     """The chosen rank and the reason; with `place` None, the request waits."""
 
-    place: Place | None
+    place: DataParallelRank | None
     policy: str
     why: str
     seen: Sequence[tuple[Any, ...]] = field(repr=False)  # fields of `Candidate`, built on demand
@@ -151,12 +151,12 @@ class Placement:
         self.patience_s = patience_s
         self.costs = costs or Costs()
         self.random = random.Random(seed)
-        self.homes: dict[str, Place] = {}  # by key or group, for policies that pin them
+        self.homes: dict[str, DataParallelRank] = {}  # by key or group, for policies that pin them
         self.count = 0
         self._choose = POLICIES[policy]
 
     def choose(
-        self, ask: Ask, places: Sequence[Place], *, now: float, waited_s: float = 0.0
+        self, ask: Ask, places: Sequence[DataParallelRank], *, now: float, waited_s: float = 0.0
     ) -> Decision:
         """Choose one of `places`, the ranks that accept `ask`, which has waited for `waited_s`."""
         if not places:
@@ -168,12 +168,12 @@ class Placement:
         """Forget a trajectory, or a group, that has ended."""
         self.homes.pop(key, None)
 
-    def any_of(self, pools: Sequence[Pool]) -> Pool:
+    def any_of(self, pools: Sequence[KVPool]) -> KVPool:
         """Return a random one: otherwise every idle start would go to the first."""
         return pools[0] if len(pools) == 1 else self.random.choice(pools)
 
 
-def _candidate(ask: Ask, pool: Pool) -> Candidate:
+def _candidate(ask: Ask, pool: KVPool) -> Candidate:
     """Return a candidate without costs, for policies that only count."""
     need = ask.num_tokens - pool.num_shared(ask.group)
     cached = min(ask.num_tokens, pool.num_cached(ask.key, ask.group))
@@ -181,19 +181,19 @@ def _candidate(ask: Ask, pool: Pool) -> Candidate:
 
 
 def _decide(
-    placement: Placement, ask: Ask, pool: Pool, considered: Sequence[Pool], why: str
+    placement: Placement, ask: Ask, pool: KVPool, considered: Sequence[KVPool], why: str
 ) -> Decision:
     candidates = tuple(_candidate(ask, other) for other in considered)
     return Decision(pool.place, placement.policy, why, candidates)
 
 
-def _fewest(placement: Placement, pools: Sequence[Pool]) -> Pool:
+def _fewest(placement: Placement, pools: Sequence[KVPool]) -> KVPool:
     fewest = min(pool.num_sequences for pool in pools)
     return placement.any_of([pool for pool in pools if pool.num_sequences == fewest])
 
 
 def _static(
-    placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
+    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
 ) -> Decision:
     """Assign each group to a server when it starts, permanently and in equal shares."""
     name = ask.group or ask.key
@@ -207,7 +207,7 @@ def _static(
 
 
 def _round_robin(
-    placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
+    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
 ) -> Decision:
     pool = pools[placement.count % len(pools)]
     placement.count += 1
@@ -215,14 +215,14 @@ def _round_robin(
 
 
 def _least_requests(
-    placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
+    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
 ) -> Decision:
     pool = _fewest(placement, pools)
     return _decide(placement, ask, pool, pools, f"fewest requests ({pool.num_sequences})")
 
 
 def _power_of_two(
-    placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
+    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
 ) -> Decision:
     two = placement.random.sample(pools, min(2, len(pools)))
     pool = min(two, key=lambda one: one.num_sequences)
@@ -230,7 +230,7 @@ def _power_of_two(
 
 
 def _sticky_least_loaded(
-    placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
+    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
 ) -> Decision:
     home = next((pool for pool in pools if pool.place == placement.homes.get(ask.key)), None)
     if home is not None:
@@ -241,7 +241,7 @@ def _sticky_least_loaded(
 
 
 def _kv(
-    placement: Placement, ask: Ask, pools: Sequence[Pool], now: float, waited_s: float
+    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
 ) -> Decision:
     """Compute the cost of each server in one pass, in plain local arithmetic: it runs for every
     turn."""
@@ -322,7 +322,7 @@ def _kv(
     return Decision(chosen.place, "kv", why, candidates)
 
 
-Policy = Callable[[Placement, Ask, Sequence[Pool], float, float], Decision]
+Policy = Callable[[Placement, Ask, Sequence[KVPool], float, float], Decision]
 
 POLICIES: dict[str, Policy] = {
     "static": _static,

@@ -40,9 +40,9 @@ from agentloop.errors import (
     ServerUnavailable,
 )
 from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
-from agentloop.inference.group_gate import Group, GroupGate
+from agentloop.inference.group_gate import AdmittedGroup, GroupGate
 from agentloop.inference.health import Health, HealthSettings, ServerState
-from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place
+from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor
 from agentloop.inference.placement import Ask, Costs, Decision, Placement
 from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
 from agentloop.inference.waiting_room import Waiting, WaitingRoom
@@ -146,12 +146,12 @@ class _Replica:
     weight_version: str | None = None  # None until it has reported one
     verified_version: str | None = None  # confirmed by `weights_loaded`
     num_loads: int = 0  # weight updates confirmed by `weights_loaded`
-    num_retracted: Counter[Place] = field(default_factory=Counter)
+    num_retracted: Counter[DataParallelRank] = field(default_factory=Counter)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[DataParallelRank]:
         """The server's data-parallel ranks, each of which has a KV cache of its own."""
-        return [Place(self.server.url, rank) for rank in range(self.info.dp_size)]
+        return [DataParallelRank(self.server.url, rank) for rank in range(self.info.dp_size)]
 
     @property
     def context_length(self) -> int:
@@ -407,7 +407,7 @@ class Router:
             await self._gate.has_room(size)
 
     @asynccontextmanager
-    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[Group]:
+    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[AdmittedGroup]:
         """Keep a group in flight within this context; entering it waits until the group may start.
 
         Args:
@@ -424,7 +424,7 @@ class Router:
                     self.forget_group(name)
         else:  # like a gateway: every group starts at once
             try:
-                yield Group(name, tuple(f"{name}.{index}" for index in range(size)))
+                yield AdmittedGroup(name, tuple(f"{name}.{index}" for index in range(size)))
             finally:
                 self.forget_group(name)
 
@@ -494,7 +494,7 @@ class Router:
                 offset: int = offset,
                 aborted: list[Chunk] = aborted,
                 replica: _Replica = replica,
-                place: Place = place,
+                place: DataParallelRank = place,
             ) -> None:
                 self._ledger.grow(rid, len(chunk.ids))
                 received.extend(chunk.ids)
@@ -610,7 +610,7 @@ class Router:
         return order
 
     def _place_waiting(self) -> None:
-        """Place waiting turns that fit, in order."""
+        """DataParallelRank waiting turns that fit, in order."""
         if not len(self._queue):
             return
         now = time.monotonic()
@@ -631,7 +631,7 @@ class Router:
         self._queue.place(now, lambda waiting: self._try_to_place(waiting, places, longest, now))
 
     def _try_to_place(
-        self, waiting: Waiting[_Request], places: list[Place], longest: int, now: float
+        self, waiting: Waiting[_Request], places: list[DataParallelRank], longest: int, now: float
     ) -> bool:
         """Return whether the turn waits no longer.
 

@@ -22,7 +22,7 @@ import orjson
 import pydantic
 
 from agentloop.errors import ServerError, ServerRefused, ServerUnavailable
-from agentloop.inference.kv_ledger import Report
+from agentloop.inference.kv_ledger import LoadReport
 from agentloop.inference.stream import PostStream, StreamBroken
 from agentloop.trajectory import TurnEnd, VersionSpan
 
@@ -361,7 +361,7 @@ class SGLangServer:
         for stream in self._streams:
             stream.break_off(why)
 
-    async def loads(self) -> list[Report]:
+    async def loads(self) -> list[LoadReport]:
         """Return the current load of each rank, as the server reports it (SGLang: GET /v1/loads).
 
         Raises:
@@ -370,7 +370,7 @@ class SGLangServer:
         answer = await self._control("GET", "/v1/loads")
         try:
             return [
-                Report(
+                LoadReport(
                     num_used=int(rank["num_used_tokens"]),
                     num_running=int(rank["num_running_reqs"]),
                     num_waiting=int(rank["num_waiting_reqs"]),

@@ -21,7 +21,7 @@ from agentloop.errors import NotThere
 from agentloop.observe.record import Telling, trajectory_of
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import dumps, loads
-from agentloop.trajectory import CallStatus
+from agentloop.trajectory import ToolCallStatus
 
 __all__ = ["Archive", "read_group", "read_rollout"]
 
@@ -239,7 +239,9 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         lanes.append(("wait", at(turn["started_s"])))
         if turn["first_token_s"] is not None:
             lanes.append(("decode", at(turn["first_token_s"])))
-        not_run = {one["call_id"] for one in turn["results"] if not CallStatus(one["status"]).ran}
+        not_run = {
+            one["call_id"] for one in turn["results"] if not ToolCallStatus(one["status"]).ran
+        }
         if any(call["id"] not in not_run for call in turn["calls"]):
             lanes.append(("tool", at(turn["generated_s"])))
     results = [result for turn in one["turns"] for result in turn["results"]]
@@ -252,7 +254,7 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         "tokens": sum(len(turn["output_ids"]) for turn in one["turns"])
         or row.get("figures", {}).get("num_tokens", 0),  # as counted by an external endpoint
         "calls": sum(len(turn["calls"]) for turn in one["turns"]),
-        "failed_calls": sum(CallStatus(result["status"]).failed for result in results),
+        "failed_calls": sum(ToolCallStatus(result["status"]).failed for result in results),
         "server": next(
             (turn["servers"][-1] for turn in reversed(one["turns"]) if turn["servers"]), ""
         ),

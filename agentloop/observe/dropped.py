@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Dropped"]
+__all__ = ["DropCounter"]
 
 log = logging.getLogger(__name__)
 
 _EVERY_S = 60.0
 
 
-class Dropped:
+class DropCounter:
     """Counts dropped items and logs them at once, then at most once a minute. Thread-safe.
 
     Call `tell` at the end to log the remainder.

@@ -42,7 +42,7 @@ from agentloop.events import (
     TurnPlaced,
     WeightsLoaded,
 )
-from agentloop.observe.dropped import Dropped
+from agentloop.observe.dropped import DropCounter
 from agentloop.plain_json import dumps, loads
 
 __all__ = ["Journal", "JournalSettings", "read_events"]
@@ -81,7 +81,7 @@ class Journal:
         self._file = _File(folder, self._settings.max_mib * 2**20 // 2)
         self._waiting: list[Line] = []
         self._num_unrecorded = 0  # dropped lines that the file does not mention yet
-        self._dropped = Dropped(f"events of {self._file.path}")
+        self._dropped = DropCounter(f"events of {self._file.path}")
 
     @classmethod
     @asynccontextmanager

@@ -48,9 +48,9 @@ from agentloop.events import (
     RolloutScored,
     RolloutStarted,
 )
-from agentloop.observe.dropped import Dropped
+from agentloop.observe.dropped import DropCounter
 from agentloop.plain_json import dumps, valid_text
-from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Trajectory, Turn, TurnEnd
+from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn, TurnEnd
 
 __all__ = ["Attribute", "CallerSpan", "OtelSettings", "Traces", "caller_span"]
 
@@ -58,7 +58,7 @@ _SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
 _BATCH_SPANS = 512  # per request, or slightly more, because traces are not split
 _PATH = "/v1/traces"
 _TRACEPARENT_RE = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_MADE_UP = (CallStatus.UNKNOWN_TOOL, CallStatus.MALFORMED)  # the model made up the name
+_MADE_UP = (ToolCallStatus.UNKNOWN_TOOL, ToolCallStatus.MALFORMED)  # the model made up the name
 
 
 class Attribute(StrEnum):
@@ -213,7 +213,7 @@ class Traces:
         self._waiting: deque[_Trace] = deque()
         self._wake = threading.Event()
         self._closing = False
-        self._dropped = Dropped(f"traces for otel.endpoint {settings.endpoint}")
+        self._dropped = DropCounter(f"traces for otel.endpoint {settings.endpoint}")
         self._sender: _Sender | None = None
         self.num_sent = 0
 
@@ -391,7 +391,7 @@ class Traces:
 
     def _call(self, key: str, index: int, result: ToolResult, call: ToolCall | None) -> _Span:
         # Names made up by the model or a caller must not become span names.
-        is_ours = result.status not in (*_MADE_UP, CallStatus.CALLER)
+        is_ours = result.status not in (*_MADE_UP, ToolCallStatus.CALLER)
         name = result.name
         if result.status in _MADE_UP and not self._settings.content:
             name = "unknown"
@@ -405,7 +405,7 @@ class Traces:
             Attribute.STATUS: str(result.status),
             Attribute.QUEUED_S: max(0.0, result.started_s - result.dispatched_s),
         }
-        if result.status.failed or result.status is CallStatus.INFRASTRUCTURE:
+        if result.status.failed or result.status is ToolCallStatus.INFRASTRUCTURE:
             attributes[Attribute.ERROR] = str(result.status)
         if self._settings.content:
             attributes[Attribute.RESULT] = self._cut(result.content)

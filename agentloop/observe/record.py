@@ -13,9 +13,9 @@ from typing import Any
 
 from agentloop.agent.chat_format import ChatFormat, TextStream
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -161,7 +161,7 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
                 "versions": [VersionSpan(**span) for span in one["versions"]],
                 "calls": [ToolCall(**call) for call in one["calls"]],
                 "results": [
-                    ToolResult(**{**result, "status": CallStatus(result["status"])})
+                    ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
                     for result in one["results"]
                 ],
             }

@@ -24,7 +24,7 @@ import pydantic
 
 from agentloop.distribution import require
 from agentloop.events import Event, Measured
-from agentloop.observe.dropped import Dropped
+from agentloop.observe.dropped import DropCounter
 from agentloop.observe.tfevents import EventFile
 
 __all__ = ["Sink", "Sinks", "SinksSettings", "masked"]
@@ -161,7 +161,7 @@ class _SinkWorker:
         self._wake = threading.Event()
         self._is_closing = False
         self._failure = ""
-        self.dropped = Dropped(f"rows of metrics for {name}")
+        self.dropped = DropCounter(f"rows of metrics for {name}")
         self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
 
     def begin(self, run_name: str, config: Mapping[str, Any]) -> None:

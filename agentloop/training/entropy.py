@@ -22,9 +22,9 @@ __all__ = [
     "Analysis",
     "Kind",
     "KindFigures",
-    "Place",
     "Sampled",
     "TokenFigures",
+    "TokenPosition",
     "analyze",
     "k3",
     "marked",
@@ -69,7 +69,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenPosition:
     """The position of a token: indices of its rollout, turn and token, from 0."""
 
     rollout: int
@@ -91,7 +91,7 @@ class TokenFigures:
     num: int
     num_marked: int
     mean_entropy: float
-    highest: Place
+    highest: TokenPosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def analyze(rollouts: Iterable[Sequence[Sampled]], share: float = 0.2) -> Analys
             thresholds.append(min(above))
         for index, turn in enumerate(turns):
             for at, kind in enumerate(turn.kinds):
-                place = Place(number, index, at)
+                place = TokenPosition(number, index, at)
                 counts[kind].add(turn.ids[at], turn.entropies[at], next(marks), place)
     kinds = {kind: count.figures() for kind, count in counts.items()}
     num = sum(one.num for one in kinds.values())
@@ -169,9 +169,11 @@ class _Counts:
     num: int = 0
     total: float = 0.0
     by_id: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    marked: dict[int, list[tuple[float, Place]]] = field(default_factory=lambda: defaultdict(list))
+    marked: dict[int, list[tuple[float, TokenPosition]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
-    def add(self, id: int, entropy: float, mark: bool, place: Place) -> None:
+    def add(self, id: int, entropy: float, mark: bool, place: TokenPosition) -> None:
         self.num += 1
         self.total += entropy
         self.by_id[id] += 1

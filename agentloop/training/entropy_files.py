@@ -32,7 +32,15 @@ from agentloop.training.batch import Sample, write_batch
 from agentloop.training.entropy import Sampled, k3
 from agentloop.training.learner import Learner, LearnerError
 
-__all__ = ["EntropyFolder", "Found", "Origin", "Rollout", "group_files", "read_rollouts", "score"]
+__all__ = [
+    "EntropyFolder",
+    "Origin",
+    "RecordedRollout",
+    "ScoredGroup",
+    "group_files",
+    "read_rollouts",
+    "score",
+]
 
 _GROUP = re.compile(r"group-(\d+)\.jsonl")
 _DIGITS = 6
@@ -42,7 +50,7 @@ Entropies = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class RecordedRollout:
     """A stored trajectory of T tokens, ready to be scored.
 
     Attributes:
@@ -101,7 +109,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScoredGroup:
     """The entropies of a group's rollouts, in order.
 
     `mismatch_kl` is the mean over their tokens of the KL divergence, in nats, from the policy that
@@ -119,7 +127,7 @@ def group_files(run: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), file) for match, file in numbered if match))
 
 
-def read_rollouts(path: Path) -> list[Rollout]:
+def read_rollouts(path: Path) -> list[RecordedRollout]:
     """Read the rollouts of a group. Raises DataError naming the invalid line."""
     rollouts = []
     for number, row in read_jsonl(path):
@@ -130,7 +138,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return rollouts
 
 
-def _rollout(row: Mapping[str, Any]) -> Rollout:
+def _rollout(row: Mapping[str, Any]) -> RecordedRollout:
     turns = []
     answered = False
     for turn in row["turns"]:
@@ -138,7 +146,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         turns.append(Sampled(turn["output_ids"], (), calls, answered))
         answered = bool(turn["results"] and turn["observation_ids"])
     versions = Counter(version for version in row["versions"] if version is not None)
-    made = Rollout(
+    made = RecordedRollout(
         row["id"], row["ids"], row["mask"], row["logprobs"], tuple(turns), dict(versions)
     )
     num = sum(len(turn.ids) for turn in turns)
@@ -153,7 +161,9 @@ class EntropyFolder:
     def __init__(self, run: Path) -> None:
         self.path = run / "entropy"
 
-    def kept(self, number: int, rollouts: Sequence[Rollout], origin: Origin) -> Found | None:
+    def kept(
+        self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin
+    ) -> ScoredGroup | None:
         """Return the cached entropies of a group, or None if there are none that are complete and
         match these rollouts and this origin."""
         told = self._about().get(str(number))
@@ -161,14 +171,16 @@ class EntropyFolder:
             return None
         try:
             rows = [row for _, row in read_jsonl(self._file(number))]
-            found = Found([row["entropies"] for row in rows], float(told["mismatch_kl"]))
+            found = ScoredGroup([row["entropies"] for row in rows], float(told["mismatch_kl"]))
             there = [(row["id"], [len(turn) for turn in row["entropies"]]) for row in rows]
         except (DataError, KeyError, TypeError, ValueError):
             return None
         wanted = [(one.id, [len(turn.ids) for turn in one.turns]) for one in rollouts]
         return found if there == wanted else None
 
-    def keep(self, number: int, rollouts: Sequence[Rollout], origin: Origin, found: Found) -> None:
+    def keep(
+        self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin, found: ScoredGroup
+    ) -> None:
         """Cache the entropies of a group. Raises SettingsError if they cannot be written."""
         pairs = zip(rollouts, found.entropies, strict=True)
         rows = [{"id": one.id, "entropies": entropies} for one, entropies in pairs]
@@ -200,8 +212,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 async def score(
-    learner: Learner, rollouts: Sequence[Rollout], folder: Path, *, timeout_s: float
-) -> Found:
+    learner: Learner, rollouts: Sequence[RecordedRollout], folder: Path, *, timeout_s: float
+) -> ScoredGroup:
     """Compute the entropies of rollouts with the learner's weights.
 
     Batch and result are exchanged as temporary files in `folder`.
@@ -212,7 +224,7 @@ async def score(
     """
     some = [one for one in rollouts if any(one.mask)]
     if not some:
-        return Found([[[] for _ in one.turns] for one in rollouts], 0.0)
+        return ScoredGroup([[[] for _ in one.turns] for one in rollouts], 0.0)
     samples = [Sample(one.ids, one.mask, one.logprobs, 0.0, 0) for one in some]
     with tempfile.TemporaryDirectory(prefix=".scoring-", dir=folder) as temporary:
         batch, out = Path(temporary) / "batch", Path(temporary) / "scores"
@@ -221,7 +233,7 @@ async def score(
         return await anyio.to_thread.run_sync(_read_scores, out, rollouts)
 
 
-def _read_scores(path: Path, rollouts: Sequence[Rollout]) -> Found:
+def _read_scores(path: Path, rollouts: Sequence[RecordedRollout]) -> ScoredGroup:
     from safetensors.numpy import load
 
     tensors = load(path.read_bytes())
@@ -237,4 +249,4 @@ def _read_scores(path: Path, rollouts: Sequence[Rollout]) -> Found:
     ends = accumulate(lengths, initial=0)
     turns = iter([rounded[start:end] for start, end in pairwise(ends)])
     found = [[next(turns) for _ in rollout.turns] for rollout in rollouts]
-    return Found(found, k3(engine, logprobs))
+    return ScoredGroup(found, k3(engine, logprobs))

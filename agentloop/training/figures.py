@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentloop.groups.reward import Reward
-from agentloop.groups.roc import Choice
-from agentloop.trajectory import CallStatus, StopReason, Trajectory
+from agentloop.groups.roc import Selection
+from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
 __all__ = ["ScoredGroup", "about", "figures", "mean", "of_rollout", "percent"]
 
@@ -21,7 +21,7 @@ class ScoredGroup(Protocol):
 
     trajectories: Sequence[Trajectory]
     rewards: list[Reward]
-    choice: Choice
+    choice: Selection
 
 
 def figures(group: ScoredGroup) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _fmean(values: Sequence[float]) -> float:
 
 def _tool_error_ratio(trajectory: Trajectory) -> float | None:
     """Return the share of a trajectory's calls that failed, or None without calls."""
-    ours = (CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE)
+    ours = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
     statuses = [result.status for result in trajectory.results if result.status not in ours]
     return sum(status.failed for status in statuses) / len(statuses) if statuses else None
 

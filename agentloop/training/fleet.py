@@ -32,15 +32,15 @@ from agentloop.training.fleet_link import (
     READERS,
     Announced,
     FleetSettings,
-    Link,
     Redis,
+    RedisLink,
     Result,
     Said,
     Ticket,
     Word,
     unpacked,
 )
-from agentloop.training.handover import Handover, InFolder, Published
+from agentloop.training.handover import Handover, InFolder, PublishedWeights
 from agentloop.training.rollouts import RolledOut
 
 __all__ = ["Fleet"]
@@ -88,7 +88,7 @@ class Fleet:
 
     def __init__(
         self,
-        link: Link,
+        link: RedisLink,
         settings: FleetSettings,
         word: Word,
         say: Callable[[str], None],
@@ -141,7 +141,7 @@ class Fleet:
         start = f"agentloop rollouts --redis {settings.redis} --run {run}"
         await anyio.to_thread.run_sync(_make, folder, life)
         try:
-            async with Link.open(settings, run) as link:
+            async with RedisLink.open(settings, run) as link:
                 fleet = cls(link, settings, word, say, start)
                 # Tickets and results of an earlier trainer process.
                 await link.do(lambda redis: redis.delete(link.tickets, link.groups))
@@ -317,7 +317,7 @@ class Fleet:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
+    async def hand_over(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
         """Implement `Serving`.
 
         Return when all runtimes have the weights, or after `timeout_s` with those that do. A late

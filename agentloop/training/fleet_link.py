@@ -35,8 +35,8 @@ __all__ = [
     "READERS",
     "Announced",
     "FleetSettings",
-    "Link",
     "Redis",
+    "RedisLink",
     "Result",
     "Said",
     "Ticket",
@@ -241,8 +241,8 @@ def unpacked(data: bytes) -> list[dict[str, Any]]:
     return rows
 
 
-class Link:
-    """A connection to Redis. Use `Link.open(...)`."""
+class RedisLink:
+    """A connection to Redis. Use `RedisLink.open(...)`."""
 
     def __init__(self, redis: Redis, where: str, run: str, give_up_s: float) -> None:
         self._redis = redis
@@ -255,7 +255,7 @@ class Link:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, settings: FleetSettings, run: str) -> AsyncIterator[Link]:
+    async def open(cls, settings: FleetSettings, run: str) -> AsyncIterator[RedisLink]:
         """Create a client; it connects with its first command.
 
         Raises:

@@ -37,15 +37,15 @@ from agentloop.errors import (
 from agentloop.training.fleet_link import (
     READERS,
     Announced,
-    Link,
     Redis,
+    RedisLink,
     Result,
     Said,
     Ticket,
     Word,
     packed,
 )
-from agentloop.training.handover import Handover, InFolder, Published, Serving
+from agentloop.training.handover import Handover, InFolder, PublishedWeights, Serving
 from agentloop.training.rollouts import RollsOut
 from agentloop.trajectory import StopReason
 
@@ -61,7 +61,7 @@ _CLOSE_S = 5.0
 _ANSWERS = (RequestError, RewardError, DataError)
 
 
-async def heard(link: Link, *, within_s: float, say: Callable[[str], None]) -> Word:
+async def heard(link: RedisLink, *, within_s: float, say: Callable[[str], None]) -> Word:
     """Wait for a trainer and return its state. Raises ServerError if there is none in time."""
     word = await _word(link)
     if word is None:
@@ -75,7 +75,7 @@ async def heard(link: Link, *, within_s: float, say: Callable[[str], None]) -> W
     return word
 
 
-async def _word(link: Link) -> Word | None:
+async def _word(link: RedisLink) -> Word | None:
     found = await link.do(lambda redis: redis.get(link.trainer))
     return None if found is None else Word.of_json(found)
 
@@ -98,7 +98,7 @@ class Member:
 
     def __init__(
         self,
-        link: Link,
+        link: RedisLink,
         word: Word,
         rollouts: RollsOut,
         serving: Serving,
@@ -203,7 +203,7 @@ class Member:
 
     async def _load(self, weights: Announced) -> bool:
         life, folder = self._word.life, Path(weights.folder)
-        published: Published = InFolder(weights.version, folder, weights.pause)
+        published: PublishedWeights = InFolder(weights.version, folder, weights.pause)
         self._verified.discard(
             weights.version
         )  # the same version may come again with other weights

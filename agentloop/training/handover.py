@@ -44,7 +44,7 @@ from agentloop.trajectory import Trajectory
 __all__ = [
     "Handover",
     "InFolder",
-    "Published",
+    "PublishedWeights",
     "Publisher",
     "Served",
     "Serving",
@@ -113,7 +113,7 @@ class WeightsSettings(pydantic.BaseModel):
     )
 
 
-class Published(Protocol):
+class PublishedWeights(Protocol):
     """The published weights of one version, which servers can load."""
 
     @property
@@ -133,7 +133,7 @@ class Published(Protocol):
 class Serving(Protocol):
     """A set of servers that published weights are synced to: local ones or a fleet's."""
 
-    async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
+    async def hand_over(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
         """Sync these weights to all servers. Raises ServerError if none gets the right ones."""
         ...
 
@@ -145,7 +145,7 @@ class Serving(Protocol):
 class Publisher(Protocol):
     """Publishes the learner's weights as numbered versions."""
 
-    async def publish(self, version: str, *, timeout_s: float) -> Published:
+    async def publish(self, version: str, *, timeout_s: float) -> PublishedWeights:
         """Publish the learner's current weights as `version`. Raises LearnerError."""
         ...
 
@@ -185,7 +185,7 @@ class InFolder:
     async def give(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
-        """Implement `Published`."""
+        """Implement `PublishedWeights`."""
         proofs: dict[str, Proof] = {}
         failed: dict[str, str] = {}
         files, reading = PublishedFiles(self.folder), anyio.Lock()
@@ -270,7 +270,7 @@ class Handover:
         num_verified: number of servers verified against the learner, tensor by tensor.
     """
 
-    published: Published
+    published: PublishedWeights
     loaded: list[str]
     failed: dict[str, str]
     seconds: float
@@ -309,7 +309,7 @@ class Served:
         self._wrong: deque[_Wrong] = deque(maxlen=_MAX_WRONG)
         self._unproven: set[tuple[str, str]] = set()  # (url, reason) already logged
 
-    async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
+    async def hand_over(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
         """Implement `Serving`. If all servers are being restarted, wait for them.
 
         Raises:

@@ -39,7 +39,7 @@ from anyio.abc import TaskStatus
 from agentloop.agent.rollout import Budget
 from agentloop.errors import RequestError, ServerError, sole
 from agentloop.events import Emit, Measured, WeightsLoaded, ignore
-from agentloop.groups.queue import Group, GroupQueue, Lease
+from agentloop.groups.queue import GroupQueue, Lease, QueuedGroup
 from agentloop.groups.staleness import Slots
 from agentloop.groups.tasks import Task, TaskSource
 from agentloop.training.collapse import (
@@ -53,7 +53,7 @@ from agentloop.training.collapse import (
 from agentloop.training.figures import about, mean, percent
 from agentloop.training.handover import (
     Handover,
-    Published,
+    PublishedWeights,
     Serving,
     WeightsSettings,
     publisher,
@@ -63,7 +63,7 @@ from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.pace import Pace
 from agentloop.training.rollouts import RolledOut, RollsOut, in_order
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Report, Unwatched, Watch
+from agentloop.training.standing import Reporter, StatusWatch, Unwatched
 from agentloop.training.steps import Steps
 
 __all__ = ["TrainingLoop"]
@@ -102,7 +102,7 @@ class TrainingLoop:
         tasks: TaskSource,
         queue: GroupQueue,
         folder: RunFolder,
-        report: Report,
+        report: Reporter,
         stages: Mapping[str, StageSettings] | None = None,
         budget: Budget | None = None,
         weights: WeightsSettings | None = None,
@@ -110,7 +110,7 @@ class TrainingLoop:
         kept: KeptLearner | None = None,
         max_restarts: int = 0,
         collapse: CollapseSettings | None = None,
-        watch: Watch | None = None,
+        watch: StatusWatch | None = None,
         emit: Emit = ignore,
     ) -> None:
         """
@@ -134,7 +134,7 @@ class TrainingLoop:
         self._held_out: list[Task] = []
         self._weights = weights or WeightsSettings()
         self._publisher = publisher(self._weights, learner, folder.path)
-        self._published: Published | None = None  # weights to load next
+        self._published: PublishedWeights | None = None  # weights to load next
         self._handover: Handover | None = None
         self._handing_over = anyio.Lock()
         self._keeping_up = anyio.CancelScope()
@@ -144,7 +144,7 @@ class TrainingLoop:
         self._source: Iterator[Task] = tasks
         self._stage_number = 0
         self._num_drawn = 0  # tasks drawn from a stage's own ones
-        self._readmitted: deque[Group] = (
+        self._readmitted: deque[QueuedGroup] = (
             deque()
         )  # admitted before a restart, to be rolled out again
         self._num_left = 0  # tasks of this stage that are not admitted yet
@@ -366,7 +366,7 @@ class TrainingLoop:
         """
         ids = None if own is None else {task["id"] for task in own}
 
-        def is_ours(group: Group) -> bool:
+        def is_ours(group: QueuedGroup) -> bool:
             return ids is None or group.task.id in ids
 
         again = []
@@ -448,7 +448,7 @@ class TrainingLoop:
             return "the run to be resumed (paused)"
         return "the end of the stage" if self._num_left < 1 else "a free slot"
 
-    async def _next_group(self) -> Group:
+    async def _next_group(self) -> QueuedGroup:
         """Admit the next group, with the version that is live when this returns.
 
         New weights may go live while the journal is being written.
@@ -464,10 +464,10 @@ class TrainingLoop:
             group = await self._reopen(group)
         return group
 
-    async def _reopen(self, group: Group) -> Group:
+    async def _reopen(self, group: QueuedGroup) -> QueuedGroup:
         version = self._slots.live
         await self._queue.reopen([group.number], version=version)
-        return Group(group.number, group.task, version)
+        return QueuedGroup(group.number, group.task, version)
 
     def _cursor(self) -> dict[str, Any]:
         """Return the positions of the task sources."""
@@ -477,7 +477,7 @@ class TrainingLoop:
             "num_drawn": self._num_drawn,
         }
 
-    async def _roll_out(self, group: Group, *, task_status: TaskStatus[None]) -> None:
+    async def _roll_out(self, group: QueuedGroup, *, task_status: TaskStatus[None]) -> None:
         """Roll out an admitted group and put it into the queue."""
         number, s = group.number, self._settings
         is_queued = anyio.Event()
@@ -521,7 +521,7 @@ class TrainingLoop:
         self._notify()
 
     def _count_refused(self, task: Task, error: RequestError) -> None:
-        """Report an invalid task. Raises RequestError after too many in a row."""
+        """Reporter an invalid task. Raises RequestError after too many in a row."""
         self._say(f"Skipped task {task.id}: {error}")
         self._num_refused += 1
         if self._num_refused >= self._settings.tasks_per_step:
@@ -530,7 +530,7 @@ class TrainingLoop:
             ) from error
 
     def _count_replaced(self) -> None:
-        """Report when many groups in a row had to be replaced, which may go on for ever."""
+        """Reporter when many groups in a row had to be replaced, which may go on for ever."""
         self._num_replaced += 1
         if self._num_replaced % (_MANY_REPLACED * self._settings.tasks_per_step) == 0:
             self._say(
@@ -701,7 +701,7 @@ class TrainingLoop:
             )
             self._notify()
 
-    async def _hand_over(self, published: Published) -> Handover:
+    async def _hand_over(self, published: PublishedWeights) -> Handover:
         """Sync weights, retrying while servers are restarted. Raises ServerError if all fail."""
         for left in reversed(range(_NUM_TRIES)):
             try:

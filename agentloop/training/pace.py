@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentloop.training.figures import mean, percent
-from agentloop.training.standing import Report, Standing
+from agentloop.training.standing import Reporter, Standing
 
 __all__ = ["Pace"]
 
 
 class Pace:
-    """Tracks a run's progress and shows it through a `Report`."""
+    """Tracks a run's progress and shows it through a `Reporter`."""
 
-    def __init__(self, report: Report, num_steps: int) -> None:
+    def __init__(self, report: Reporter, num_steps: int) -> None:
         self.report = report
         self.num_steps = self._num_left = num_steps
         self.values: dict[str, str] = {}

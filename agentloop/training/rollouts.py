@@ -17,8 +17,8 @@ from agentloop.errors import RequestError
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
 from agentloop.groups.advantage import group_advantages
 from agentloop.groups.feed import finished_groups
-from agentloop.groups.reward import Reward, Scorer
-from agentloop.groups.roc import Choice, RocSettings, Trace, resample
+from agentloop.groups.reward import Grader, Reward
+from agentloop.groups.roc import RocSettings, Selection, Trace, resample
 from agentloop.groups.tasks import Task
 from agentloop.training.figures import figures
 from agentloop.trajectory import StopReason, Trajectory
@@ -139,7 +139,7 @@ class _Scored:
     task: Task
     trajectories: Sequence[Trajectory]
     rewards: list[Reward]
-    choice: Choice
+    choice: Selection
     advantages: Mapping[int, float]
 
     @property
@@ -187,7 +187,7 @@ class Rollouts:
         self,
         run_group: RunGroup,
         has_room: Callable[[int], Awaitable[None]],
-        scorer: Scorer,
+        scorer: Grader,
         roc: RocSettings,
         *,
         seed: int,

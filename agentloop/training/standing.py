@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Report", "Standing", "Unwatched", "Watch", "clock"]
+__all__ = ["Reporter", "Standing", "StatusWatch", "Unwatched", "clock"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Standing:
     unit: str = "step"
 
 
-class Report(Protocol):
+class Reporter(Protocol):
     """Displays the progress of a run."""
 
     def __call__(self, line: str) -> None:
@@ -45,31 +45,31 @@ class Report(Protocol):
         """Show the current status."""
 
 
-class Watch(Protocol):
+class StatusWatch(Protocol):
     """Detects stalls of a run."""
 
     def moved(self) -> None:
-        """Report progress: a group has ended, or a step is complete."""
+        """Reporter progress: a group has ended, or a step is complete."""
 
     def waiting(self, who: str, what: str) -> AbstractContextManager[None]:
-        """Report that `who` waits for `what` while the context is open."""
+        """Reporter that `who` waits for `what` while the context is open."""
 
     def take_lag_s(self) -> float:
         """Return the longest blocking of the event loop since the last call, in seconds."""
 
 
 class Unwatched:
-    """A `Watch` that does nothing."""
+    """A `StatusWatch` that does nothing."""
 
     def moved(self) -> None:
-        """Implement `Watch`."""
+        """Implement `StatusWatch`."""
 
     def waiting(self, who: str, what: str) -> AbstractContextManager[None]:
-        """Implement `Watch`."""
+        """Implement `StatusWatch`."""
         return nullcontext()
 
     def take_lag_s(self) -> float:
-        """Implement `Watch`."""
+        """Implement `StatusWatch`."""
         return 0.0
 
 

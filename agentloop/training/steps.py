@@ -22,7 +22,7 @@ import anyio.to_thread
 
 from agentloop.groups.queue import GroupQueue, Lease
 from agentloop.training.batch import Sample, write_batch
-from agentloop.training.handover import InFolder, Published, Publisher
+from agentloop.training.handover import InFolder, PublishedWeights, Publisher
 from agentloop.training.learner import KeptLearner, Learner
 from agentloop.training.resumable import ResumableLearner, tell_other_loss
 from agentloop.training.run_folder import RunFolder
@@ -111,10 +111,10 @@ class Steps:
             self.step, self.version = self._step, self._version
             return metrics
 
-    async def publish(self, publisher: Publisher) -> Published:
+    async def publish(self, publisher: Publisher) -> PublishedWeights:
         """Publish the current weights. Raises the errors of `learn`."""
 
-        async def publish() -> Published:
+        async def publish() -> PublishedWeights:
             published = await publisher.publish(str(self.version), timeout_s=self._timeout_s)
             self._published_in = published.folder if isinstance(published, InFolder) else None
             return published

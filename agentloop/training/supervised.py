@@ -39,7 +39,7 @@ from agentloop.training.batch import Sample, write_batch
 from agentloop.training.learner import KeptLearner, Learner
 from agentloop.training.resumable import ResumableLearner, load_newest, tell_other_loss
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Report, Standing
+from agentloop.training.standing import Reporter, Standing
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
 
 __all__ = [
@@ -346,7 +346,7 @@ class FineTuning:
         self,
         learner: Learner,
         *,
-        report: Report,
+        report: Reporter,
         kept: KeptLearner | None = None,
         max_restarts: int = 0,
         emit: Emit = ignore,
@@ -382,7 +382,7 @@ class FineTuning:
         finally:
             del self._learner  # break the reference cycle, which would keep the folder locked
 
-    async def _run(self, report: Report) -> Path:
+    async def _run(self, report: Reporter) -> Path:
         self.step = first = self._stands
         if first:
             report.say(f"Resuming from the checkpoint of step {first}")
@@ -450,7 +450,7 @@ class FineTuning:
     async def saved(self, step: int) -> None:
         """Implement `Trainer`: nothing depends on it."""
 
-    def _tell(self, report: Report, metrics: Mapping[str, Any], left_s: float) -> None:
+    def _tell(self, report: Reporter, metrics: Mapping[str, Any], left_s: float) -> None:
         step, num_steps, epoch = metrics["step"], len(self._steps), metrics["epoch"]
         loss = metrics.get("learner/loss")
         said = "none" if loss is None else f"{loss:.4f}"

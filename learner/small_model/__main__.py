@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from learner.small_model import ship
 from learner.small_model.evaluate import Case, evaluate
-from learner.small_model.train import Settings, make_tokenizer, train
+from learner.small_model.train import SmallModelSettings, make_tokenizer, train
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path)
     target.add_argument("--evaluate", type=Path)
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument("--steps", type=int, default=SmallModelSettings.steps)
+    parser.add_argument("--seed", type=int, default=SmallModelSettings.seed)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--show-wrong", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.evaluate is not None:
         evaluate(*ship.load(options.evaluate), num_cases=options.cases, report=report)
         return 0
-    settings = Settings(steps=options.steps, seed=options.seed)
+    settings = SmallModelSettings(steps=options.steps, seed=options.seed)
     started = time.monotonic()
     tokenizer = make_tokenizer(settings.seed)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

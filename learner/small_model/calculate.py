@@ -22,7 +22,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _MAX_POWER, _MAX_BITS = 8, 4096
 
 
-class Refused(Exception):
+class CalculationError(Exception):
     """The model's text is not a call, or its code is not plain integer arithmetic."""
 
 
@@ -36,13 +36,13 @@ def value(node: ast.expr) -> int | range:
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             power = _integer(right)
             if not 0 <= power <= _MAX_POWER:
-                raise Refused(f"power {power}")
+                raise CalculationError(f"power {power}")
             return int(_integer(left) ** power)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             try:
                 return int(_BINARY[type(op)](_integer(left), _integer(right)))
             except ZeroDivisionError as error:
-                raise Refused("ZeroDivisionError") from error
+                raise CalculationError("ZeroDivisionError") from error
         case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]):
             return range(*map(_integer, arguments))
         case ast.Call(func=ast.Name(id="sum"), args=[argument], keywords=[]):
@@ -51,13 +51,13 @@ def value(node: ast.expr) -> int | range:
                 return sum(numbers)
         case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr="gcd"), args=arguments):
             return math.gcd(*map(_integer, arguments))
-    raise Refused(f"not arithmetic: {ast.unparse(node)}")
+    raise CalculationError(f"not arithmetic: {ast.unparse(node)}")
 
 
 def _integer(node: ast.expr) -> int:
     number = value(node)
     if isinstance(number, range):
-        raise Refused("a range is not a number")
+        raise CalculationError("a range is not a number")
     return number
 
 
@@ -66,7 +66,7 @@ def run_code(code: str, *, show_last: bool) -> str:
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError) as error:
-        raise Refused(str(error)) from error
+        raise CalculationError(str(error)) from error
     lines = []
     for number, statement in enumerate(body):
         match statement:
@@ -79,7 +79,7 @@ def run_code(code: str, *, show_last: bool) -> str:
             case ast.Expr(value=expression):
                 _integer(expression)
             case _:
-                raise Refused(f"not allowed: {ast.unparse(statement)}")
+                raise CalculationError(f"not allowed: {ast.unparse(statement)}")
     return "\n".join(lines)
 
 
@@ -89,16 +89,16 @@ def answer_call(text: str, box: Toolbox, expected: Calc) -> str:
         call = json.loads(text)
         name, arguments = call["name"], call["arguments"]
     except (ValueError, KeyError, TypeError) as error:
-        raise Refused(f"not a call: {text!r}") from error
+        raise CalculationError(f"not a call: {text!r}") from error
     tool = box.pick(expected)
     if tool is None or name != tool.name or not isinstance(arguments, dict):
-        raise Refused(f"calls {name!r}")
+        raise CalculationError(f"calls {name!r}")
     if tool.style is Style.OPERANDS:
         values = [arguments.get(parameter) for parameter in tool.parameters]
         if list(arguments) != list(tool.parameters) or values != [expected.a, expected.b]:
-            raise Refused(f"arguments {arguments}")
+            raise CalculationError(f"arguments {arguments}")
         return str(expected.value)
     argument = arguments.get(tool.parameters[0])
     if not isinstance(argument, str):
-        raise Refused(f"arguments {arguments}")
+        raise CalculationError(f"arguments {arguments}")
     return run_code(argument, show_last=tool.style is not Style.PYTHON)

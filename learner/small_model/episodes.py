@@ -9,7 +9,7 @@ from typing import Any
 from learner.small_model import problems
 from learner.small_model.names import Names
 from learner.small_model.problems import NO_TOOL, Calc, Question
-from learner.small_model.toolbox import Style, Tool, Toolbox, by_meaning, toolbox
+from learner.small_model.toolbox import Style, Toolbox, ToyTool, by_meaning, toolbox
 
 Message = dict[str, Any]
 
@@ -101,7 +101,7 @@ def _calling(box: Toolbox, calcs: tuple[Calc, ...], before: str, *, first: bool)
     return f"{text}\n{count} calls are on their way; I wait for their results before I answer."
 
 
-def _tool(box: Toolbox, calc: Calc) -> Tool:
+def _tool(box: Toolbox, calc: Calc) -> ToyTool:
     tool = box.pick(calc)
     if tool is None:
         raise ValueError(f"no tool of {box.tools} serves {calc.expression}")
@@ -212,7 +212,7 @@ _STYLES = (
 )
 
 
-NO_TOOLS = Toolbox((), Tool("", (), Style.PYTHON))
+NO_TOOLS = Toolbox((), ToyTool("", (), Style.PYTHON))
 
 
 def question(rng: Random, box: Toolbox, *, unseen: bool = False) -> Question:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from learner.small_model import problems
-from learner.small_model.calculate import Refused, answer_call
+from learner.small_model.calculate import CalculationError, answer_call
 from learner.small_model.episodes import NO_TOOLS, Episode, failure, opening, question
 from learner.small_model.names import Names
 from learner.small_model.problems import NO_TOOL, Calc, Question
@@ -57,15 +57,15 @@ class Case:
                 self._respond(_CALL.findall(content), rounds[self.at_round])
             else:
                 self._judge(content, ask)
-        except Refused as refused:
+        except CalculationError as refused:
             self.wrong = f"{refused} | {ask.text!r} | {content!r}"
 
     def _respond(self, calls: list[str], calcs: tuple[Calc, ...]) -> None:
         if len(calls) != len(calcs):
-            raise Refused(f"{len(calls)} calls")
+            raise CalculationError(f"{len(calls)} calls")
         values = [answer_call(*pair) for pair in zip(calls, [self.box] * 9, calcs, strict=False)]
         if values != [str(calc.value) for calc in calcs]:
-            raise Refused(f"computes {values}")
+            raise CalculationError(f"computes {values}")
         if self.failures:
             self.episode.say("tool", self.failures.pop())
             return
@@ -79,7 +79,7 @@ class Case:
             expected = NO_TOOL
         found = _ANSWER.search(content)
         if not found or found[1] != expected:
-            raise Refused("wrong answer")
+            raise CalculationError("wrong answer")
         self.questions.pop(0)
         self.at_round = 0
         if self.questions:

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 from learner.small_model.tokenizer import load as load_tokenizer
 from learner.small_model.tokenizer import save as save_tokenizer
-from learner.small_model.train import Settings
+from learner.small_model.train import SmallModelSettings
 
 WEIGHTS = "model.safetensors"
 
@@ -46,7 +46,7 @@ def digest(directory: Path) -> str:
 
 def write_card(
     directory: Path,
-    settings: Settings,
+    settings: SmallModelSettings,
     accuracies: dict[str, float],
     *,
     minutes: float,

@@ -22,7 +22,7 @@ class Style(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ToyTool:
     name: str
     parameters: tuple[str, ...]
     style: Style
@@ -51,8 +51,8 @@ class Tool:
         return f"<tool_call>\n{body}\n</tool_call>"
 
 
-PYTHON = Tool("python_code_with_standard_io", ("code", "input"), Style.PYTHON)
-JUPYTER = Tool("jupyter_code", ("code",), Style.JUPYTER)
+PYTHON = ToyTool("python_code_with_standard_io", ("code", "input"), Style.PYTHON)
+JUPYTER = ToyTool("jupyter_code", ("code",), Style.JUPYTER)
 
 BY_MEANING = {
     "add": ("add", "plus", "add_numbers", "sum_two", "addition"),
@@ -73,7 +73,7 @@ _ONES = ("expression", "expr", "formula", "text", "query", "input", "code", "s",
 _COMMON = frozenset(name for names in BY_MEANING.values() for name in names)
 
 
-def custom(rng: Random, style: Style, names: Names) -> Tool:
+def custom(rng: Random, style: Style, names: Names) -> ToyTool:
     """Return a tool that takes two operands, or one expression."""
     name = identifier(rng, names, _COMMON)
     if names.seen and rng.random() < 0.12:
@@ -82,14 +82,14 @@ def custom(rng: Random, style: Style, names: Names) -> Tool:
         one = identifier(rng, names, _COMMON)
         if names.seen and rng.random() < 0.3:
             one = rng.choice(_ONES)
-        return Tool(name, (one,), style)
+        return ToyTool(name, (one,), style)
     pair = (identifier(rng, names, _COMMON), identifier(rng, names, _COMMON))
     if pair[0] == pair[1] or (names.seen and rng.random() < 0.35):
         pair = rng.choice(_PAIRS)
     elif names.wide and rng.random() < 0.3:
         ends = rng.choice(_ENDS)
         pair = (pair[0] + ends[0], pair[0] + ends[1])
-    return Tool(name, pair, style)
+    return ToyTool(name, pair, style)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class Toolbox:
     `meanings` maps operations to tools if several custom tools are on offer.
     """
 
-    tools: tuple[Tool, ...]
-    chosen: Tool | None = None
-    meanings: tuple[tuple[str, Tool], ...] = ()
+    tools: tuple[ToyTool, ...]
+    chosen: ToyTool | None = None
+    meanings: tuple[tuple[str, ToyTool], ...] = ()
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -109,7 +109,7 @@ class Toolbox:
         served = dict(self.meanings)
         return OPS if self.chosen else tuple(op for op in OPS if op.name in served)
 
-    def pick(self, calc: Calc) -> Tool | None:
+    def pick(self, calc: Calc) -> ToyTool | None:
         return dict(self.meanings).get(calc.op.name, self.chosen)
 
 
@@ -131,12 +131,14 @@ def by_meaning(rng: Random) -> Toolbox:
     operations."""
     pair = rng.choice(_PAIRS[:6])
     names = rng.sample(sorted(BY_MEANING), rng.randint(2, 4))
-    meanings = tuple((op, Tool(rng.choice(BY_MEANING[op]), pair, Style.OPERANDS)) for op in names)
+    meanings = tuple(
+        (op, ToyTool(rng.choice(BY_MEANING[op]), pair, Style.OPERANDS)) for op in names
+    )
     tools = [tool for _, tool in meanings]
     if rng.random() < 0.5:
         return Toolbox(_shuffled(rng, *tools), None, meanings)
     return Toolbox(_shuffled(rng, PYTHON, *tools), PYTHON, meanings)
 
 
-def _shuffled(rng: Random, *tools: Tool) -> tuple[Tool, ...]:
+def _shuffled(rng: Random, *tools: ToyTool) -> tuple[ToyTool, ...]:
     return tuple(rng.sample(tools, len(tools)))

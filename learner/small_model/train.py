@@ -26,8 +26,8 @@ _CUT = "\ue000"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of the training.
+class SmallModelSettings:
+    """SmallModelSettings of the training.
 
     `batch_tokens` counts padding; samples longer than `max_tokens` are left out.
     """
@@ -51,7 +51,7 @@ class Stage:
     learning_rate: float
 
 
-def stages(settings: Settings) -> tuple[Stage, ...]:
+def stages(settings: SmallModelSettings) -> tuple[Stage, ...]:
     """Return the stages: four fifths on all skills, then a gentler fifth with names of every
     kind."""
     last = settings.steps // 5
@@ -125,7 +125,9 @@ def encode(tokenizer: Any, episodes: list[Episode]) -> list[tuple[list[int], lis
     return encoded
 
 
-def batches(tokenizer: Any, settings: Settings, names: Names) -> Iterator[tuple[Any, Any]]:
+def batches(
+    tokenizer: Any, settings: SmallModelSettings, names: Names
+) -> Iterator[tuple[Any, Any]]:
     """Yield batches endlessly: ids and labels [B, T], padded on the right."""
     rng = Random(f"episodes {settings.seed}{' wide' if names is Names.WIDE else ''}")
     pad = tokenizer.pad_token_id
@@ -157,7 +159,9 @@ def loss_of(model: Any, ids: Any, labels: Any) -> Any:
 
 
 def train(
-    tokenizer: Any, settings: Settings, progress: Callable[[int, float], None] = lambda *_: None
+    tokenizer: Any,
+    settings: SmallModelSettings,
+    progress: Callable[[int, float], None] = lambda *_: None,
 ) -> Any:
     """Return the trained model in float32. `progress` is called with each step and its loss."""
     torch.set_num_threads(THREADS)
@@ -176,7 +180,9 @@ def train(
     return model.eval()
 
 
-def _steps(model: Any, tokenizer: Any, settings: Settings, stage: Stage) -> Iterator[float]:
+def _steps(
+    model: Any, tokenizer: Any, settings: SmallModelSettings, stage: Stage
+) -> Iterator[float]:
     optimizers = _optimizers(model, settings)
     stream = batches(tokenizer, settings, stage.names)
     for step in range(stage.steps):
@@ -197,7 +203,7 @@ def _round_to_bf16(model: Any) -> None:
             parameter.copy_(parameter.to(torch.bfloat16))
 
 
-def _optimizers(model: Any, settings: Settings) -> tuple[Any, Any]:
+def _optimizers(model: Any, settings: SmallModelSettings) -> tuple[Any, Any]:
     """Return Muon for the inner matrices and AdamW for embeddings and norms.
 
     Muon learns to copy (names, digits) in about two thirds of the steps that AdamW alone takes.

@@ -30,7 +30,7 @@ from sandbox.worker.kernel import (
 )
 from sandbox.worker.lanes import Lanes
 from sandbox.worker.spec import Spec
-from sandbox.worker.watch import Watch
+from sandbox.worker.watch import UsageWatch
 from sandbox.worker.wire import (
     FORK,
     JOB_FD,
@@ -91,7 +91,7 @@ class Front:
         self.watch(wake, lambda _: self.on_sigchld(wake))
         self.watch(self.read_control, self.on_control)
         self.top_up()
-        self.watcher = Watch(self.spec, self.lanes, self.zygote_pids, self.condemn)
+        self.watcher = UsageWatch(self.spec, self.lanes, self.zygote_pids, self.condemn)
         self.send(
             {
                 "op": "ready",

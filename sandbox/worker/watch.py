@@ -41,7 +41,7 @@ _TOTAL = struct.Struct("<q")
 _LEVEL = math.log(1.25)  # of priority: each has 1.25 times the share of the next
 
 
-class Watch:
+class UsageWatch:
     """`due` is the next time to call `check`. `condemn` ends a call for a reason."""
 
     def __init__(

@@ -22,8 +22,8 @@ from agentloop.training.learner import LearnerProcesses
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import (
-    CallStatus,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -49,7 +49,7 @@ def rollout(name: str, version: str) -> Trajectory:
     called = turn(
         THOUGHT + CALL,
         calls=[ToolCall("c", "python", {}, "", len(THOUGHT), len(THOUGHT + CALL))],
-        results=[ToolResult("c", "python", CallStatus.OK, "4", 0, 0, 0)],
+        results=[ToolResult("c", "python", ToolCallStatus.OK, "4", 0, 0, 0)],
         observation_ids=CALL,
     )
     return Trajectory(name, [1, 2], [called, turn(ANSWER)])

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from agentloop import console
 from agentloop.console import (
     Lines,
-    Progress,
+    ProgressLine,
     add_settings_arguments,
     interruptible,
     print_table,
@@ -72,7 +72,7 @@ def test_every_setting_is_listed() -> None:
 
 
 def test_progress_without_a_terminal_is_a_line_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("Starting") as progress:
+    with ProgressLine("Starting") as progress:
         for line in ("Loading", "Loading", "Ready"):
             progress(line)
     out, err = capsys.readouterr()
@@ -81,7 +81,7 @@ def test_progress_without_a_terminal_is_a_line_once(capsys: pytest.CaptureFixtur
 
 
 def test_what_is_over_soon_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("Counting", after_s=1e6) as progress:
+    with ProgressLine("Counting", after_s=1e6) as progress:
         progress("Counting on")
         progress.say("Halfway")
     assert capsys.readouterr().err == "Halfway\n"
@@ -90,7 +90,7 @@ def test_what_is_over_soon_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) 
 def test_what_takes_long_is(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()  # capsys loses what another thread writes while it is read
     monkeypatch.setattr(sys, "stderr", written)
-    with Progress("Counting", after_s=0.001) as progress:
+    with ProgressLine("Counting", after_s=0.001) as progress:
         while written.getvalue() != "Counting\n":
             time.sleep(0.001)
         progress("Counting on")
@@ -153,7 +153,7 @@ def test_on_a_terminal_a_panel_says_where_it_stands(monkeypatch: pytest.MonkeyPa
     standing = Standing(
         "stage 2 of 3: longer", 3, 15, "the learner waits", {"reward": "0.812"}, left_s=95
     )
-    with Progress("Starting") as progress:
+    with ProgressLine("Starting") as progress:
         progress.show(standing)
         progress.say("step 3 of 15")
         progress.refresh()

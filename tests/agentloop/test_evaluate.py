@@ -219,7 +219,7 @@ async def test_where_it_stands_is_shown(tmp_path: Path) -> None:
     progress = Said()
     async with FakeEndpoint().serving() as fake:
         overrides = overrides_for(fake, tmp_path, "tasks.kind=jsonl", f'tasks.paths=["{file}"]')
-        await evaluate(told(*overrides), cast(console.Progress, progress))
+        await evaluate(told(*overrides), cast(console.ProgressLine, progress))
     last = progress.standings[-1]
     assert (last.step, last.num_steps, last.unit) == (3, 3, "task")
     assert last.values["avg@4"].startswith("0.667 [")
@@ -235,7 +235,7 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         settings = told(*overrides_for(fake, tmp_path, *more))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(evaluate, settings, cast(console.Progress, progress))
+            tasks.start_soon(evaluate, settings, cast(console.ProgressLine, progress))
             await eventually(lambda: fake.num_in_flight == 8)
             (line,) = [one for one in progress.lines if one.startswith("Watch it: ")]
             async with httpx.AsyncClient(base_url=line.split()[2], trust_env=False) as http:

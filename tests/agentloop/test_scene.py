@@ -134,7 +134,7 @@ async def scene(
     run, told = RunFolder(folder / "run", ""), Told()
     if before is not None:
         before(run)
-    made = Scene(run, cast(console.Progress, told), readers=readers)
+    made = Scene(run, cast(console.ProgressLine, told), readers=readers)
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
     async with made.shown(settings), aiohttp.ClientSession() as http:
         found = re.search(r"(http://\S+)/ ", told.said[0])
@@ -178,7 +178,7 @@ async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> Non
 async def test_a_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> None:
     told = Told()
     folder = RunFolder(tmp_path / "run", "")
-    made = Scene(folder, cast(console.Progress, told), kind="sft", has_runtime=False)
+    made = Scene(folder, cast(console.ProgressLine, told), kind="sft", has_runtime=False)
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
     async with made.shown(settings), aiohttp.ClientSession() as http:
         made.emit(Measured({"step": 1, "learner/loss": 1.5}))
@@ -345,7 +345,7 @@ async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> 
     with bind(ServeSettings(port=0)) as taken:
         port = taken.getsockname()[1]
         told = Told()
-        made = Scene(RunFolder(tmp_path / "run", ""), cast(console.Progress, told))
+        made = Scene(RunFolder(tmp_path / "run", ""), cast(console.ProgressLine, told))
         async with made.shown(ServeSettings(port=port)):
             assert f":{port}/" not in told.said[0]
 

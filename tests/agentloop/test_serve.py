@@ -23,7 +23,7 @@ from agentloop.inference.router import Router, ServerView
 from agentloop.inference.sglang import http_session
 from agentloop.observe.otel import CallerSpan, caller_span
 from agentloop.runtime import Runtime, Settings, _Parts
-from agentloop.serve import App, listening
+from agentloop.serve import AgentService, listening
 from sandbox import Pool
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
 from tests.support import written as ids_of
@@ -99,7 +99,7 @@ class Service:
 async def service(*turns: Sequence[Step], **settings: Any) -> AsyncIterator[Service]:
     given = Settings.model_validate({"tools": [], "serve": {"port": 0}, **settings})
     router = PlayedRouter(*turns)
-    app = App(PlayedRuntime(given, router), given)
+    app = AgentService(PlayedRuntime(given, router), given)
     with bind(given.serve) as bound:
         async with listening(app, bound) as url, http_session() as http:
             yield Service(url, router, http)
@@ -542,7 +542,7 @@ async def test_who_waits_is_told() -> None:
 
 async def test_the_document_has_the_routes_that_there_are() -> None:
     given = Settings.model_validate({"tools": []})
-    app = App(PlayedRuntime(given, PlayedRouter()), given).build()
+    app = AgentService(PlayedRuntime(given, PlayedRouter()), given).build()
     routes = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()

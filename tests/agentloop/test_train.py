@@ -211,7 +211,7 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
     gc.collect()  # as when a process ends: nobody has the run any more
     others = load_settings(TrainSettings, overrides=[*usual, changed])
-    with console.Progress("") as progress, pytest.raises(AgentLoopError, match=why):
+    with console.ProgressLine("") as progress, pytest.raises(AgentLoopError, match=why):
         await train(others, progress, resume=run, from_step=from_step)
     assert (run / "config.toml").read_text() == to_toml(settings)
 
@@ -319,7 +319,7 @@ async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: 
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     said = Said()
     async with server.serving():
-        folder = await train(played_settings(tmp_path, server), cast(console.Progress, said))
+        folder = await train(played_settings(tmp_path, server), cast(console.ProgressLine, said))
     assert folder == tmp_path / "my runs" / "first"
     assert [path.name for path in (folder / "weights").iterdir()] == ["0"]  # nothing was learned
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
@@ -354,7 +354,7 @@ async def test_who_stops_a_run_is_told_how_it_goes_on(
 
     async with server.serving(), anyio.create_task_group() as tasks:
         tasks.start_soon(stop, tasks.cancel_scope)
-        await train(played_settings(tmp_path, server), cast(console.Progress, said))
+        await train(played_settings(tmp_path, server), cast(console.ProgressLine, said))
     assert said.lines[-1] == (
         f"Stopped; there is {there}. Continue with: agentloop train --resume {folder}"
     )
@@ -386,11 +386,11 @@ async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
         settings = settings.model_copy(update={"ranks": ranks})
         tasks.start_soon(kill)
         if max_restarts:
-            folder = await train(settings, cast(console.Progress, said))
+            folder = await train(settings, cast(console.ProgressLine, said))
             metrics = (folder / "metrics.jsonl").read_text().splitlines()
             assert [json.loads(line)["step"] for line in metrics] == [0, 1, 1, 2, 2]
             assert any("was lost; restarting it" in line for line in said.lines)
         else:
             with pytest.raises(learner.LearnerError, match="exit status 137"):
-                await train(settings, cast(console.Progress, said))
+                await train(settings, cast(console.ProgressLine, said))
     assert pids_of(played_rank) == []

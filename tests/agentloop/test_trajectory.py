@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -29,7 +29,7 @@ MADE = Trajectory(
             versions=[VersionSpan("v1", 0, 2), VersionSpan("v2", 2, 3)],
             end=TurnEnd.STOP,
             calls=[ToolCall("c", "f", {"a": 1}, "{}", 0, 3)],
-            results=[ToolResult("c", "f", CallStatus.OK, "x", 0.0, 0.1, 0.2)],
+            results=[ToolResult("c", "f", ToolCallStatus.OK, "x", 0.0, 0.1, 0.2)],
             observation_ids=[6],
             text="first",
         ),
@@ -68,8 +68,8 @@ def test_plain_data_is_json() -> None:
     assert data["turns"][0]["calls"][0]["arguments"] == {"a": 1}
 
 
-@pytest.mark.parametrize("status", list(CallStatus))
-def test_the_model_is_not_blamed_for_what_others_did(status: CallStatus) -> None:
+@pytest.mark.parametrize("status", list(ToolCallStatus))
+def test_the_model_is_not_blamed_for_what_others_did(status: ToolCallStatus) -> None:
     others = {"ok", "caller", "cancelled", "infrastructure"}
     assert status.failed == (status.value not in others)
 
@@ -80,7 +80,7 @@ def test_only_what_we_broke_or_stopped_goes_unscored() -> None:
 
 
 def ran(*spans: tuple[float, float], elapsed_s: float = 10.0) -> Trajectory:
-    results = [ToolResult("c", "f", CallStatus.OK, "", 0.0, *span) for span in spans]
+    results = [ToolResult("c", "f", ToolCallStatus.OK, "", 0.0, *span) for span in spans]
     return Trajectory("t", [1], [Turn(results=results)], elapsed_s=elapsed_s)
 
 

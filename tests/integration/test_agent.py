@@ -13,7 +13,7 @@ import anyio
 import orjson
 import pytest
 
-from agentloop import Budget, CallStatus, Runtime, Sampling, Settings, StopReason
+from agentloop import Budget, Runtime, Sampling, Settings, StopReason, ToolCallStatus
 from agentloop.events import CallStarted, Event, TokensSampled, TurnFinished, TurnPlaced
 from agentloop.inference.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
@@ -45,7 +45,7 @@ async def test_a_question_is_answered_by_a_call_in_a_container(runtime: Runtime)
     (call,) = trajectory.calls
     assert call.name == "python_code_with_standard_io"
     (result,) = trajectory.results
-    assert (result.status, result.content) == (CallStatus.OK, "1776")
+    assert (result.status, result.content) == (ToolCallStatus.OK, "1776")
 
 
 async def test_ids_replayed_as_one_prompt_have_the_same_logprobs(

@@ -16,10 +16,10 @@ import anyio.abc
 import pytest
 
 from agentloop.config import load_settings
-from agentloop.console import Progress
+from agentloop.console import ProgressLine
 from agentloop.errors import ServerError
 from agentloop.train import TrainSettings, train
-from agentloop.training.fleet_link import FleetSettings, Link
+from agentloop.training.fleet_link import FleetSettings, RedisLink
 from agentloop.training.launch import free_port
 from tests.integration.conftest import need
 from tests.integration.test_sandbox_remote_engine import make_certs
@@ -93,7 +93,7 @@ async def test_two_runtimes_roll_out_for_one_learner_and_one_is_killed(tmp_path:
         settings = load_settings(TrainSettings, [RECIPE], overrides)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(kill_one)
-            await train(settings, cast(Progress, said))
+            await train(settings, cast(ProgressLine, said))
         assert await runtimes[0].wait() == 0  # the run is over
     steps = steps_of(run)
     assert [one["step"] for one in steps] == [1, 2]
@@ -114,10 +114,10 @@ async def test_tls_and_a_password_from_the_url(tmp_path: Path) -> None:
     with redis_server(certs, [*options, "--requirepass", "open-sesame"]):
         url = f"rediss://:open-sesame@127.0.0.1:{port}/0"
         trusted = FleetSettings(redis=f"{url}?ssl_ca_certs={certs}/ca.pem")
-        async with Link.open(trusted, "tls") as link:
+        async with RedisLink.open(trusted, "tls") as link:
             await link.do(lambda redis: redis.set("a", "b"))
             assert await link.do(lambda redis: redis.get("a")) == b"b"
-        async with Link.open(FleetSettings(redis=url, give_up_s=0.1), "tls") as link:
+        async with RedisLink.open(FleetSettings(redis=url, give_up_s=0.1), "tls") as link:
             with pytest.raises(ServerError, match="certificate"):
                 await link.do(lambda redis: redis.get("a"))
 

@@ -24,14 +24,14 @@ from agentloop.agent.rollout import Budget
 from agentloop.api.guard import ServeSettings
 from agentloop.api.http import bind
 from agentloop.events import CallStarted, Event, RolloutStarted
-from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
 from agentloop.scene import Scene
-from agentloop.serve import App, listening
+from agentloop.serve import AgentService, listening
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.standing import Standing
@@ -52,7 +52,7 @@ VIEWS = ["", "servers", "rollouts", "groups", "curves", "sandbox", "ask"]
 class Service:
     url: str
     runtime: Runtime
-    app: App
+    app: AgentService
     portal: BlockingPortal
 
     def group(self, name: str, folder: RunFolder | None = None) -> str:
@@ -61,7 +61,7 @@ class Service:
 
     async def _group(self, name: str, folder: RunFolder | None) -> str:
         task = Task("t1", QUESTION, "1776")
-        async with Scorer(RewardSettings(function="exact")) as scorer:
+        async with Grader(RewardSettings(function="exact")) as scorer:
             rollouts = Rollouts(
                 self._run_group,
                 self.runtime.router.has_room,
@@ -122,7 +122,7 @@ async def serving(sglang_url: str, portal: BlockingPortal, **serve: Any) -> Asyn
         serve=ServeSettings(port=0, control_token=TOKEN, **serve),
     )
     async with Runtime(settings) as runtime:
-        app = App(runtime, settings)
+        app = AgentService(runtime, settings)
         with bind(settings.serve) as bound:
             async with listening(app, bound) as url:
                 yield Service(url, runtime, app, portal)
@@ -264,7 +264,7 @@ async def watched_run(folder: Path) -> AsyncIterator[tuple[str, Scene]]:
     """A training run's page, with one rollout that goes on."""
     said: list[str] = []
     progress = SimpleNamespace(line="", say=said.append, standing=Standing("stage", 3, 10, "Waits"))
-    scene = Scene(RunFolder(folder, ""), cast(console.Progress, progress))
+    scene = Scene(RunFolder(folder, ""), cast(console.ProgressLine, progress))
     async with scene.shown(ServeSettings(port=0)):
         scene.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
         yield said[0].split()[2], scene

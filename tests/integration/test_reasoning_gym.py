@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from agentloop.errors import SettingsError
-from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.trajectory import StopReason, Trajectory, Turn
 from sandbox import Pool, PoolSettings
@@ -45,7 +45,7 @@ async def test_another_right_answer_is_right_and_junk_is_not() -> None:
     task = next(TaskSource.open(settings("countdown")))
     pool_settings = PoolSettings(backend="process", workers=1)
     async with Pool(pool_settings) as pool:
-        async with Scorer(RewardSettings(function="exact", timeout_s=120), pool=pool) as scorer:
+        async with Grader(RewardSettings(function="exact", timeout_s=120), pool=pool) as scorer:
             for text, value in [
                 (task.answer, 1.0),
                 (f"0 + {task.answer}", 0.0),  # 0 is none of the numbers

@@ -10,7 +10,7 @@ import pytest
 
 from agentloop.chat import settings_of
 from agentloop.config import load_settings
-from agentloop.console import Progress
+from agentloop.console import ProgressLine
 from agentloop.groups.tasks import Task
 from agentloop.train import TrainSettings, train
 from agentloop.training.standing import Standing
@@ -32,7 +32,7 @@ def coin(trajectory: Trajectory, task: Task) -> float:
 
 
 class Said:
-    """Progress, kept."""
+    """ProgressLine, kept."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -62,7 +62,7 @@ async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Pat
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
     said = Said()
-    folder = await train(settings, cast(Progress, said))
+    folder = await train(settings, cast(ProgressLine, said))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [one for one in metrics if "reward" in one]
     assert [one["step"] for one in steps] == [1, 2]
@@ -111,7 +111,7 @@ async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     ]
     settings = load_settings(TrainSettings, [RECIPE.with_name("laptop.toml")], overrides)
     said = Said()
-    folder = await train(settings, cast(Progress, said))
+    folder = await train(settings, cast(ProgressLine, said))
     stages = [line for line in said.lines if line.startswith("Stage ")]
     assert [line.split(",")[0] for line in stages] == [
         "Stage 1 of 3: short",

@@ -16,7 +16,7 @@ import torch
 from agentloop.models import SMALL
 from agentloop.training.learner_settings import LearnerSettings
 from learner.checkpoint import _copy_to_host, _shape, read_state
-from learner.errors import LearnerError
+from learner.errors import RankError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -43,7 +43,7 @@ def test_adapters_of_another_model_are_refused(
     saved = policy(init="random")
     (tmp_path / "state.json").write_text(json.dumps(_shape(saved)))
     read_state(saved, tmp_path)
-    with pytest.raises(LearnerError, match=f"saved with {name} "):
+    with pytest.raises(RankError, match=f"saved with {name} "):
         read_state(policy(**{"init": "random", **other}), tmp_path)
 
 

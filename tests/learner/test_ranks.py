@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from agentloop.models import SMALL
 from agentloop.training.launch import free_port
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
-from learner.errors import LearnerError
+from learner.errors import RankError
 from learner.small_model.qwen3 import Qwen3ForCausalLM
 from learner.utilization import Work
 from learner.weights import verify
@@ -253,7 +253,7 @@ def test_a_file_that_changed_is_noticed(two: tuple[Ranks, Path]) -> None:
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(LearnerError, match=r"model.safetensors: sha256 differs"):
+    with pytest.raises(RankError, match=r"model.safetensors: sha256 differs"):
         verify(folder / "broken")
     assert ranks.ask("publish", folder=folder / "broken", version="9")["ok"]
     assert verify(folder / "broken") == "9"

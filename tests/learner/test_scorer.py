@@ -20,7 +20,7 @@ from agentloop.models import SMALL
 from agentloop.training.learner_settings import LearnerSettings, LossSettings
 from learner.attention import packed_attention
 from learner.batch import Batch, make_micro_batch
-from learner.policy import Scorer, load_model
+from learner.policy import TokenScorer, load_model
 from learner.small_model.tokenizer import VOCAB_SIZE
 from tests.learner import plain
 from tests.learner.ranks import make_batch
@@ -42,7 +42,7 @@ def packed(scorer: Any, batch: Batch) -> tuple[Any, Any, Any]:
 @pytest.fixture(scope="module", params=["packed", "sdpa"])
 def scorer(request: pytest.FixtureRequest) -> Any:
     settings = SETTINGS.model_copy(update={"attention": request.param})
-    return Scorer(load_model(settings), settings)
+    return TokenScorer(load_model(settings), settings)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_temperature_and_entropy_gradients() -> None:
     settings = SETTINGS.model_copy(
         update={"temperature": 0.7, "loss": LossSettings(entropy_coef=0.1)}
     )
-    scorer = Scorer(load_model(settings), settings)
+    scorer = TokenScorer(load_model(settings), settings)
     batch = make_batch()
     logprobs, entropy, micro = packed(scorer, batch)
     assert entropy.requires_grad
@@ -114,7 +114,7 @@ def test_activation_checkpointing_does_not_change_the_gradients() -> None:
         settings = SETTINGS.model_copy(
             update={"activation_checkpointing": activation_checkpointing}
         )
-        scorer = Scorer(load_model(settings), settings).train()
+        scorer = TokenScorer(load_model(settings), settings).train()
         num_kept = 0
 
         def note(tensor: Any) -> Any:

@@ -15,14 +15,14 @@ from learner.small_model import ship
 from learner.small_model.__main__ import main
 from learner.small_model.episodes import sample
 from learner.small_model.evaluate import SKILLS, run
-from learner.small_model.train import Settings, encode, make_tokenizer, stages, train
+from learner.small_model.train import SmallModelSettings, encode, make_tokenizer, stages, train
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]  # it trains
 
 # Allowed failures in ten dialogues: fewer where no name has to be copied.
 ALLOWED = {skill: 1 if "python" in skill.name or "jupyter" in skill.name else 4 for skill in SKILLS}
 QUICK = [skill for skill in SKILLS if skill.num_questions == 1]
-TINY = Settings(steps=5, batch_tokens=1024, pool=16, warmup=1)
+TINY = SmallModelSettings(steps=5, batch_tokens=1024, pool=16, warmup=1)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_labels_cover_exactly_the_assistants_text(shipped: tuple[Any, Any]) -> N
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     def digest(seed: int, name: str) -> str:
         tokenizer = make_tokenizer(seed, num_episodes=100)
-        settings = Settings(**{**TINY.__dict__, "seed": seed})
+        settings = SmallModelSettings(**{**TINY.__dict__, "seed": seed})
         ship.save(train(tokenizer, settings), tokenizer, tmp_path / name)
         return ship.digest(tmp_path / name)
 
@@ -55,15 +55,15 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_the_last_fifth_of_the_steps_is_the_stage_of_names() -> None:
-    plain, wide = stages(Settings(steps=10))
+    plain, wide = stages(SmallModelSettings(steps=10))
     assert (plain.names, plain.steps, wide.names, wide.steps) == ("plain", 8, "wide", 2)
-    assert [stage.steps for stage in stages(Settings(steps=3))] == [3]
+    assert [stage.steps for stage in stages(SmallModelSettings(steps=3))] == [3]
 
 
 def test_training_lowers_the_loss() -> None:
     tokenizer = make_tokenizer(0, num_episodes=100)
     losses: list[float] = []
-    settings = Settings(steps=12, batch_tokens=1024, pool=16, warmup=2)
+    settings = SmallModelSettings(steps=12, batch_tokens=1024, pool=16, warmup=2)
     train(tokenizer, settings, lambda _, loss: losses.append(loss))
     assert losses[-1] < 0.8 * losses[0]
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from learner.small_model import problems
-from learner.small_model.calculate import Refused, answer_call, run_code
+from learner.small_model.calculate import CalculationError, answer_call, run_code
 from learner.small_model.episodes import NO_TOOLS, Episode, question, sample, teach
 from learner.small_model.names import Names, identifier
 from learner.small_model.problems import ADD, GCD, SUM, Calc, held_out
@@ -16,8 +16,8 @@ from learner.small_model.toolbox import (
     JUPYTER,
     PYTHON,
     Style,
-    Tool,
     Toolbox,
+    ToyTool,
     by_meaning,
     custom,
     toolbox,
@@ -148,7 +148,7 @@ def test_a_notebook_shows_its_last_value_and_plain_python_does_not() -> None:
     ],
 )
 def test_anything_but_integer_arithmetic_is_refused(code: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(CalculationError):
         run_code(code, show_last=False)
 
 
@@ -165,8 +165,8 @@ def test_anything_but_integer_arithmetic_is_refused(code: str) -> None:
     ],
 )
 def test_a_call_must_fit_tool_names_and_operands(body: str) -> None:
-    tool = Tool("mul", ("a", "b"), Style.OPERANDS)
-    with pytest.raises(Refused):
+    tool = ToyTool("mul", ("a", "b"), Style.OPERANDS)
+    with pytest.raises(CalculationError):
         answer_call(body, Toolbox((tool,), tool), Calc(ADD, 3, 4))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sandbox.api import (
     MAX_BATCH,
     BatchRequest,
-    Refused,
+    RequestRefused,
     RunRequest,
     ValueCounter,
     has_more_values,
@@ -71,7 +71,7 @@ def test_a_full_batch_is_within_the_bound() -> None:
     "body", [{"code": "1", "timeout_s": wrong} for wrong in (True, "1", 0, -1, 3601, float("nan"))]
 )
 def test_numbers_are_numbers(body: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match=r"timeout_s|not valid JSON"):
+    with pytest.raises(RequestRefused, match=r"timeout_s|not valid JSON"):
         parse(RunRequest, json.dumps(body).encode())
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import sandbox.connections
 from sandbox import Pool
 from sandbox.connections import Connections
-from sandbox.serve import ServeSettings, load, main, serving
+from sandbox.serve import SandboxServeSettings, load, main, serving
 from tests.sandbox.test_serve import Client, service, until_stat
 
 pytestmark = [pytest.mark.timeout(60)]  # real workers are started
@@ -188,7 +188,7 @@ async def test_descriptors_are_left_for_the_workers(
     async with service(pool) as client, AsyncExitStack() as idle:
         for _ in range(70):
             await idle.enter_async_context(connected(client))
-        await until_stat(client, "connections", 120 - 64 - 8 * ServeSettings().pool.workers)
+        await until_stat(client, "connections", 120 - 64 - 8 * SandboxServeSettings().pool.workers)
 
 
 @pytest.mark.anyio
@@ -244,8 +244,8 @@ def test_requests_are_at_most_half_of_the_connections(capfd: pytest.CaptureFixtu
 async def test_a_port_that_is_taken_is_named(pool: Pool) -> None:
     from sandbox import SandboxUnavailable
 
-    async with serving(pool, ServeSettings(port=0)) as url:
+    async with serving(pool, SandboxServeSettings(port=0)) as url:
         port = int(url.rpartition(":")[2])
         with pytest.raises(SandboxUnavailable, match=rf"cannot listen on 127\.0\.0\.1:{port}"):
-            async with serving(pool, ServeSettings(port=port)):
+            async with serving(pool, SandboxServeSettings(port=port)):
                 pass

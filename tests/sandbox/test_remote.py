@@ -28,7 +28,7 @@ from sandbox import (
 )
 from sandbox.protocol import FrameReader, encode
 from sandbox.remote import HostLink
-from sandbox.serve import ServeSettings, serving
+from sandbox.serve import SandboxServeSettings, serving
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
 from tests.sandbox.test_sessions import wait_until_lost
@@ -49,7 +49,7 @@ class Host:
         self._stopped = anyio.Event()
 
     async def serve(
-        self, settings: ServeSettings, *, task_status: anyio.abc.TaskStatus[None]
+        self, settings: SandboxServeSettings, *, task_status: anyio.abc.TaskStatus[None]
     ) -> None:
         with self._scope:
             async with serving(self.pool, settings) as self.url:
@@ -64,7 +64,7 @@ class Host:
 
 @asynccontextmanager
 async def host(port: int = 0, token: str | None = None, **more: Any) -> AsyncIterator[Host]:
-    settings = ServeSettings(port=port, token=SecretStr(token) if token else None)
+    settings = SandboxServeSettings(port=port, token=SecretStr(token) if token else None)
     async with Pool(BARE.model_copy(update=more)) as pool, anyio.create_task_group() as group:
         made = Host(pool)
         await group.start(made.serve, settings)

@@ -19,15 +19,15 @@ from pydantic import SecretStr
 from sandbox import Pool
 from sandbox.guard import Guard
 from sandbox.protocol import encode
-from sandbox.serve import ServeSettings, load, main, serving
+from sandbox.serve import SandboxServeSettings, load, main, serving
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
 
-def settings(**more: Any) -> ServeSettings:
-    return ServeSettings(port=0, **more)
+def settings(**more: Any) -> SandboxServeSettings:
+    return SandboxServeSettings(port=0, **more)
 
 
 class Client:

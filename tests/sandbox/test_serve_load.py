@@ -12,7 +12,7 @@ import pytest
 
 from bench.sandbox import KINDS, Answer, Load, Target, measure_floor, open_pool, open_service, parse
 from sandbox import Pool
-from sandbox.serve import ServeSettings, serving
+from sandbox.serve import SandboxServeSettings, serving
 from tests.sandbox.conftest import BARE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
@@ -35,7 +35,7 @@ async def test_a_pool_under_load_loses_nothing_and_is_right() -> None:
 @pytest.mark.parametrize("name", ["sandbox", "code-judge", "sandbox-fusion"])
 async def test_each_protocol_under_load(pool: Pool, name: str) -> None:
     async with (
-        serving(pool, ServeSettings(port=0)) as url,
+        serving(pool, SandboxServeSettings(port=0)) as url,
         open_service(name, url, connections=16, pids=[]) as target,
     ):
         figures = await Load(target, {"trivial": 1, "failing": 1}, 60, concurrency=20).run()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers
 from agentloop.agent.chat_format import ChatFormat, ChatSettings, TextStream
 from agentloop.config import load_settings
 from agentloop.errors import ModelError, RequestError, SettingsError
-from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Turn
+from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Turn
 from tests.support import (
     END,
     START,
@@ -314,7 +314,7 @@ def test_invalid_utf8_is_not_held_back_forever() -> None:
 def test_turns_become_messages_for_the_next_prompt() -> None:
     chat = chat_format()
     call = ToolCall("c1", "f", {"a": 1}, "", 0, 0)
-    result = ToolResult("c1", "f", CallStatus.OK, "2", 0, 0, 0)
+    result = ToolResult("c1", "f", ToolCallStatus.OK, "2", 0, 0, 0)
     turns = [
         Turn(text=f"Let me see.\n{call_text('f', {'a': 1})}{END}", calls=[call], results=[result]),
         Turn(text=f"It is 2.{END}"),

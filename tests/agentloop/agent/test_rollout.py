@@ -31,8 +31,8 @@ from agentloop.events import (
 )
 from agentloop.inference.sglang import Chunk
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
+    ToolCallStatus,
     Trajectory,
     TurnEnd,
     VersionSpan,
@@ -124,7 +124,7 @@ async def test_a_call_is_run_and_its_result_read_in_the_next_turn() -> None:
     trajectory = await rollout(engine, [multiply]).run()
     check(trajectory, engine)
     (result,) = trajectory.results
-    assert (result.status, result.content) == (CallStatus.OK, "1776")
+    assert (result.status, result.content) == (ToolCallStatus.OK, "1776")
     assert trajectory.turns[0].observation_ids == CHAT.observation(["1776"])
     assert result.dispatched_s <= result.started_s <= result.ended_s <= trajectory.elapsed_s
 
@@ -244,7 +244,7 @@ async def test_a_malformed_call_gets_an_error_message() -> None:
     trajectory = await rollout(engine, [multiply]).run()
     check(trajectory, engine)
     (result,) = trajectory.results
-    assert result.status is CallStatus.MALFORMED
+    assert result.status is ToolCallStatus.MALFORMED
     assert "not valid JSON" in result.content
     assert trajectory.stop_reason is StopReason.ANSWERED
 
@@ -252,7 +252,7 @@ async def test_a_malformed_call_gets_an_error_message() -> None:
 async def test_an_unclosed_call_at_the_end_of_a_turn_gets_an_error_message() -> None:
     engine = ScriptedEngine(says('<tool_call>{"name": "multiply"'), says("sorry"))
     trajectory = await rollout(engine, [multiply]).run()
-    assert [r.status for r in trajectory.results] == [CallStatus.MALFORMED]
+    assert [r.status for r in trajectory.results] == [ToolCallStatus.MALFORMED]
 
 
 async def test_turns_are_bounded() -> None:
@@ -511,7 +511,7 @@ async def test_a_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> 
         @asynccontextmanager
         async def open(self) -> AsyncIterator[RunTool]:
             async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
-                return ToolOutput(CallStatus.INFRASTRUCTURE, "worker died")
+                return ToolOutput(ToolCallStatus.INFRASTRUCTURE, "worker died")
 
             yield run
 
@@ -662,7 +662,7 @@ async def test_caller_tools_end_the_rollout() -> None:
     trajectory = await rollout(engine, [theirs, echo]).run()
     check(trajectory, engine)
     assert trajectory.stop_reason is StopReason.CALLER_TOOLS
-    assert [r.status for r in trajectory.results] == [CallStatus.CALLER, CallStatus.OK]
+    assert [r.status for r in trajectory.results] == [ToolCallStatus.CALLER, ToolCallStatus.OK]
     assert trajectory.turns[0].observation_ids == []
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode, describe
 from agentloop.agent.tools import Tools
-from agentloop.trajectory import CallStatus
+from agentloop.trajectory import ToolCallStatus
 from sandbox import CallError, CallResult, LostBy, Overloaded, Pool, PoolSettings, SessionLost
-from sandbox import CallStatus as SandboxStatus
+from sandbox import ToolCallStatus as SandboxStatus
 
 pytestmark = pytest.mark.anyio
 
@@ -74,7 +74,7 @@ async def test_a_program_gets_its_input_and_its_deadline() -> None:
     fake = FakePool(result(stdout="1776\n"))
     async with Tools([PythonCode(pool(fake), timeout_s=2.5)]) as tools:
         output = await tools.run(PythonCode.name, {"code": "print(1)", "input": "x"})
-    assert (output.status, output.content) == (CallStatus.OK, "1776")
+    assert (output.status, output.content) == (ToolCallStatus.OK, "1776")
     assert fake.asked == [("print(1)", "x", 2.5)]
 
 
@@ -93,7 +93,7 @@ async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], 
     async with Tools([PythonCode(pool(fake)), JupyterCode(pool(fake))]) as tools:
         for name in (PythonCode.name, JupyterCode.name):
             output = await tools.run(name, arguments)
-            assert output.status is CallStatus.BAD_ARGUMENTS
+            assert output.status is ToolCallStatus.BAD_ARGUMENTS
             assert said in output.content or name == JupyterCode.name
     assert fake.asked == []
 
@@ -101,19 +101,19 @@ async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "status", "text"),
     [
-        (result(), CallStatus.OK, "(no output)"),
-        (result(stdout="a\n", result="3"), CallStatus.OK, "a\n3"),
-        (result(SandboxStatus.ERROR, stderr="boom\n", exit_code=3), CallStatus.ERROR,
+        (result(), ToolCallStatus.OK, "(no output)"),
+        (result(stdout="a\n", result="3"), ToolCallStatus.OK, "a\n3"),
+        (result(SandboxStatus.ERROR, stderr="boom\n", exit_code=3), ToolCallStatus.ERROR,
          "[stderr]\nboom\n[error] exit code 3"),
-        (result(SandboxStatus.ERROR, error=CallError("ValueError", "no", line=4)), CallStatus.ERROR,
+        (result(SandboxStatus.ERROR, error=CallError("ValueError", "no", line=4)), ToolCallStatus.ERROR,
          "[error] ValueError: no (line 4)"),
-        (result(SandboxStatus.TIMEOUT, run_s=4.0), CallStatus.TIMEOUT,
+        (result(SandboxStatus.TIMEOUT, run_s=4.0), ToolCallStatus.TIMEOUT,
          "[timeout] stopped after 4 s"),
-        (result(SandboxStatus.OOM), CallStatus.OOM, "[out of memory]"),
-        (result(SandboxStatus.KILLED, signal=9), CallStatus.KILLED, "[killed] by signal 9"),
+        (result(SandboxStatus.OOM), ToolCallStatus.OOM, "[out of memory]"),
+        (result(SandboxStatus.KILLED, signal=9), ToolCallStatus.KILLED, "[killed] by signal 9"),
     ],
 )  # fmt: skip
-async def test_what_the_model_reads(given: CallResult, status: CallStatus, text: str) -> None:
+async def test_what_the_model_reads(given: CallResult, status: ToolCallStatus, text: str) -> None:
     assert describe(given) == text
     async with Tools([PythonCode(pool(FakePool(given)))]) as tools:
         output = await tools.run(PythonCode.name, {"code": ""})
@@ -125,7 +125,7 @@ async def test_sandbox_failures_are_infrastructure_failures(status: SandboxStatu
     given = CallResult.failed(1, status, "worker 7 was lost")
     async with Tools([PythonCode(pool(FakePool(given)))]) as tools:
         output = await tools.run(PythonCode.name, {"code": ""})
-    assert output.status is CallStatus.INFRASTRUCTURE
+    assert output.status is ToolCallStatus.INFRASTRUCTURE
     assert "worker 7 was lost" in output.content
 
 
@@ -145,7 +145,7 @@ async def test_a_notebook_killed_by_the_model_is_restarted_with_a_note() -> None
         await anyio.wait_all_tasks_blocked()
         assert fake.num_open == 1  # the dead session's seat is for others
     assert "variables are gone" in first.content
-    assert (second.status, second.content) == (CallStatus.OK, "1")
+    assert (second.status, second.content) == (ToolCallStatus.OK, "1")
     assert (fake.num_sessions, fake.num_open) == (2, 0)
 
 
@@ -154,9 +154,9 @@ async def test_a_cell_that_ends_its_process_gets_a_note_and_the_next_cell_a_new_
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "os._exit(0)"})
         second = await tools.run(JupyterCode.name, {"code": "x"})
-    assert first.status is CallStatus.OK
+    assert first.status is ToolCallStatus.OK
     assert "variables are gone" in first.content
-    assert (second.status, second.content) == (CallStatus.OK, "1")
+    assert (second.status, second.content) == (ToolCallStatus.OK, "1")
     assert fake.num_sessions == 2
 
 
@@ -166,10 +166,10 @@ async def test_a_cell_after_a_process_that_ended_itself_is_an_error_not_infrastr
     async with Tools([JupyterCode(pool(fake))]) as tools:
         first = await tools.run(JupyterCode.name, {"code": "x"})
         second = await tools.run(JupyterCode.name, {"code": "x"})
-    assert first.status is CallStatus.ERROR
+    assert first.status is ToolCallStatus.ERROR
     assert "did not run" in first.content
     assert "variables are gone" in first.content
-    assert (second.status, second.content) == (CallStatus.OK, "1")
+    assert (second.status, second.content) == (ToolCallStatus.OK, "1")
     assert fake.num_sessions == 2
 
 
@@ -178,13 +178,13 @@ async def test_a_notebook_lost_by_the_sandbox_is_an_infrastructure_failure(by: L
     fake = FakePool(SessionLost("worker died", by))
     async with Tools([JupyterCode(pool(fake))]) as tools:
         output = await tools.run(JupyterCode.name, {"code": "x"})
-    assert output.status is CallStatus.INFRASTRUCTURE
+    assert output.status is ToolCallStatus.INFRASTRUCTURE
 
 
 async def test_no_free_session_for_a_notebook_is_an_infrastructure_failure() -> None:
     async with Tools([JupyterCode(pool(FakePool(full=True)))]) as tools:
         output = await tools.run(JupyterCode.name, {"code": "x"})
-    assert output.status is CallStatus.INFRASTRUCTURE
+    assert output.status is ToolCallStatus.INFRASTRUCTURE
     assert "no seat" in output.content
 
 

@@ -23,7 +23,7 @@ from agentloop.agent.tools import (
     as_tool,
 )
 from agentloop.errors import RequestError
-from agentloop.trajectory import CallStatus
+from agentloop.trajectory import ToolCallStatus
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
@@ -127,7 +127,7 @@ def test_an_invalid_schema_is_rejected(schema: dict[str, Any], said: str) -> Non
 async def test_sync_and_async_functions_answer() -> None:
     assert (await call(multiply, a=37, b=48)).content == "1776"
     output = await call(greet, name="you", loud=True)
-    assert (output.status, output.content) == (CallStatus.OK, "HELLO you")
+    assert (output.status, output.content) == (ToolCallStatus.OK, "HELLO you")
     assert output.started_s is not None
 
 
@@ -162,7 +162,7 @@ async def test_values_become_text(value: Any, text: str) -> None:
 )
 async def test_the_model_is_told_about_bad_arguments(arguments: dict[str, Any], said: str) -> None:
     output = await call(multiply, **arguments)
-    assert output.status is CallStatus.BAD_ARGUMENTS
+    assert output.status is ToolCallStatus.BAD_ARGUMENTS
     assert said in output.content
 
 
@@ -192,11 +192,11 @@ async def test_the_model_reads_a_tools_exception() -> None:
 
     output = await call(bad)
     assert (output.status, output.content) == (
-        CallStatus.ERROR,
+        ToolCallStatus.ERROR,
         "[error] ValueError: no such thing",
     )
-    assert (await call(worse)).status is CallStatus.ERROR
-    assert (await call(exiting)).status is CallStatus.ERROR
+    assert (await call(worse)).status is ToolCallStatus.ERROR
+    assert (await call(exiting)).status is ToolCallStatus.ERROR
 
 
 async def test_a_tool_that_hangs_is_stopped() -> None:
@@ -211,7 +211,7 @@ async def test_a_tool_that_hangs_is_stopped() -> None:
 
     async with Tools([FunctionTool(hang, timeout_s=0.01)]) as tools:
         output = await tools.run("hang", {})
-    assert output.status is CallStatus.TIMEOUT
+    assert output.status is ToolCallStatus.TIMEOUT
     assert left.is_set()
 
 
@@ -225,7 +225,7 @@ async def test_a_hanging_thread_is_abandoned_and_keeps_counting() -> None:
 
     try:
         async with Tools([FunctionTool(hang, timeout_s=0.01)]) as tools:
-            assert (await tools.run("hang", {})).status is CallStatus.TIMEOUT
+            assert (await tools.run("hang", {})).status is ToolCallStatus.TIMEOUT
     finally:
         release.set()
 
@@ -233,7 +233,7 @@ async def test_a_hanging_thread_is_abandoned_and_keeps_counting() -> None:
 async def test_an_unknown_tool_gets_the_list_of_tools() -> None:
     async with Tools([multiply, greet]) as tools:
         output = await tools.run("nope", {})
-    assert output.status is CallStatus.UNKNOWN_TOOL
+    assert output.status is ToolCallStatus.UNKNOWN_TOOL
     assert "the tools are: multiply, greet" in output.content
 
 
@@ -241,11 +241,11 @@ async def test_a_caller_with_tools_gets_calls_of_unknown_tools() -> None:
     """The caller may know what the model meant, or report the error in its own way."""
     theirs = CallerTool({"type": "function", "function": {"name": "theirs"}})
     async with Tools([theirs]) as tools:
-        assert (await tools.run("their", {})).status is CallStatus.CALLER
+        assert (await tools.run("their", {})).status is ToolCallStatus.CALLER
     async with Tools([theirs, multiply]) as tools:
-        assert (await tools.run("their", {})).status is CallStatus.UNKNOWN_TOOL
+        assert (await tools.run("their", {})).status is ToolCallStatus.UNKNOWN_TOOL
     async with Tools([]) as tools:
-        assert (await tools.run("their", {})).status is CallStatus.UNKNOWN_TOOL
+        assert (await tools.run("their", {})).status is ToolCallStatus.UNKNOWN_TOOL
 
 
 def test_abandoned_threads_of_one_event_loop_do_not_count_in_the_next() -> None:
@@ -312,7 +312,7 @@ class Stateful:
                 await self._maybe("run")
             finally:
                 self.running -= 1
-            return ToolOutput(CallStatus.OK, f"{self.num_opened}.{count}")
+            return ToolOutput(ToolCallStatus.OK, f"{self.num_opened}.{count}")
 
         try:
             yield run
@@ -369,14 +369,14 @@ async def test_one_call_is_cancelled_and_the_next_can_run(point: str) -> None:
             await tool.at.wait()
             tasks.cancel_scope.cancel()
         tool.hang_at = ""
-        assert (await tools.run("stateful", {})).status is CallStatus.OK
+        assert (await tools.run("stateful", {})).status is ToolCallStatus.OK
     assert (tool.num_open, tool.running) == (0, 0)
 
 
 async def test_a_caller_tool_runs_nothing() -> None:
     tool = CallerTool({"type": "function", "function": {"name": "theirs"}})
     async with Tools([tool]) as tools:
-        assert (await tools.run("theirs", {"any": "thing"})).status is CallStatus.CALLER
+        assert (await tools.run("theirs", {"any": "thing"})).status is ToolCallStatus.CALLER
 
 
 class Unprintable(Exception):
@@ -411,7 +411,7 @@ async def test_whatever_a_tool_does_is_an_error_that_the_model_reads(
     function: Callable[..., Any],
 ) -> None:
     output = await call(function)
-    assert output.status is CallStatus.ERROR
+    assert output.status is ToolCallStatus.ERROR
     assert output.content.startswith("[error] ")
 
 

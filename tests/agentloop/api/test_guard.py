@@ -7,7 +7,7 @@ import pydantic
 import pytest
 from aiohttp import web
 
-from agentloop.api.guard import Guard, ServeSettings
+from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.http import bind, serving
 from agentloop.inference.sglang import http_session
 from sandbox.guard import is_loopback, url_at
@@ -29,7 +29,7 @@ def status(
 ) -> int:
     given = {"Host": host, "Origin": origin, "Authorization": authorization}
     headers = {name: value for name, value in given.items() if value is not None}
-    refusal = Guard(settings).refusal(path, headers)
+    refusal = ApiGuard(settings).refusal(path, headers)
     return 200 if refusal is None else refusal[0]
 
 
@@ -141,7 +141,7 @@ def test_what_is_loopback(host: str, expected: bool) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost"])
 async def test_the_reported_address_can_be_opened(host: str) -> None:
     settings = ServeSettings(host=host, port=0, token=pydantic.SecretStr("x"))
-    app = web.Application(middlewares=[Guard(settings).middleware])
+    app = web.Application(middlewares=[ApiGuard(settings).middleware])
     with bind(settings) as bound:
         async with serving(app, bound) as url, http_session() as session:
             assert not url.startswith("http://0.0.0.0")
@@ -169,7 +169,7 @@ async def test_a_refusal_reaches_no_handler_and_has_openais_format() -> None:
         reached.append(request.path)
         return web.Response()
 
-    app = web.Application(middlewares=[Guard(SECRET).middleware])
+    app = web.Application(middlewares=[ApiGuard(SECRET).middleware])
     app.router.add_get("/x", handler)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

@@ -21,9 +21,9 @@ from agentloop.api.openai import (
 )
 from agentloop.events import CallFinished, CallStarted, Event, RolloutStarted, TurnSampled
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -181,7 +181,7 @@ async def test_joined_chunks_equal_the_completions_message(
     assert await run(cuts) == await run([])
 
 
-def trajectory(status: CallStatus, arguments: dict[str, Any], **fields: Any) -> Trajectory:
+def trajectory(status: ToolCallStatus, arguments: dict[str, Any], **fields: Any) -> Trajectory:
     call = ToolCall("call_1", "f", arguments, "{}", 0, 1)
     result = ToolResult("call_1", "f", status, "out", 1.0, 1.1, 1.5)
     text = f"hi{call_text('f', {})}{END}"
@@ -191,7 +191,7 @@ def trajectory(status: CallStatus, arguments: dict[str, Any], **fields: Any) -> 
 
 @pytest.mark.parametrize("arguments", [{"n": 2**70}, {"deep": [[[[{}]]]]}, {"é": "🐍"}, {}])
 def test_arguments_are_sent_as_json(arguments: dict[str, Any]) -> None:
-    made = trajectory(CallStatus.CALLER, arguments, stop_reason=StopReason.CALLER_TOOLS)
+    made = trajectory(ToolCallStatus.CALLER, arguments, stop_reason=StopReason.CALLER_TOOLS)
     choice = whole_of(made, has_caller_tools=True)
     (call,) = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == arguments
@@ -201,7 +201,7 @@ def test_arguments_are_sent_as_json(arguments: dict[str, Any]) -> None:
 
 
 def test_calls_run_by_the_agent_are_not_sent_as_tool_calls() -> None:
-    made = trajectory(CallStatus.OK, {"a": 1}, stop_reason=StopReason.ANSWERED)
+    made = trajectory(ToolCallStatus.OK, {"a": 1}, stop_reason=StopReason.ANSWERED)
     choice = whole_of(made)
     assert "tool_calls" not in choice["message"]
     (executed,) = choice["message"]["executed_tools"]
@@ -211,7 +211,7 @@ def test_calls_run_by_the_agent_are_not_sent_as_tool_calls() -> None:
 
 def test_executed_calls_are_sent_in_order_once_their_turn_is_sampled() -> None:
     calls = [ToolCall(f"call_{n}", "f", {}, "{}", n, n + 1) for n in range(2)]
-    results = [ToolResult(call.id, "f", CallStatus.OK, "out", 0, 0, 0) for call in calls]
+    results = [ToolResult(call.id, "f", ToolCallStatus.OK, "out", 0, 0, 0) for call in calls]
     record = Trajectory("t", [1], [Turn(calls=calls, end=TurnEnd.STOP)])
     made = writer()
     events: list[Event] = [

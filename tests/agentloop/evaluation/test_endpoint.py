@@ -22,7 +22,7 @@ from agentloop.evaluation.endpoint import (
     parse_completion,
     retry_after_s,
 )
-from agentloop.evaluation.loop import Sample
+from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.groups.answers import final_answer
 from agentloop.groups.tasks import Task
 from agentloop.inference.sglang import Sampling
@@ -43,7 +43,7 @@ async def sampled(
     sampling: Sampling | None = None,
     max_tokens: int = 100,
     **told: Any,
-) -> Sequence[Sample]:
+) -> Sequence[EvaluatedSample]:
     settings = EndpointSettings(**{"url": fake.url, "model": "fake", **QUICK, **told})
     opened = Endpoint.open(settings, sampling or Sampling(), max_response_tokens=max_tokens)
     async with opened as endpoint:

@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 from agentloop.errors import RequestError, SettingsError
-from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Outcome, Sample
-from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.evaluation.loop import EvaluatedSample, Evaluation, EvaluationSettings, Outcome
+from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.tasks import Task
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -49,7 +49,7 @@ class Player:
 
     async def group(
         self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
-    ) -> Sequence[Sample]:
+    ) -> Sequence[EvaluatedSample]:
         self.asked.append((task.id, name, size))
         at_gate()
         if task.id in self.refuses:
@@ -59,17 +59,17 @@ class Player:
         await anyio.lowlevel.checkpoint()
         return [self._sample(task, name, index) for index in range(size)]
 
-    def _sample(self, task: Task, name: str, index: int) -> Sample:
+    def _sample(self, task: Task, name: str, index: int) -> EvaluatedSample:
         made = Trajectory(f"{name}.{index}", [1, 2])
         if index < self.broken and not (self.mends and "again" in name):
             made.error = "a server died"
-            return Sample(made)
+            return EvaluatedSample(made)
         made.stop_reason = StopReason.ANSWERED
         answer = task.answer if self.given[task.id] < self.right else "none of it"
         self.given[task.id] += 1
         text = f"<answer>\\boxed{{{answer}}}</answer>"
         made.turns = [Turn(output_ids=[3, 4, 5], logprobs=[0.0] * 3, text=text, end=TurnEnd.STOP)]
-        return Sample(made)
+        return EvaluatedSample(made)
 
 
 def settings(**told: Any) -> EvaluationSettings:
@@ -87,7 +87,7 @@ async def run(
     folder = RunFolder.again(path) if there else RunFolder(path, "")
     evaluation = Evaluation(told or settings(), tasks, folder)
     await evaluation.take_up()
-    async with Scorer(RewardSettings(function="exact")) as scorer:
+    async with Grader(RewardSettings(function="exact")) as scorer:
         await evaluation.run(player, scorer)
     return evaluation.outcomes
 
@@ -237,7 +237,7 @@ async def test_progress_counts_the_tasks_that_are_done(tmp_path: Path) -> None:
     seen: list[int] = []
     evaluation = Evaluation(settings(), TASKS, RunFolder.again(path), on_progress=seen.append)
     await evaluation.take_up()
-    async with Scorer(RewardSettings(function="exact")) as scorer:
+    async with Grader(RewardSettings(function="exact")) as scorer:
         await evaluation.run(Player(refuses=["task-3"]), scorer)
     assert seen == [3, 4]
 

@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from agentloop.errors import SettingsError
-from agentloop.groups.queue import Group, GroupQueue
+from agentloop.groups.queue import GroupQueue, QueuedGroup
 from agentloop.groups.tasks import Task
 
 CURSOR = {"position": 1}
@@ -52,7 +52,7 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR)
         assert queue.num_bytes == 10
     async with opened(tmp_path) as queue:
-        assert await queue.open_groups() == [Group(one.number, task, 4, None, 0, {})]
+        assert await queue.open_groups() == [QueuedGroup(one.number, task, 4, None, 0, {})]
         (left,) = await queue.finished_groups()
         assert (left.number, left.path, left.figures) == (two, "2.jsonl", {"reward": 0.5})
         assert queue.num_bytes == 10

@@ -29,10 +29,10 @@ from agentloop.groups.killable import (
     KillableProcesses,
 )
 from agentloop.groups.math_check import number, same_number
-from agentloop.groups.reward import Reward, RewardSettings, Scorer
+from agentloop.groups.reward import Grader, Reward, RewardSettings
 from agentloop.groups.tasks import Task
-from agentloop.trajectory import CallStatus as ToolStatus
 from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn
+from agentloop.trajectory import ToolCallStatus as ToolStatus
 from sandbox import CallResult, CallStatus, SandboxError, SandboxUnavailable
 from tests.support import eventually
 
@@ -55,16 +55,16 @@ def is_alive(pid: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-async def scorer() -> AsyncIterator[Scorer]:
+async def scorer() -> AsyncIterator[Grader]:
     """With the real math-verify."""
-    async with Scorer(RewardSettings(num_workers=1, timeout_s=60)) as scorer:
+    async with Grader(RewardSettings(num_workers=1, timeout_s=60)) as scorer:
         yield scorer
 
 
 @asynccontextmanager
-async def scoring(function: str, **settings: Any) -> AsyncIterator[Scorer]:
+async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
     made = RewardSettings(function=f"{FUNCTIONS}:{function}", num_workers=1, **settings)
-    async with Scorer(made) as scorer:
+    async with Grader(made) as scorer:
         yield scorer
 
 
@@ -159,13 +159,13 @@ def test_what_is_not_decided_is_left_to_math_verify() -> None:
         ("5", "9" * 5000, 0.0),
     ],
 )
-async def test_math(scorer: Scorer, gold: str, answer: str, value: float) -> None:
+async def test_math(scorer: Grader, gold: str, answer: str, value: float) -> None:
     found = await scorer.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
     assert (found.value, found.answer) == (value, answer)
     assert found.reason
 
 
-async def test_the_models_text_is_never_evaluated(scorer: Scorer, tmp_path: Path) -> None:
+async def test_the_models_text_is_never_evaluated(scorer: Grader, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for code in (f"open('{mark}','w')", f"__import__('pathlib').Path('{mark}').touch()"):
         found = await scorer.score(rollout(f"<answer>{code}</answer>"), task())
@@ -173,19 +173,19 @@ async def test_the_models_text_is_never_evaluated(scorer: Scorer, tmp_path: Path
     assert not mark.exists()
 
 
-async def test_only_the_last_turn_answers(scorer: Scorer) -> None:
+async def test_only_the_last_turn_answers(scorer: Grader) -> None:
     found = await scorer.score(rollout(r"\boxed{5}", "I give up."), task())
     assert (found.value, found.answer) == (0.0, None)
     assert (await scorer.score(rollout(), task())).value == 0.0
 
 
-async def test_a_rollout_cut_short_is_wrong(scorer: Scorer) -> None:
+async def test_a_rollout_cut_short_is_wrong(scorer: Grader) -> None:
     for reason in (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET):
         found = await scorer.score(rollout(r"so \boxed{5", reason=reason), task())
         assert found.value == 0.0
 
 
-async def test_a_rollout_that_ran_out_of_time_has_no_reward(scorer: Scorer) -> None:
+async def test_a_rollout_that_ran_out_of_time_has_no_reward(scorer: Grader) -> None:
     found = await scorer.score(rollout(r"\boxed{5", reason=StopReason.TIME_BUDGET), task())
     assert found.value is None
     assert "ran out of time" in found.reason
@@ -194,14 +194,14 @@ async def test_a_rollout_that_ran_out_of_time_has_no_reward(scorer: Scorer) -> N
 @pytest.mark.parametrize(
     ("text", "value"), [("while I compute", 0.0), (r"\boxed{5}", 1.0), (r"\boxed{6}", 0.0)]
 )
-async def test_one_that_used_up_its_time_is_scored(scorer: Scorer, text: str, value: float) -> None:
+async def test_one_that_used_up_its_time_is_scored(scorer: Grader, text: str, value: float) -> None:
     used = rollout(text, reason=StopReason.TIME_BUDGET)
     used.elapsed_s = 10.0
     used.turns[0].results = [ToolResult("c", "sleep", ToolStatus.TIMEOUT, "", 0.0, 1.0, 7.0)]
     assert (await scorer.score(used, task())).value == value
 
 
-async def test_infrastructure_has_no_reward(scorer: Scorer) -> None:
+async def test_infrastructure_has_no_reward(scorer: Grader) -> None:
     broken = rollout(r"\boxed{5}", reason=StopReason.INFRASTRUCTURE)
     broken.error = "the server died"
     found = await scorer.score(broken, task())
@@ -209,16 +209,16 @@ async def test_infrastructure_has_no_reward(scorer: Scorer) -> None:
     assert "the server died" in found.reason
 
 
-async def test_what_a_person_cancelled_has_no_reward_whoever_gives_it(scorer: Scorer) -> None:
+async def test_what_a_person_cancelled_has_no_reward_whoever_gives_it(scorer: Grader) -> None:
     cancelled = rollout(r"\boxed{5}", reason=StopReason.CANCELLED)
     assert await scorer.score(cancelled, task()) == Reward(None, None, "it was cancelled")
-    async with Scorer(RewardSettings(function="exact"), lambda trajectory, task: 1.0) as other:
+    async with Grader(RewardSettings(function="exact"), lambda trajectory, task: 1.0) as other:
         assert (await other.score(cancelled, task())).value is None
 
 
 async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
     settings = RewardSettings(num_workers=1, timeout_s=6, retries=0)
-    async with Scorer(settings) as scorer:
+    async with Grader(settings) as scorer:
         found = await scorer.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
         assert (found.value, found.answer) == (0.0, "9^{9^{9^{9}}} + x")
         assert re.search(r"not done after 6 s|the process ended", found.reason)
@@ -243,7 +243,7 @@ async def test_whose_fault_a_failed_check_is(
     monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
 ) -> None:
     monkeypatch.setattr("agentloop.groups.reward._VERIFIED", FRAGILE)
-    async with Scorer(RewardSettings(num_workers=1, timeout_s=3)) as scorer:
+    async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as scorer:
         assert (await scorer.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
         found = await scorer.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
         assert (found.value, found.answer) == (value, answer)
@@ -255,7 +255,7 @@ async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
 ) -> None:
     """One hang is no proof: the second try has to show it, and was killed from outside."""
     monkeypatch.setattr("agentloop.groups.reward._VERIFIED", FRAGILE)
-    async with Scorer(RewardSettings(num_workers=1, timeout_s=3)) as scorer:
+    async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as scorer:
         answer = f"hangs, then is killed: {tmp_path / 'mark'}"
         found = await scorer.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
         assert found.value is None
@@ -265,7 +265,7 @@ async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
 async def test_a_check_that_cannot_be_started_gives_no_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with Scorer(RewardSettings(num_workers=1)) as scorer:
+    async with Grader(RewardSettings(num_workers=1)) as scorer:
         monkeypatch.setattr(scorer._processes, "_preload", ["no.such:thing"])
         found = await scorer.score(rollout(r"\boxed{x}"), task("y"))
         assert found.value is None
@@ -273,7 +273,7 @@ async def test_a_check_that_cannot_be_started_gives_no_reward(
 
 
 async def test_exact_compares_numbers_and_text_only() -> None:
-    async with Scorer(RewardSettings(function="exact")) as scorer:
+    async with Grader(RewardSettings(function="exact")) as scorer:
         assert (await scorer.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 0.0
         assert (await scorer.score(rollout(r"\boxed{0.5}"), task(r"\frac12"))).value == 0.0
         assert (await scorer.score(rollout(r"\boxed{0.5}"), task("1/2"))).value == 1.0
@@ -370,9 +370,9 @@ async def test_a_function_of_this_process() -> None:
         await anyio.lowlevel.checkpoint()
         return Reward(0.5, trajectory.text, task.id)
 
-    async with Scorer(function=judge) as scorer:
+    async with Grader(function=judge) as scorer:
         assert await scorer.score(rollout("x"), task()) == Reward(0.5, "x", "task-1")
-    async with Scorer(function=lambda trajectory, task: len(trajectory.text)) as scorer:
+    async with Grader(function=lambda trajectory, task: len(trajectory.text)) as scorer:
         assert (await scorer.score(rollout("four"), task())).value == 4.0
 
 
@@ -389,11 +389,11 @@ async def test_a_function_of_this_process_that_fails() -> None:
         raise TimeoutError("the judge's own")
 
     settings = RewardSettings(timeout_s=0.05, retries=1)
-    async with Scorer(settings, hangs) as scorer:
+    async with Grader(settings, hangs) as scorer:
         with pytest.raises(RewardError, match=r"hangs: task task-1: no result after 0.05 s \(2 "):
             await scorer.score(rollout(), task())
         assert calls == 2
-    async with Scorer(RewardSettings(retries=0), raises) as scorer:
+    async with Grader(RewardSettings(retries=0), raises) as scorer:
         with pytest.raises(RewardError, match="TimeoutError: the judge's own"):
             await scorer.score(rollout(), task())
 
@@ -457,7 +457,7 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
 async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None, why: str) -> None:
     """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
     pool = FakePool(said, said)
-    async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
         found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
     assert (found.value, found.answer) == (value, "1+1")
     assert why in found.reason
@@ -467,7 +467,7 @@ async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None
 @pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
 async def test_what_ends_before_the_answer_is_scored_is_not_its_doing(how: CallStatus) -> None:
     pool = FakePool(how, how, gets_far=False)
-    async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
         found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
     assert (found.value, found.answer) == (None, "1+1")
     assert f"the sandbox call ended with status {how}: no luck (2 tries)" in found.reason
@@ -475,13 +475,13 @@ async def test_what_ends_before_the_answer_is_scored_is_not_its_doing(how: CallS
 
 async def test_a_scorer_that_was_slow_once_has_a_second_try() -> None:
     pool = FakePool(CallStatus.TIMEOUT, {"score": 1})
-    async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
         found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
     assert found.value == 1.0
 
 
 async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
-    async with Scorer(RewardSettings(function="exact")) as scorer:
+    async with Grader(RewardSettings(function="exact")) as scorer:
         puzzle = task("7", reasoning_gym=PUZZLE)
         assert (await scorer.score(rollout("<answer>7</answer>"), puzzle)).value == 1.0
         with pytest.raises(SettingsError, match="scored in a sandbox; there is none"):
@@ -490,7 +490,7 @@ async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
 
 async def test_a_sandbox_without_the_package_is_an_error() -> None:
     pool = FakePool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
-    async with Scorer(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
         with pytest.raises(SettingsError, match="reasoning-gym is not in the sandbox"):
             await scorer.score(rollout("<answer>8</answer>"), task("7", reasoning_gym=PUZZLE))
 

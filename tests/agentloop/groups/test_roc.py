@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from agentloop.config import load_settings
 from agentloop.groups.roc import (
     MIN_PENALTY,
-    Dropped,
+    DropReason,
     Rejected,
     RocSettings,
     Trace,
@@ -27,7 +27,7 @@ from agentloop.groups.roc import (
     quotas,
     resample,
 )
-from agentloop.trajectory import CallStatus, StopReason, ToolResult, Trajectory, Turn
+from agentloop.trajectory import StopReason, ToolCallStatus, ToolResult, Trajectory, Turn
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "roc.json").read_text("utf-8"))
 RELEASED = RocSettings(
@@ -207,7 +207,7 @@ def test_the_released_form_matches_the_released_code(
     settings = settings.model_copy(update={"form": "released"})
     if settings.down_sample_to_n <= 0:
         return
-    status = {True: CallStatus.ERROR, False: CallStatus.OK}
+    status = {True: ToolCallStatus.ERROR, False: ToolCallStatus.OK}
     made = []
     for (texts, failures), reward in group:
         turns = [Turn(text=text) for text in texts]
@@ -240,10 +240,10 @@ def test_every_trace_is_kept_or_dropped_with_a_reason(
     else:
         assert choice.kept == []
     for index, why in choice.dropped.items():
-        expected: set[Dropped] = {Dropped.INFRASTRUCTURE}
+        expected: set[DropReason] = {DropReason.INFRASTRUCTURE}
         if index in scored:
-            side = Dropped.POSITIVE if group[index].reward else Dropped.NEGATIVE
-            expected = {Dropped.GROUP_REJECTED if choice.rejected else side}
+            side = DropReason.POSITIVE if group[index].reward else DropReason.NEGATIVE
+            expected = {DropReason.GROUP_REJECTED if choice.rejected else side}
         assert {why} == expected
 
 
@@ -281,9 +281,9 @@ def test_the_released_form_keeps_the_cleanest_and_the_first(
     choice = resample(group, settings, Random(0))
     for index, why in choice.dropped.items():
         for kept in choice.kept:
-            if why is Dropped.NEGATIVE and group[kept].reward == 0.0:
+            if why is DropReason.NEGATIVE and group[kept].reward == 0.0:
                 assert kept < index
-            if why is Dropped.POSITIVE and group[kept].reward == 1.0:
+            if why is DropReason.POSITIVE and group[kept].reward == 1.0:
                 assert (choice.penalties[kept], kept) < (choice.penalties[index], index)
 
 
@@ -354,14 +354,14 @@ def test_groups_that_are_rejected() -> None:
 def test_without_a_target_all_scored_traces_are_kept() -> None:
     choice = resample([*group(3, 2), trace(None)], RocSettings(down_sample_to_n=-1), Random(0))
     assert choice.kept == [0, 1, 2, 3, 4]
-    assert choice.dropped == {5: Dropped.INFRASTRUCTURE}
+    assert choice.dropped == {5: DropReason.INFRASTRUCTURE}
     assert resample([trace(None)], RocSettings(down_sample_to_n=0), Random(0)).rejected
 
 
 def test_a_negative_reward_is_a_wrong_answer() -> None:
     group = [trace(-1.0)] * 2 + [trace(0.5)] * 2
     choice = resample(group, RocSettings(down_sample_to_n=2), Random(0))
-    assert sorted(choice.dropped.values()) == [Dropped.NEGATIVE, Dropped.POSITIVE]
+    assert sorted(choice.dropped.values()) == [DropReason.NEGATIVE, DropReason.POSITIVE]
 
 
 @pytest.mark.parametrize(
@@ -393,19 +393,25 @@ def test_settings_come_from_overrides() -> None:
     assert (made.form, made.down_sample_to_n) == ("released", 8)
 
 
-def result(status: CallStatus) -> ToolResult:
+def result(status: ToolCallStatus) -> ToolResult:
     return ToolResult("c", "tool", status, "max error 1e-9", 0.0, 0.0, 0.0)
 
 
-def rollout(*turns: tuple[str, list[CallStatus]], reason: StopReason) -> Trajectory:
+def rollout(*turns: tuple[str, list[ToolCallStatus]], reason: StopReason) -> Trajectory:
     made = [Turn(text=text, results=[result(one) for one in calls]) for text, calls in turns]
     return Trajectory("t", [1], made, reason)
 
 
 def test_a_trace_is_counted_from_the_record() -> None:
     trajectory = rollout(
-        ("<answer>1</answer>", [CallStatus.OK, CallStatus.TIMEOUT, CallStatus.MALFORMED]),
-        ("<answer>2</answer> <answer>open", [CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE]),
+        (
+            "<answer>1</answer>",
+            [ToolCallStatus.OK, ToolCallStatus.TIMEOUT, ToolCallStatus.MALFORMED],
+        ),
+        (
+            "<answer>2</answer> <answer>open",
+            [ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE],
+        ),
         ("<answer>3</answer>", []),
         reason=StopReason.ANSWERED,
     )
@@ -415,11 +421,11 @@ def test_a_trace_is_counted_from_the_record() -> None:
     )
 
 
-@pytest.mark.parametrize("status", CallStatus)
-def test_calls_fail_by_their_status_alone(status: CallStatus) -> None:
+@pytest.mark.parametrize("status", ToolCallStatus)
+def test_calls_fail_by_their_status_alone(status: ToolCallStatus) -> None:
     found = Trace.of(rollout(("", [status]), reason=StopReason.ANSWERED), 1.0)
     assert found.num_failed_calls == status.failed
-    ours = status in (CallStatus.CANCELLED, CallStatus.INFRASTRUCTURE)
+    ours = status in (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
     assert found.num_calls == (not ours)
 
 

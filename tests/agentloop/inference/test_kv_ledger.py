@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place, Report
+from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor, LoadReport
 
-A, B = Place("a"), Place("a", 1)
-PLACES = st.sampled_from([A, B, Place("b")])
+A, B = DataParallelRank("a"), DataParallelRank("a", 1)
+PLACES = st.sampled_from([A, B, DataParallelRank("b")])
 KEYS = st.sampled_from(["", "k1", "k2", "k3", "k4"])
 GROUPS = {"": "", "k1": "g", "k2": "g", "k3": "g", "k4": "h"}
 PROMPTS = {"": 0, "g": 10, "h": 7}
@@ -23,12 +23,12 @@ class Ledger(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.ledger = KVLedger(LengthPredictor(prior=8, min_samples=2))
-        self.live: dict[str, tuple[Place, str, int]] = {}  # place, key, tokens
-        self.streamed: dict[Place, int] = {}
+        self.live: dict[str, tuple[DataParallelRank, str, int]] = {}  # place, key, tokens
+        self.streamed: dict[DataParallelRank, int] = {}
         self.count = 0
 
     @rule(place=PLACES, capacity=st.integers(20, 200))
-    def add(self, place: Place, capacity: int) -> None:
+    def add(self, place: DataParallelRank, capacity: int) -> None:
         if place not in self.ledger.pools:
             self.ledger.add(place, capacity)
 
@@ -104,7 +104,7 @@ class Ledger(RuleBasedStateMachine):
     )
     def report(self, data: st.DataObject, used: int, running: int, retracted: int) -> None:
         place = data.draw(st.sampled_from(sorted(self.ledger.pools)))
-        assert self.ledger.report(place, Report(used, running, 1, retracted), self.now) >= 0
+        assert self.ledger.report(place, LoadReport(used, running, 1, retracted), self.now) >= 0
 
     @rule(seconds=st.floats(0.1, 8.0))
     def wait(self, seconds: float) -> None:
@@ -228,9 +228,9 @@ def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
     made = ledger(1000, report_ttl_s=10.0)
     pool = made.pools[A]
     made.reserve("s", A, 100, 0)
-    made.report(A, Report(400, 3, 1), 0.0)
+    made.report(A, LoadReport(400, 3, 1), 0.0)
     assert (pool.num_others, pool.num_strangers) == (0, 0)
-    made.report(A, Report(350, 2, 1), 1.0)
+    made.report(A, LoadReport(350, 2, 1), 1.0)
     assert (pool.num_others, pool.num_strangers) == (250, 2)
     assert pool.room == 650
     made.age(6.0)
@@ -243,15 +243,15 @@ def test_a_report_below_our_accounting_changes_nothing() -> None:
     made = ledger(1000)
     made.reserve("s", A, 500, 100)
     for now in range(3):
-        made.report(A, Report(now, 0, 0), float(now))
+        made.report(A, LoadReport(now, 0, 0), float(now))
     assert made.pools[A].room == 490
 
 
 def test_a_report_that_never_changes_fades() -> None:
     made = ledger(1000, report_ttl_s=10.0)
     made.reserve("s", A, 100, 500)
-    frozen = Report(300, 1, 0, 5)
-    made.report(A, Report(310, 1, 0, 5), 0.0)
+    frozen = LoadReport(300, 1, 0, 5)
+    made.report(A, LoadReport(310, 1, 0, 5), 0.0)
     made.report(A, frozen, 1.0)
     assert made.pools[A].num_others == 200
     for now in range(2, 12):  # tokens are streamed, but the report does not change
@@ -263,9 +263,9 @@ def test_a_report_that_never_changes_fades() -> None:
 
 def test_retractions_are_counted_from_the_first_report_on() -> None:
     made = ledger()
-    assert made.report(A, Report(0, 0, 0, 7), 0.0) == 0
-    assert made.report(A, Report(0, 0, 0, 9), 1.0) == 2
-    assert made.report(A, Report(0, 0, 0, 1), 2.0) == 1  # the server was restarted
+    assert made.report(A, LoadReport(0, 0, 0, 7), 0.0) == 0
+    assert made.report(A, LoadReport(0, 0, 0, 9), 1.0) == 2
+    assert made.report(A, LoadReport(0, 0, 0, 1), 2.0) == 1  # the server was restarted
 
 
 def test_a_pool_that_is_removed_takes_its_sequences_along() -> None:

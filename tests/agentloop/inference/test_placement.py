@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.inference.kv_ledger import KVLedger, LengthPredictor, Place, Report
+from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor, LoadReport
 from agentloop.inference.placement import POLICIES, Ask, Costs, Decision, Placement
 
-PLACES = [Place(name) for name in "abcd"]
+PLACES = [DataParallelRank(name) for name in "abcd"]
 
 
 def ledger(capacity: int = 10_000) -> KVLedger:
@@ -22,7 +22,13 @@ def ledger(capacity: int = 10_000) -> KVLedger:
 
 
 def placed(
-    books: KVLedger, place: Place, name: str, tokens: int, *, group: str = "", shared: int = 0
+    books: KVLedger,
+    place: DataParallelRank,
+    name: str,
+    tokens: int,
+    *,
+    group: str = "",
+    shared: int = 0,
 ) -> None:
     books.reserve(name, place, tokens, 0, key=f"k{name}", group=group, num_shared=shared)
     books.grow(name, 1)  # its prefill is over
@@ -38,7 +44,7 @@ def choose(books: KVLedger, one: Ask, *, waited_s: float = 0.0, seed: int = 0) -
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_seed_decides_the_same(policy: str) -> None:
-    def decisions(seed: int) -> list[Place | None]:
+    def decisions(seed: int) -> list[DataParallelRank | None]:
         books = ledger()
         placement = Placement(books, policy, seed=seed)
         chosen = []
@@ -194,7 +200,7 @@ def test_kv_counts_requests_of_others_as_reported() -> None:
     books = ledger()
     for place in PLACES[:3]:
         for now in range(2):
-            books.report(place, Report(9000, 40, 0), float(now))
+            books.report(place, LoadReport(9000, 40, 0), float(now))
     assert {choose(books, ask(), seed=seed).place for seed in range(9)} == {PLACES[3]}
 
 
@@ -261,11 +267,15 @@ def test_a_full_batch_accepts_no_request() -> None:
     """SGLang's max_running_requests applies whatever capacity is free."""
     ledger = KVLedger()
     for name in ("full", "free"):
-        ledger.add(Place(name), 100_000, 2)
+        ledger.add(DataParallelRank(name), 100_000, 2)
     for number in range(2):
-        ledger.reserve(f"r{number}", Place("full"), 10, 10)
+        ledger.reserve(f"r{number}", DataParallelRank("full"), 10, 10)
     placement = Placement(ledger)
-    decision = placement.choose(Ask("k", 10, 10), [Place("full"), Place("free")], now=0.0)
-    assert decision.place == Place("free")
-    decision = placement.choose(Ask("k", 10, 10), [Place("full")], now=0.0, waited_s=1000.0)
+    decision = placement.choose(
+        Ask("k", 10, 10), [DataParallelRank("full"), DataParallelRank("free")], now=0.0
+    )
+    assert decision.place == DataParallelRank("free")
+    decision = placement.choose(
+        Ask("k", 10, 10), [DataParallelRank("full")], now=0.0, waited_s=1000.0
+    )
     assert decision.place is None

@@ -25,9 +25,9 @@ from agentloop.events import (
 )
 from agentloop.inference.placement import Decision
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -97,8 +97,8 @@ def trajectory(key: str = "1-task.0", *, infrastructure: bool = False) -> Trajec
         end=TurnEnd.STOP,
         calls=[call, made_up],
         results=[
-            ToolResult("c0", "python", CallStatus.ERROR, "ZeroDivisionError", 1.5, 1.75, 2.5),
-            ToolResult("c1", "rm -rf", CallStatus.UNKNOWN_TOOL, "no such tool", 2.0, 2.0, 2.0),
+            ToolResult("c0", "python", ToolCallStatus.ERROR, "ZeroDivisionError", 1.5, 1.75, 2.5),
+            ToolResult("c1", "rm -rf", ToolCallStatus.UNKNOWN_TOOL, "no such tool", 2.0, 2.0, 2.0),
         ],
         observation_ids=[21, 22],
         text="I compute <tool_call>...</tool_call>",

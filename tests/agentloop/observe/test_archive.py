@@ -19,9 +19,9 @@ from agentloop.observe.archive import Archive, read_rollout
 from agentloop.observe.runs import curves, read_metrics, runs_beside
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -41,7 +41,7 @@ def rollout(key: str, *, reward: float | None = 1.0, created_s: float = 100.0) -
     turns = [
         Turn(
             ids[0], [-0.5] * len(ids[0]), end=TurnEnd.STOP, calls=[call],
-            results=[ToolResult("c", "python", CallStatus.ERROR, "no", 0.25, 0.5, 1.0)],
+            results=[ToolResult("c", "python", ToolCallStatus.ERROR, "no", 0.25, 0.5, 1.0)],
             observation_ids=written(CHAT, "no"), servers=["http://a"], started_s=0.0,
             first_token_s=0.125, generated_s=0.25, ended_s=1.0,
         ),

@@ -34,7 +34,7 @@ from agentloop.events import (
 )
 from agentloop.inference.placement import Decision
 from agentloop.observe.board import Board
-from agentloop.trajectory import CallStatus, StopReason, ToolCall, ToolResult, Trajectory, Turn
+from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 
 KEYS = ("1-a.0", "1-a.1", "2-b.0", "2-b.1", "loose")
 GROUPS = ("1-a", "2-b", "3-c")
@@ -64,14 +64,14 @@ def call_of(key: str, number: int = 0) -> ToolCall:
     return ToolCall(f"{key}-{number}", "python", {}, "", 0, 1)
 
 
-def result_of(key: str, status: CallStatus, number: int = 0, took_s: float = 1.0) -> ToolResult:
+def result_of(key: str, status: ToolCallStatus, number: int = 0, took_s: float = 1.0) -> ToolResult:
     return ToolResult(f"{key}-{number}", "python", status, "", 0.0, took_s / 4, took_s)
 
 
 def event_of(kind: str, key: str, number: int) -> Event:
     """Return an event of this kind about a rollout or its group."""
     one, group = record(key, number), key.rpartition(".")[0]
-    statuses = list(CallStatus)
+    statuses = list(ToolCallStatus)
     events: dict[str, Event] = {
         "start": RolloutStarted(one, group),
         "turn": TurnStarted(key, number),
@@ -392,7 +392,7 @@ def test_percentiles_are_those_of_the_last_calls(took: list[float]) -> None:
     made, clock = board()
     played([("start", "1-a.0", 1)], made, clock)
     for seconds in took:
-        made.seen(CallFinished("1-a.0", 0, result_of("1-a.0", CallStatus.OK, took_s=seconds)))
+        made.seen(CallFinished("1-a.0", 0, result_of("1-a.0", ToolCallStatus.OK, took_s=seconds)))
     told = made.tools()
     assert told["calls"] == {"ok": len(took)}
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
@@ -405,10 +405,10 @@ def test_percentiles_are_those_of_the_last_calls(took: list[float]) -> None:
 def test_failed_calls_are_those_caused_by_the_model() -> None:
     made, clock = board()
     played([("start", "1-a.0", 1)], made, clock)
-    for status in CallStatus:
+    for status in ToolCallStatus:
         made.seen(CallFinished("1-a.0", 0, result_of("1-a.0", status)))
-    assert made.rows["1-a.0"].failed_calls == sum(status.failed for status in CallStatus)
-    assert sum(made.tools()["calls"].values()) == len(CallStatus)
+    assert made.rows["1-a.0"].failed_calls == sum(status.failed for status in ToolCallStatus)
+    assert sum(made.tools()["calls"].values()) == len(ToolCallStatus)
 
 
 def test_the_cached_fraction_is_relative_to_prompt_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Dropped items are counted and logged at most once a minute."""
+"""DropCounter items are counted and logged at most once a minute."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from agentloop.observe.dropped import Dropped
+from agentloop.observe.dropped import DropCounter
 
 
 def test_drops_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     now_s = 0.0
-    dropped = Dropped("lines of x", clock=lambda: now_s)
+    dropped = DropCounter("lines of x", clock=lambda: now_s)
     dropped.tell()
     assert caplog.messages == []
     for now_s in (0.0, 1.0, 59.0, 61.0, 62.0):
@@ -28,7 +28,7 @@ def test_drops_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_counting_is_thread_safe() -> None:
-    dropped = Dropped("lines of x", clock=lambda: 0.0)
+    dropped = DropCounter("lines of x", clock=lambda: 0.0)
 
     def add() -> None:
         for _ in range(1000):

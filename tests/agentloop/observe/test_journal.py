@@ -24,7 +24,7 @@ from agentloop.events import (
 )
 from agentloop.observe import journal as module
 from agentloop.observe.journal import Journal, JournalSettings, read_events
-from agentloop.trajectory import CallStatus, ToolResult
+from agentloop.trajectory import ToolCallStatus, ToolResult
 from tests.agentloop.observe import story
 from tests.support import eventually
 
@@ -219,7 +219,7 @@ async def test_the_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path
 @pytest.mark.anyio
 @pytest.mark.parametrize("text", ["\ud800", "a" * 10_000, '"\n\x00'])
 async def test_long_texts_of_a_model_are_cut(tmp_path: Path, text: str) -> None:
-    result = ToolResult("c", text, CallStatus.UNKNOWN_TOOL, "", 0, 0, 0)
+    result = ToolResult("c", text, ToolCallStatus.UNKNOWN_TOOL, "", 0, 0, 0)
     events: list[Event] = [
         CallFinished("r", 0, result),
         RolloutScored("r", 2**70 / 1, text, text, 0),

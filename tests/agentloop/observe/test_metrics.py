@@ -31,7 +31,7 @@ from agentloop.events import (
 from agentloop.inference.health import ServerState
 from agentloop.inference.router import ServerView
 from agentloop.observe.metrics import Metrics
-from agentloop.trajectory import CallStatus, ToolResult, Trajectory
+from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
 from tests.agentloop.observe import story
 from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
 
@@ -116,9 +116,9 @@ def test_an_abandoned_rollout_is_no_longer_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    "status", [CallStatus.UNKNOWN_TOOL, CallStatus.MALFORMED, CallStatus.CALLER]
+    "status", [ToolCallStatus.UNKNOWN_TOOL, ToolCallStatus.MALFORMED, ToolCallStatus.CALLER]
 )
-def test_made_up_names_are_not_labels(status: CallStatus) -> None:
+def test_made_up_names_are_not_labels(status: ToolCallStatus) -> None:
     metrics = made()
     result = ToolResult("c", 'made"up\n', status, "", 0, 0, 1)
     metrics.seen(CallFinished("r", 0, result))
@@ -304,7 +304,7 @@ def test_label_values_are_bounded() -> None:
     for number in range(20):
         record = story.trajectory(f"other-{number}")
         record.turns[0].results[1] = ToolResult(
-            "c", f"made-up-{number}", CallStatus.UNKNOWN_TOOL, "", 0, 0, 0
+            "c", f"made-up-{number}", ToolCallStatus.UNKNOWN_TOOL, "", 0, 0, 0
         )
         for event in story.of_rollout(record, f"group-{number}"):
             again.seen(event)

@@ -24,7 +24,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from agentloop.errors import SettingsError
 from agentloop.events import Event, RolloutAbandoned, RolloutFinished, RolloutScored, RolloutStarted
 from agentloop.observe.otel import Attribute, CallerSpan, OtelSettings, Traces, caller_span
-from agentloop.trajectory import CallStatus, ToolResult, Trajectory
+from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
 from tests.agentloop.observe import story
 from tests.support import eventually
 
@@ -267,7 +267,7 @@ async def test_long_and_strange_content_is_cut() -> None:
     turn = record.turns[0]
     turn.text = "\ud800" + "x" * 1000
     turn.calls[0].arguments["code"] = 2**70
-    turn.results[0] = ToolResult("c0", "python", CallStatus.OK, "y" * 1000, 0, 0, 1)
+    turn.results[0] = ToolResult("c0", "python", ToolCallStatus.OK, "y" * 1000, 0, 0, 1)
     collector, _ = await exported(story.of_rollout(record), content=True, max_content_chars=20)
     _, first, call, *_ = map(attributes, collector.spans)
     text = json.loads(first["gen_ai.output.messages"])[0]["parts"][0]["content"]

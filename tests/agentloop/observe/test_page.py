@@ -20,7 +20,7 @@ from aiohttp import web
 from anyio.abc import ByteStream
 from yarl import URL
 
-from agentloop.api.guard import Guard, ServeSettings
+from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.http import bind, serving
 from agentloop.errors import NotThere, RequestError, ServerError
 from agentloop.observe import page as page_module
@@ -154,7 +154,7 @@ async def page(
         control_token=control_token,
         io_timeout_s=io_timeout_s,
     )
-    app = web.Application(middlewares=[Guard(settings).middleware])
+    app = web.Application(middlewares=[ApiGuard(settings).middleware])
     made.add_to(app)
     with bind(settings) as bound:
         async with serving(app, bound) as url, aiohttp.ClientSession() as http:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.observe.record import Telling, trajectory_of
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -80,7 +80,7 @@ class Growing:
             if has_call:
                 turn.calls.append(ToolCall(f"c{number}", "x", {"n": 2**70}, "", 0, 1))
                 yield
-                result = ToolResult(f"c{number}", "x", CallStatus.OK, "y", 0.0, 0.5, 1.0)
+                result = ToolResult(f"c{number}", "x", ToolCallStatus.OK, "y", 0.0, 0.5, 1.0)
                 turn.results = [result]
             turn.end = TurnEnd.LENGTH if is_cut_off else TurnEnd.STOP
             turn.generated_s = turn.ended_s = number + 0.9

@@ -21,7 +21,7 @@ from agentloop.events import (
 )
 from agentloop.inference.placement import Decision
 from agentloop.observe.stalls import Stalls
-from agentloop.trajectory import CallStatus, ToolCall, ToolResult, Trajectory, Turn
+from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 from tests.support import eventually
 
 
@@ -33,7 +33,7 @@ class Clock:
 
 
 CALL = CallStarted("r", 0, ToolCall("c", "python", {}, "", 0, 1))
-DONE = CallFinished("r", 0, ToolResult("c", "python", CallStatus.OK, "", 0, 0, 1))
+DONE = CallFinished("r", 0, ToolResult("c", "python", ToolCallStatus.OK, "", 0, 0, 1))
 
 WHY = Decision(None, "kv", "why", ())
 

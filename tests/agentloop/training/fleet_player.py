@@ -15,9 +15,9 @@ import anyio
 from agentloop.agent.rollout import Budget
 from agentloop.errors import ServerError
 from agentloop.groups.tasks import Task
-from agentloop.training.fleet_link import FleetSettings, Link
+from agentloop.training.fleet_link import FleetSettings, RedisLink
 from agentloop.training.fleet_member import Member, heard
-from agentloop.training.handover import Handover, InFolder, Published
+from agentloop.training.handover import Handover, InFolder, PublishedWeights
 from agentloop.training.rollouts import RolledOut, RollsOut
 
 LEASE_S = 8.0  # a busy machine may stop us for seconds
@@ -92,7 +92,7 @@ class Player:
             figures={"rejected": None, "rollouts": [], **self.figures},
         )
 
-    async def hand_over(self, published: Published, *, timeout_s: float) -> Handover:
+    async def hand_over(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
         if self.fails is not None:
             raise self.fails
         self.versions.append(published.version)
@@ -105,7 +105,7 @@ class Player:
 
     async def run(self, settings: FleetSettings, rollouts: RollsOut | None = None) -> None:
         """Run like `agentloop rollouts`, with `rollouts` instead of the real ones."""
-        async with Link.open(settings, settings.run) as link:
+        async with RedisLink.open(settings, settings.run) as link:
             word = await heard(link, within_s=settings.give_up_s, say=lambda line: None)
             member = Member(
                 link,

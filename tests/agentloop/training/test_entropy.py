@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.training.entropy import Kind, Place, Sampled, analyze, k3, marked, nearest_version
+from agentloop.training.entropy import (
+    Kind,
+    Sampled,
+    TokenPosition,
+    analyze,
+    k3,
+    marked,
+    nearest_version,
+)
 
 # Few values, so that many are equal.
 entropies = st.lists(st.sampled_from([0.0, 0.1, 0.25, 1.5, 2.0]) | st.floats(0, 12), max_size=60)
@@ -108,7 +116,7 @@ def test_text_calls_and_what_follows_a_result_are_told_apart() -> None:
     assert [(one.num, one.num_marked) for one in kinds.values()] == [(2, 1), (2, 1), (2, 1)]
     (fork,), (reflection,) = kinds[Kind.FORKING].tokens, kinds[Kind.REFLECTION].tokens
     assert (fork.id, fork.num, fork.mean_entropy) == (8, 1, 3.0)
-    assert (reflection.id, reflection.highest) == (7, Place(0, 1, 0))
+    assert (reflection.id, reflection.highest) == (7, TokenPosition(0, 1, 0))
     (call,) = kinds[Kind.CALL].tokens
     assert (call.id, call.num, call.num_marked, call.mean_entropy) == (9, 2, 1, 0.3)
 

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 from agentloop.errors import DataError, SettingsError
 from agentloop.training.entropy_files import (
     EntropyFolder,
-    Found,
     Origin,
-    Rollout,
+    RecordedRollout,
+    ScoredGroup,
     group_files,
     read_rollouts,
     score,
@@ -23,8 +23,8 @@ from agentloop.training.entropy_files import (
 from agentloop.training.learner import LearnerError, LearnerRefused
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import (
-    CallStatus,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -43,7 +43,7 @@ def rollout(name: str = "1.0") -> Trajectory:
         versions=[VersionSpan("1", 0, 1), VersionSpan("2", 1, 3)],
         end=TurnEnd.STOP,
         calls=[ToolCall("c", "python", {}, "", 1, 3)],
-        results=[ToolResult("c", "python", CallStatus.OK, "4", 0, 0, 0)],
+        results=[ToolResult("c", "python", ToolCallStatus.OK, "4", 0, 0, 0)],
         observation_ids=[8, 9],
     )
     answered = Turn([3], [-2.0], [VersionSpan("2", 0, 1)], TurnEnd.STOP)
@@ -138,7 +138,7 @@ async def test_each_token_gets_its_own(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_where_nothing_was_sampled_nobody_is_asked(tmp_path: Path) -> None:
     rollouts = read_rollouts(group(tmp_path, Trajectory("1.0", [1, 2], [])))
-    assert await score(Learner(), rollouts, tmp_path, timeout_s=5) == Found([[]], 0.0)
+    assert await score(Learner(), rollouts, tmp_path, timeout_s=5) == ScoredGroup([[]], 0.0)
 
 
 @pytest.mark.anyio
@@ -161,14 +161,14 @@ async def test_a_refusal_leaves_no_files(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def rollouts(tmp_path: Path) -> list[Rollout]:
+def rollouts(tmp_path: Path) -> list[RecordedRollout]:
     return read_rollouts(group(tmp_path, rollout(), rollout("1.1")))
 
 
-def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[Rollout]) -> None:
+def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[RecordedRollout]) -> None:
     """The file has the form that the page reads: a line for each rollout, by its id."""
     folder = EntropyFolder(tmp_path)
-    found = Found([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
+    found = ScoredGroup([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
     assert folder.kept(1, rollouts, ORIGIN) is None
     folder.keep(1, rollouts, ORIGIN, found)
     folder.keep(2, rollouts, ORIGIN, found)
@@ -180,9 +180,9 @@ def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[Rollout]) ->
     ]
 
 
-def test_what_is_of_others_is_not_taken(tmp_path: Path, rollouts: list[Rollout]) -> None:
+def test_what_is_of_others_is_not_taken(tmp_path: Path, rollouts: list[RecordedRollout]) -> None:
     folder = EntropyFolder(tmp_path)
-    folder.keep(1, rollouts, ORIGIN, Found([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
+    folder.keep(1, rollouts, ORIGIN, ScoredGroup([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
     other = Origin("/weights/2", "other weights there", "2", 1.0)
     assert folder.kept(1, rollouts, other) is None
     assert folder.kept(2, rollouts, ORIGIN) is None
@@ -193,10 +193,10 @@ def test_what_is_of_others_is_not_taken(tmp_path: Path, rollouts: list[Rollout])
 @pytest.mark.parametrize("name", ["group-0000001.jsonl", "about.json"])
 @pytest.mark.parametrize("damage", [b"", b"[1]\n", b"{", b'{"1": {}}', b'{"id": "1.0"}\n'])
 def test_what_is_damaged_is_found_anew(
-    tmp_path: Path, rollouts: list[Rollout], name: str, damage: bytes
+    tmp_path: Path, rollouts: list[RecordedRollout], name: str, damage: bytes
 ) -> None:
     folder = EntropyFolder(tmp_path)
-    found = Found([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
+    found = ScoredGroup([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
     folder.keep(1, rollouts, ORIGIN, found)
     (tmp_path / "entropy" / name).write_bytes(damage)
     assert folder.kept(1, rollouts, ORIGIN) is None
@@ -204,10 +204,12 @@ def test_what_is_damaged_is_found_anew(
     assert folder.kept(1, rollouts, ORIGIN) == found
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, rollouts: list[Rollout]) -> None:
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, rollouts: list[RecordedRollout]
+) -> None:
     (tmp_path / "entropy").touch()
     with pytest.raises(SettingsError, match="entropy"):
-        EntropyFolder(tmp_path).keep(1, rollouts, ORIGIN, Found([[], []], 0.0))
+        EntropyFolder(tmp_path).keep(1, rollouts, ORIGIN, ScoredGroup([[], []], 0.0))
 
 
 def test_other_weights_in_the_same_place_are_others(tmp_path: Path) -> None:

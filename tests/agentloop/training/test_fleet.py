@@ -20,15 +20,15 @@ from agentloop.agent.rollout import Budget
 from agentloop.config import to_toml
 from agentloop.errors import PromptTooLong, RequestError, ServerError, SettingsError, sole
 from agentloop.groups.queue import GroupQueue
-from agentloop.groups.reward import RewardSettings, Scorer
+from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task, TaskSource
 from agentloop.training.fleet import Fleet
 from agentloop.training.fleet_link import (
     READERS,
     FleetSettings,
-    Link,
     Redis,
+    RedisLink,
     Result,
     Ticket,
     packed,
@@ -126,7 +126,7 @@ async def until(found: Callable[[], Awaitable[Any]], expected: Any) -> None:
 
 async def left(settings: FleetSettings) -> list[int]:
     """Return the numbers of entries left in the streams."""
-    async with Link.open(settings, "test") as link:
+    async with RedisLink.open(settings, "test") as link:
         return [
             await link.do(lambda redis, name=name: redis.xlen(name))  # type: ignore[misc]
             for name in (link.tickets, link.groups)
@@ -169,7 +169,7 @@ async def test_rollouts_go_through_redis_where_no_folder_is_shared(
         mark.unlink()  # by which a runtime knows that it sees the same folder
         found = await trainer.groups("1")
         assert [row["filling"] for row in found["1"].rows()] == [player.filling] * 2
-        async with Link.open(settings, "test") as link:
+        async with RedisLink.open(settings, "test") as link:
             await until(lambda: link.do(lambda redis: redis.keys("*:rows:*")), [])
 
 
@@ -337,7 +337,7 @@ async def test_what_redis_lost_before_anybody_took_it_is_added_again(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            async with Link.open(settings, "test") as link:
+            async with RedisLink.open(settings, "test") as link:
                 await until(lambda: link.do(lambda redis: redis.xlen(link.tickets)), 2)
             redis.kill()
             redis.start()
@@ -374,7 +374,7 @@ async def test_a_trainer_that_is_restarted_gets_its_own_answers_alone(
 async def rolling_out(settings: FleetSettings, *names: str) -> AsyncIterator[None]:
     """Run runtimes that score and filter while the context is open."""
     async with (
-        Scorer(RewardSettings(function="exact")) as scorer,
+        Grader(RewardSettings(function="exact")) as scorer,
         anyio.create_task_group() as runtimes,
     ):
         for name in names:
@@ -570,20 +570,20 @@ async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others_in
 async def test_of_two_runtimes_that_did_one_ticket_each_has_its_own_rollouts(
     redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    get, put, num_put = Link.get_pieces, Link.put_pieces, 0
+    get, put, num_put = RedisLink.get_pieces, RedisLink.put_pieces, 0
 
-    async def counted(self: Link, *arguments: Any) -> int:
+    async def counted(self: RedisLink, *arguments: Any) -> int:
         nonlocal num_put
         num = await put(self, *arguments)
         num_put += 1
         return num
 
-    async def late(self: Link, *arguments: Any) -> bytes:
+    async def late(self: RedisLink, *arguments: Any) -> bytes:
         await eventually(lambda: num_put == 2)
         return await get(self, *arguments)
 
-    monkeypatch.setattr(Link, "put_pieces", counted)
-    monkeypatch.setattr(Link, "get_pieces", late)
+    monkeypatch.setattr(RedisLink, "put_pieces", counted)
+    monkeypatch.setattr(RedisLink, "get_pieces", late)
     settings = settings_for(redis, lease_s=3600)
     one, two = Player("one"), Player("two")
     one.gate, two.room = anyio.Event(), anyio.Event()
@@ -593,7 +593,7 @@ async def test_of_two_runtimes_that_did_one_ticket_each_has_its_own_rollouts(
         await trainer.hand_over()
         (mark,) = (tmp_path / "results").iterdir()
         mark.unlink()  # they go through Redis
-        async with anyio.create_task_group() as tasks, Link.open(settings, "test") as link:
+        async with anyio.create_task_group() as tasks, RedisLink.open(settings, "test") as link:
 
             async def ask() -> None:
                 found.update(await trainer.groups("1"))

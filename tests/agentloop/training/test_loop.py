@@ -23,7 +23,7 @@ from agentloop.errors import ModelError, RequestError, SettingsError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.export import find
 from agentloop.groups.queue import GroupQueue
-from agentloop.groups.reward import RewardFunction, RewardSettings, Scorer
+from agentloop.groups.reward import Grader, RewardFunction, RewardSettings
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.staleness import Slots
 from agentloop.groups.tasks import TaskSource, TasksSettings
@@ -40,12 +40,12 @@ from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_list import RunState, summarize
-from agentloop.training.standing import Standing, Unwatched, Watch
+from agentloop.training.standing import Standing, StatusWatch, Unwatched
 from agentloop.training.undo import undo
 from agentloop.trajectory import (
-    CallStatus,
     StopReason,
     ToolCall,
+    ToolCallStatus,
     ToolResult,
     Trajectory,
     Turn,
@@ -102,7 +102,7 @@ class PlayedLearner:
 
 def trajectory(key: str, text: str, *, failed: bool, broken: bool = False) -> Trajectory:
     call = ToolCall(f"{key}-c", "python", {}, "", 0, 1)
-    status = CallStatus.ERROR if failed else CallStatus.OK
+    status = ToolCallStatus.ERROR if failed else ToolCallStatus.OK
     calling = Turn(
         output_ids=[1, 2],
         logprobs=[-0.5, -0.25],
@@ -172,7 +172,7 @@ async def played(
     restored: dict[str, Any] | None = None,
     kept: Any = None,
     collapse: CollapseSettings | None = None,
-    watch: Watch | None = None,
+    watch: StatusWatch | None = None,
     emit: Emit = ignore,
     meanwhile: Callable[[TrainingLoop], Coroutine[Any, Any, Any]] | None = None,
     **settings: Any,
@@ -187,7 +187,7 @@ async def played(
     async with fake.serving(), http_session() as session, AsyncExitStack() as opened:
         async with (
             Router.open([SGLangServer(fake.url, session)], router_settings) as router,
-            Scorer(RewardSettings(function="exact"), reward) as scorer,
+            Grader(RewardSettings(function="exact"), reward) as scorer,
         ):
             queue = await opened.enter_async_context(GroupQueue.open(run.path / "queue.sqlite"))
             loop = TrainingLoop(

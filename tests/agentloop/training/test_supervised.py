@@ -39,7 +39,7 @@ from agentloop.training.supervised import (
     step_plan,
     trajectories_of,
 )
-from agentloop.trajectory import CallStatus, Trajectory
+from agentloop.trajectory import ToolCallStatus, Trajectory
 from tests.support import (
     END,
     ScriptedEngine,
@@ -74,7 +74,7 @@ class Look:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RunTool]:
         async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
-            return ToolOutput(CallStatus.OK, self.contents[arguments["n"]])
+            return ToolOutput(ToolCallStatus.OK, self.contents[arguments["n"]])
 
         yield run
 
@@ -153,7 +153,7 @@ class _Replay:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RunTool]:
         async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
-            return ToolOutput(CallStatus.OK, self.answers[arguments["code"]])
+            return ToolOutput(ToolCallStatus.OK, self.answers[arguments["code"]])
 
         yield run
 
