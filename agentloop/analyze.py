@@ -31,7 +31,7 @@ from agentloop.training.entropy_files import (
     EntropyFolder,
     Origin,
     RecordedRollout,
-    ScoredGroup,
+    GroupScores,
     group_files,
     read_rollouts,
     score,
@@ -186,9 +186,9 @@ async def _found(
     groups: Mapping[int, Sequence[RecordedRollout]],
     origin: Origin,
     progress: console.ProgressLine,
-) -> dict[int, ScoredGroup]:
+) -> dict[int, GroupScores]:
     folder = EntropyFolder(run)
-    found: dict[int, ScoredGroup] = {}
+    found: dict[int, GroupScores] = {}
     for number, rollouts in groups.items():
         kept = await anyio.to_thread.run_sync(folder.kept, number, rollouts, origin)
         if kept is not None:
@@ -238,7 +238,7 @@ async def _found(
 
 
 def _mean_mismatch(
-    groups: Mapping[int, Sequence[RecordedRollout]], found: Mapping[int, ScoredGroup]
+    groups: Mapping[int, Sequence[RecordedRollout]], found: Mapping[int, GroupScores]
 ) -> float:
     nums = {number: sum(sum(one.mask) for one in groups[number]) for number in groups}
     total = sum(found[number].mismatch_kl * num for number, num in nums.items())

@@ -162,7 +162,7 @@ class _Call(NamedTuple):
 
 
 class SandboxService:
-    """The HTTP handlers. Use as `async with SandboxService(...)`: sessions live as long as the context."""
+    """The HTTP handlers. Use as `async with SandboxService(...)`: sessions end with the context."""
 
     def __init__(self, pool: Pool, settings: SandboxServeSettings) -> None:
         self._pool = pool

@@ -97,7 +97,7 @@ class RewardSettings(pydantic.BaseModel):
 
 
 class Grader:
-    """Scores rollouts. Use as `async with Grader(...) as scorer`."""
+    """Scores rollouts. Use as `async with Grader(...) as grader`."""
 
     def __init__(
         self,

@@ -610,7 +610,7 @@ class Router:
         return order
 
     def _place_waiting(self) -> None:
-        """DataParallelRank waiting turns that fit, in order."""
+        """Place waiting turns that fit, in order."""
         if not len(self._queue):
             return
         now = time.monotonic()

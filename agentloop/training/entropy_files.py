@@ -36,7 +36,7 @@ __all__ = [
     "EntropyFolder",
     "Origin",
     "RecordedRollout",
-    "ScoredGroup",
+    "GroupScores",
     "group_files",
     "read_rollouts",
     "score",
@@ -109,7 +109,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredGroup:
+class GroupScores:
     """The entropies of a group's rollouts, in order.
 
     `mismatch_kl` is the mean over their tokens of the KL divergence, in nats, from the policy that
@@ -163,7 +163,7 @@ class EntropyFolder:
 
     def kept(
         self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin
-    ) -> ScoredGroup | None:
+    ) -> GroupScores | None:
         """Return the cached entropies of a group, or None if there are none that are complete and
         match these rollouts and this origin."""
         told = self._about().get(str(number))
@@ -171,7 +171,7 @@ class EntropyFolder:
             return None
         try:
             rows = [row for _, row in read_jsonl(self._file(number))]
-            found = ScoredGroup([row["entropies"] for row in rows], float(told["mismatch_kl"]))
+            found = GroupScores([row["entropies"] for row in rows], float(told["mismatch_kl"]))
             there = [(row["id"], [len(turn) for turn in row["entropies"]]) for row in rows]
         except (DataError, KeyError, TypeError, ValueError):
             return None
@@ -179,7 +179,7 @@ class EntropyFolder:
         return found if there == wanted else None
 
     def keep(
-        self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin, found: ScoredGroup
+        self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin, found: GroupScores
     ) -> None:
         """Cache the entropies of a group. Raises SettingsError if they cannot be written."""
         pairs = zip(rollouts, found.entropies, strict=True)
@@ -213,7 +213,7 @@ def _write(path: Path, data: bytes) -> None:
 
 async def score(
     learner: Learner, rollouts: Sequence[RecordedRollout], folder: Path, *, timeout_s: float
-) -> ScoredGroup:
+) -> GroupScores:
     """Compute the entropies of rollouts with the learner's weights.
 
     Batch and result are exchanged as temporary files in `folder`.
@@ -224,7 +224,7 @@ async def score(
     """
     some = [one for one in rollouts if any(one.mask)]
     if not some:
-        return ScoredGroup([[[] for _ in one.turns] for one in rollouts], 0.0)
+        return GroupScores([[[] for _ in one.turns] for one in rollouts], 0.0)
     samples = [Sample(one.ids, one.mask, one.logprobs, 0.0, 0) for one in some]
     with tempfile.TemporaryDirectory(prefix=".scoring-", dir=folder) as temporary:
         batch, out = Path(temporary) / "batch", Path(temporary) / "scores"
@@ -233,7 +233,7 @@ async def score(
         return await anyio.to_thread.run_sync(_read_scores, out, rollouts)
 
 
-def _read_scores(path: Path, rollouts: Sequence[RecordedRollout]) -> ScoredGroup:
+def _read_scores(path: Path, rollouts: Sequence[RecordedRollout]) -> GroupScores:
     from safetensors.numpy import load
 
     tensors = load(path.read_bytes())
@@ -249,4 +249,4 @@ def _read_scores(path: Path, rollouts: Sequence[RecordedRollout]) -> ScoredGroup
     ends = accumulate(lengths, initial=0)
     turns = iter([rounded[start:end] for start, end in pairwise(ends)])
     found = [[next(turns) for _ in rollout.turns] for rollout in rollouts]
-    return ScoredGroup(found, k3(engine, logprobs))
+    return GroupScores(found, k3(engine, logprobs))

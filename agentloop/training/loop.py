@@ -521,7 +521,7 @@ class TrainingLoop:
         self._notify()
 
     def _count_refused(self, task: Task, error: RequestError) -> None:
-        """Reporter an invalid task. Raises RequestError after too many in a row."""
+        """Report an invalid task. Raises RequestError after too many in a row."""
         self._say(f"Skipped task {task.id}: {error}")
         self._num_refused += 1
         if self._num_refused >= self._settings.tasks_per_step:
@@ -530,7 +530,7 @@ class TrainingLoop:
             ) from error
 
     def _count_replaced(self) -> None:
-        """Reporter when many groups in a row had to be replaced, which may go on for ever."""
+        """Report when many groups in a row had to be replaced, which may go on for ever."""
         self._num_replaced += 1
         if self._num_replaced % (_MANY_REPLACED * self._settings.tasks_per_step) == 0:
             self._say(

@@ -49,10 +49,10 @@ class StatusWatch(Protocol):
     """Detects stalls of a run."""
 
     def moved(self) -> None:
-        """Reporter progress: a group has ended, or a step is complete."""
+        """Report progress: a group has ended, or a step is complete."""
 
     def waiting(self, who: str, what: str) -> AbstractContextManager[None]:
-        """Reporter that `who` waits for `what` while the context is open."""
+        """Report that `who` waits for `what` while the context is open."""
 
     def take_lag_s(self) -> float:
         """Return the longest blocking of the event loop since the last call, in seconds."""

@@ -15,7 +15,7 @@ from agentloop.training.entropy_files import (
     EntropyFolder,
     Origin,
     RecordedRollout,
-    ScoredGroup,
+    GroupScores,
     group_files,
     read_rollouts,
     score,
@@ -138,7 +138,7 @@ async def test_each_token_gets_its_own(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_where_nothing_was_sampled_nobody_is_asked(tmp_path: Path) -> None:
     rollouts = read_rollouts(group(tmp_path, Trajectory("1.0", [1, 2], [])))
-    assert await score(Learner(), rollouts, tmp_path, timeout_s=5) == ScoredGroup([[]], 0.0)
+    assert await score(Learner(), rollouts, tmp_path, timeout_s=5) == GroupScores([[]], 0.0)
 
 
 @pytest.mark.anyio
@@ -168,7 +168,7 @@ def rollouts(tmp_path: Path) -> list[RecordedRollout]:
 def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[RecordedRollout]) -> None:
     """The file has the form that the page reads: a line for each rollout, by its id."""
     folder = EntropyFolder(tmp_path)
-    found = ScoredGroup([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
+    found = GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
     assert folder.kept(1, rollouts, ORIGIN) is None
     folder.keep(1, rollouts, ORIGIN, found)
     folder.keep(2, rollouts, ORIGIN, found)
@@ -182,7 +182,7 @@ def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[RecordedRoll
 
 def test_what_is_of_others_is_not_taken(tmp_path: Path, rollouts: list[RecordedRollout]) -> None:
     folder = EntropyFolder(tmp_path)
-    folder.keep(1, rollouts, ORIGIN, ScoredGroup([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
+    folder.keep(1, rollouts, ORIGIN, GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
     other = Origin("/weights/2", "other weights there", "2", 1.0)
     assert folder.kept(1, rollouts, other) is None
     assert folder.kept(2, rollouts, ORIGIN) is None
@@ -196,7 +196,7 @@ def test_what_is_damaged_is_found_anew(
     tmp_path: Path, rollouts: list[RecordedRollout], name: str, damage: bytes
 ) -> None:
     folder = EntropyFolder(tmp_path)
-    found = ScoredGroup([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
+    found = GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
     folder.keep(1, rollouts, ORIGIN, found)
     (tmp_path / "entropy" / name).write_bytes(damage)
     assert folder.kept(1, rollouts, ORIGIN) is None
@@ -209,7 +209,7 @@ def test_a_place_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "entropy").touch()
     with pytest.raises(SettingsError, match="entropy"):
-        EntropyFolder(tmp_path).keep(1, rollouts, ORIGIN, ScoredGroup([[], []], 0.0))
+        EntropyFolder(tmp_path).keep(1, rollouts, ORIGIN, GroupScores([[], []], 0.0))
 
 
 def test_other_weights_in_the_same_place_are_others(tmp_path: Path) -> None:
