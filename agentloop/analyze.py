@@ -29,9 +29,9 @@ from agentloop.models import SMALL, not_a_model
 from agentloop.training.entropy import Analysis, Kind, TokenPosition, analyze, nearest_version
 from agentloop.training.entropy_files import (
     EntropyFolder,
+    GroupScores,
     Origin,
     RecordedRollout,
-    GroupScores,
     group_files,
     read_rollouts,
     score,

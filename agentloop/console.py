@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import anyio
 
 from agentloop.errors import AgentLoopError, sole
-from agentloop.training.standing import Standing, clock
+from agentloop.training.run_status import Standing, clock
 
 if TYPE_CHECKING:
     import pydantic

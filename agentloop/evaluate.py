@@ -38,11 +38,11 @@ from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.tasks import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.inference.supervise import require_device
 from agentloop.models import SMALL
+from agentloop.run_dashboard import Scene
 from agentloop.runtime import Runtime, Settings
-from agentloop.scene import Scene
-from agentloop.training.figures import mean
+from agentloop.training.group_metrics import mean
 from agentloop.training.run_folder import RunFolder, RunSettings
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
 from sandbox import Pool
 
 __all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main"]

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from agentloop import console
 from agentloop.errors import SettingsError
-from agentloop.training.figures import mean, percent
+from agentloop.training.group_metrics import mean, percent
 from agentloop.training.run_list import RunState, RunSummary, find_runs, summarize
 
 __all__ = ["main"]

@@ -28,8 +28,8 @@ from agentloop.observe.otel import OtelSettings, Traces
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.fleet_link import FleetSettings, RedisLink
 from agentloop.training.fleet_member import Member, heard
-from agentloop.training.handover import Served
 from agentloop.training.rollouts import Rollouts
+from agentloop.training.weight_sync import Served
 from sandbox import PoolSettings
 
 __all__ = ["RolloutsSettings", "main", "roll_out"]

@@ -43,7 +43,7 @@ from agentloop.api.guard import ServeSettings
 from agentloop.config import load_settings, with_values
 from agentloop.errors import AgentLoopError, RequestError, sole
 from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
-from agentloop.groups.feed import FinishedGroup, finished_groups
+from agentloop.groups.group_stream import FinishedGroup, finished_groups
 from agentloop.inference.keep_alive import keep_alive
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import Sampling, SGLangServer, http_session

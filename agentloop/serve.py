@@ -60,11 +60,11 @@ from agentloop.inference.router import ServerView
 from agentloop.inference.sglang import Sampling
 from agentloop.observe.ask import Ask, asking
 from agentloop.observe.board import Board
+from agentloop.observe.event_fanout import Readers
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.metrics import Metrics
 from agentloop.observe.otel import CallerSpan, Traces, caller_span
 from agentloop.observe.page import Page
-from agentloop.observe.readers import Readers
 from agentloop.observe.stalls import Stalls, Wait
 from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings

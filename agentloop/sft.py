@@ -21,7 +21,7 @@ from agentloop.errors import SettingsError
 from agentloop.events import Emit, ignore
 from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.models import SMALL, not_a_model
-from agentloop.scene import Scene
+from agentloop.run_dashboard import Scene
 from agentloop.training.batch import Sample
 from agentloop.training.learner import KeptLearner, RanksSettings
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings

@@ -33,8 +33,8 @@ from agentloop.observe.journal import JournalSettings
 from agentloop.observe.sinks import SinksSettings
 from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
+from agentloop.run_dashboard import Scene
 from agentloop.runtime import Runtime, Settings
-from agentloop.scene import Scene
 from agentloop.sft import (
     StartSettings,
     how_to_go_on,
@@ -48,19 +48,19 @@ from agentloop.sft import (
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet import Fleet
 from agentloop.training.fleet_link import FleetSettings
-from agentloop.training.handover import Served, Serving, WeightsSettings
 from agentloop.training.learner import KeptLearner, RanksSettings
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.plan import plan
 from agentloop.training.plots import plot_runs
+from agentloop.training.respawn import is_child, revived, tell_run
 from agentloop.training.resumable import load_newest
-from agentloop.training.revive import is_child, revived, tell_run
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
 from agentloop.training.supervised import FineTuning
 from agentloop.training.undo import finish_undo, undo
+from agentloop.training.weight_sync import Served, Serving, WeightsSettings
 
 __all__ = ["TrainSettings", "main", "train"]
 
@@ -258,7 +258,7 @@ async def _roll_out_and_learn(
 
 
 class _Watch:
-    """A watch over the event loop and the run's progress: `agentloop.training.standing.Watch`."""
+    """A watch over the event loop and the run's progress: `agentloop.training.run_status.Watch`."""
 
     def __init__(self, settings: WatchdogSettings, stalls: Stalls) -> None:
         self.moved = stalls.moved

@@ -52,13 +52,13 @@ from agentloop.groups.reward import Grader, Reward
 from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
-from agentloop.training.handover import Served, WeightsSettings
 from agentloop.training.learner import Learner
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
+from agentloop.training.weight_sync import Served, WeightsSettings
 from agentloop.trajectory import Trajectory
 from bench import virtual_time
 from bench.router import RolloutSpec, make_trace

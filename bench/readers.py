@@ -39,10 +39,10 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.observe.board import Board
+from agentloop.observe.event_fanout import Readers
 from agentloop.observe.journal import Journal
 from agentloop.observe.metrics import Metrics
 from agentloop.observe.otel import OtelSettings, Traces
-from agentloop.observe.readers import Readers
 from agentloop.observe.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls
 from bench.watchers import rollout

@@ -47,7 +47,7 @@ from pathlib import Path
 from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor, LoadReport
 from agentloop.inference.placement import POLICIES, Ask, Costs, Placement
-from agentloop.inference.waiting_room import Waiting, WaitingRoom
+from agentloop.inference.wait_queue import Waiting, WaitingRoom
 from bench.server_model import Job, ServerModel, ServerParams
 
 EMULATED = ("cache_aware",)

@@ -45,9 +45,9 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.observe.board import Board
+from agentloop.observe.event_fanout import Readers
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Page
-from agentloop.observe.readers import Readers
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 

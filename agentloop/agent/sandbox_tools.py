@@ -15,7 +15,7 @@ import anyio
 from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
 from agentloop.trajectory import ToolCallStatus
 from sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
-from sandbox import ToolCallStatus as SandboxStatus
+from sandbox import CallStatus as SandboxStatus
 
 __all__ = ["JupyterCode", "PythonCode", "describe"]
 

@@ -25,11 +25,11 @@ import pydantic
 from agentloop.errors import DataError, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
-from agentloop.groups.feed import finished_groups
+from agentloop.groups.group_stream import finished_groups
 from agentloop.groups.reward import Grader, Reward
 from agentloop.groups.roc import DropReason
 from agentloop.groups.tasks import Task
-from agentloop.training.figures import about, of_rollout
+from agentloop.training.group_metrics import about, of_rollout
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
 
@@ -120,7 +120,7 @@ class Outcome:
 
     Attributes:
         number: Number of its file, or 0 if it has none.
-        rollouts: Metrics of each sample: see `agentloop.training.figures.of_rollout`.
+        rollouts: Metrics of each sample: see `agentloop.training.group_metrics.of_rollout`.
         refused: The error if the task could not be sampled.
     """
 

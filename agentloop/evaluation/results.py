@@ -9,7 +9,7 @@ from typing import Any
 
 from agentloop.evaluation.estimate import Estimate, avg_at_k, pass_at_k, sampling_error
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
-from agentloop.training.figures import about, percent
+from agentloop.training.group_metrics import about, percent
 
 __all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentloop.errors import SettingsError
-from agentloop.groups.killable import CallFailed
+from agentloop.groups.process_pool import CallFailed
 from sandbox import CallResult, CallStatus, Pool, SandboxError
 
 __all__ = ["is_solved"]

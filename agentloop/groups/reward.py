@@ -26,8 +26,8 @@ import pydantic
 
 from agentloop.errors import RewardError, SettingsError
 from agentloop.groups.answers import final_answer
-from agentloop.groups.killable import CallFailed, CallTimedOut, KillableProcesses
 from agentloop.groups.math_check import same_number
+from agentloop.groups.process_pool import CallFailed, CallTimedOut, KillableProcesses
 from agentloop.groups.puzzles import is_solved
 from agentloop.groups.tasks import Task
 from agentloop.trajectory import StopReason, Trajectory

@@ -6,7 +6,7 @@
                        └── new capacity: a turn ended, a server recovered, a report arrived
 
 The decisions are pure and made elsewhere: the content of each KV cache (kv_ledger.py), the server
-of a turn (placement.py), the order of waiting turns (waiting_room.py), the health of a server
+of a turn (placement.py), the order of waiting turns (wait_queue.py), the health of a server
 (health.py), the number of groups in flight (group_gate.py). This module connects them to the
 servers. Each server is asked once a second for its weight version and its load, which also serves
 as the health probe.
@@ -45,7 +45,7 @@ from agentloop.inference.health import Health, HealthSettings, ServerState
 from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor
 from agentloop.inference.placement import Ask, Costs, Decision, Placement
 from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
-from agentloop.inference.waiting_room import Waiting, WaitingRoom
+from agentloop.inference.wait_queue import Waiting, WaitingRoom
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]

@@ -42,7 +42,7 @@ from agentloop.events import (
     TurnPlaced,
     WeightsLoaded,
 )
-from agentloop.observe.dropped import DropCounter
+from agentloop.observe.drop_counter import DropCounter
 from agentloop.plain_json import dumps, loads
 
 __all__ = ["Journal", "JournalSettings", "read_events"]

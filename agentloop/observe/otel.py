@@ -48,7 +48,7 @@ from agentloop.events import (
     RolloutScored,
     RolloutStarted,
 )
-from agentloop.observe.dropped import DropCounter
+from agentloop.observe.drop_counter import DropCounter
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn, TurnEnd
 

@@ -24,7 +24,7 @@ import pydantic
 
 from agentloop.distribution import require
 from agentloop.events import Event, Measured
-from agentloop.observe.dropped import DropCounter
+from agentloop.observe.drop_counter import DropCounter
 from agentloop.observe.tfevents import EventFile
 
 __all__ = ["Sink", "Sinks", "SinksSettings", "masked"]

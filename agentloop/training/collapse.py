@@ -45,7 +45,7 @@ from typing import Any, Self
 import pydantic
 
 from agentloop.errors import AgentLoopError
-from agentloop.training.figures import percent
+from agentloop.training.group_metrics import percent
 
 __all__ = [
     "Collapse",

@@ -34,9 +34,9 @@ from agentloop.training.learner import Learner, LearnerError
 
 __all__ = [
     "EntropyFolder",
+    "GroupScores",
     "Origin",
     "RecordedRollout",
-    "GroupScores",
     "group_files",
     "read_rollouts",
     "score",

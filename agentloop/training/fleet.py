@@ -40,8 +40,8 @@ from agentloop.training.fleet_link import (
     Word,
     unpacked,
 )
-from agentloop.training.handover import Handover, InFolder, PublishedWeights
 from agentloop.training.rollouts import RolledOut
+from agentloop.training.weight_sync import Handover, InFolder, PublishedWeights
 
 __all__ = ["Fleet"]
 

@@ -45,8 +45,8 @@ from agentloop.training.fleet_link import (
     Word,
     packed,
 )
-from agentloop.training.handover import Handover, InFolder, PublishedWeights, Serving
 from agentloop.training.rollouts import RollsOut
+from agentloop.training.weight_sync import Handover, InFolder, PublishedWeights, Serving
 from agentloop.trajectory import StopReason
 
 __all__ = ["Member", "heard"]

@@ -50,21 +50,21 @@ from agentloop.training.collapse import (
     checkpoint_before,
     report,
 )
-from agentloop.training.figures import about, mean, percent
-from agentloop.training.handover import (
+from agentloop.training.group_metrics import about, mean, percent
+from agentloop.training.learner import KeptLearner, Learner, LearnerLost, LearnerRefused
+from agentloop.training.loop_settings import LoopSettings, StageSettings
+from agentloop.training.progress import Pace
+from agentloop.training.rollouts import RolledOut, RollsOut, in_order
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_status import Reporter, StatusWatch, Unwatched
+from agentloop.training.steps import Steps
+from agentloop.training.weight_sync import (
     Handover,
     PublishedWeights,
     Serving,
     WeightsSettings,
     publisher,
 )
-from agentloop.training.learner import KeptLearner, Learner, LearnerLost, LearnerRefused
-from agentloop.training.loop_settings import LoopSettings, StageSettings
-from agentloop.training.pace import Pace
-from agentloop.training.rollouts import RolledOut, RollsOut, in_order
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Reporter, StatusWatch, Unwatched
-from agentloop.training.steps import Steps
 
 __all__ = ["TrainingLoop"]
 

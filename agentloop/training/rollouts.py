@@ -16,11 +16,11 @@ from agentloop.agent.rollout import Budget
 from agentloop.errors import RequestError
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
 from agentloop.groups.advantage import group_advantages
-from agentloop.groups.feed import finished_groups
+from agentloop.groups.group_stream import finished_groups
 from agentloop.groups.reward import Grader, Reward
 from agentloop.groups.roc import RocSettings, Selection, Trace, resample
 from agentloop.groups.tasks import Task
-from agentloop.training.figures import figures
+from agentloop.training.group_metrics import figures
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["RolledOut", "Rollouts", "RollsOut", "RunGroup", "in_order"]
@@ -34,7 +34,7 @@ class RolledOut(Protocol):
 
     @property
     def figures(self) -> Mapping[str, Any]:
-        """The figures that `agentloop.training.figures.about` takes."""
+        """The figures that `agentloop.training.group_metrics.about` takes."""
         ...
 
     @property

@@ -31,7 +31,7 @@ from agentloop.console import (
     split_settings,
 )
 from agentloop.errors import SettingsError
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
 from sandbox import SandboxUnavailable
 
 

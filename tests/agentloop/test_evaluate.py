@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from agentloop import console
 from agentloop.config import load_settings
 from agentloop.evaluate import EvaluateSettings, chosen_tasks, evaluate, main
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
 from tests.support import eventually
 

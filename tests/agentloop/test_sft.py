@@ -25,7 +25,7 @@ from agentloop.models import SMALL
 from agentloop.sft import SftSettings, sft, told
 from agentloop.train import TrainSettings
 from agentloop.training.run_folder import checkpoints_in
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
 from tests.support import eventually
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"

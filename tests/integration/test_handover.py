@@ -31,15 +31,15 @@ from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_
 from agentloop.models import SMALL
 from agentloop.training.batch import Sample, write_batch
 from agentloop.training.checksums import Layout, Tensor, checksum
-from agentloop.training.handover import (
+from agentloop.training.learner import Learner, RanksSettings, started
+from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
+from agentloop.training.weight_sync import (
     Handover,
     InFolder,
     Served,
     WeightsSettings,
     publisher,
 )
-from agentloop.training.learner import Learner, RanksSettings, started
-from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
 from tests.support import eventually, spans_cover
 
 pytestmark = [

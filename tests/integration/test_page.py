@@ -29,12 +29,12 @@ from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
+from agentloop.run_dashboard import Scene
 from agentloop.runtime import Runtime, Settings
-from agentloop.scene import Scene
 from agentloop.serve import AgentService, listening
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from sandbox import PoolSettings
 from tests.agentloop.observe.test_archive import rollout

@@ -13,7 +13,7 @@ from agentloop.config import load_settings
 from agentloop.console import ProgressLine
 from agentloop.groups.tasks import Task
 from agentloop.train import TrainSettings, train
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
 from agentloop.trajectory import Trajectory
 
 pytestmark = [

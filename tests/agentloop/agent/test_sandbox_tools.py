@@ -13,7 +13,7 @@ from agentloop.agent.sandbox_tools import JupyterCode, PythonCode, describe
 from agentloop.agent.tools import Tools
 from agentloop.trajectory import ToolCallStatus
 from sandbox import CallError, CallResult, LostBy, Overloaded, Pool, PoolSettings, SessionLost
-from sandbox import ToolCallStatus as SandboxStatus
+from sandbox import CallStatus as SandboxStatus
 
 pytestmark = pytest.mark.anyio
 

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from agentloop.errors import RewardError, SettingsError
 from agentloop.groups.answers import boxed, final_answer, tagged
-from agentloop.groups.killable import (
+from agentloop.groups.math_check import number, same_number
+from agentloop.groups.process_pool import (
     CallDied,
     CallNotStarted,
     CallRaised,
     CallTimedOut,
     KillableProcesses,
 )
-from agentloop.groups.math_check import number, same_number
 from agentloop.groups.reward import Grader, Reward, RewardSettings
 from agentloop.groups.tasks import Task
 from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 from agentloop.errors import DataError, SettingsError
 from agentloop.training.entropy_files import (
     EntropyFolder,
+    GroupScores,
     Origin,
     RecordedRollout,
-    GroupScores,
     group_files,
     read_rollouts,
     score,

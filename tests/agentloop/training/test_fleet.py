@@ -34,12 +34,12 @@ from agentloop.training.fleet_link import (
     packed,
     unpacked,
 )
-from agentloop.training.handover import InFolder
 from agentloop.training.learner import Learner, LearnerError
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.rollouts import RolledOut, Rollouts
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.weight_sync import InFolder
 from tests import emitted
 from tests.agentloop.training.fleet_player import LEASE_S, Player, playing
 from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played

@@ -33,15 +33,15 @@ from agentloop.observe.stalls import Stalls
 from agentloop.train import TrainSettings
 from agentloop.training import loop as loop_module
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
-from agentloop.training.handover import Served, WeightsSettings
 from agentloop.training.learner import Learner, LearnerError, LearnerLost
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_list import RunState, summarize
-from agentloop.training.standing import Standing, StatusWatch, Unwatched
+from agentloop.training.run_status import Standing, StatusWatch, Unwatched
 from agentloop.training.undo import undo
+from agentloop.training.weight_sync import Served, WeightsSettings
 from agentloop.trajectory import (
     StopReason,
     ToolCall,

@@ -27,7 +27,7 @@ from agentloop.models import SMALL
 from agentloop.training.batch import Sample
 from agentloop.training.learner import KeptLearner, Learner, LearnerLost
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
 from agentloop.training.supervised import (
     Dialogue,
     DialoguesSettings,

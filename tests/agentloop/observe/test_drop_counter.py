@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from agentloop.observe.dropped import DropCounter
+from agentloop.observe.drop_counter import DropCounter
 
 
 def test_drops_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from agentloop.training.figures import mean, percent
-from agentloop.training.standing import Reporter, Standing
+from agentloop.training.group_metrics import mean, percent
+from agentloop.training.run_status import Reporter, Standing
 
 __all__ = ["Pace"]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.training.revive import revived
+from agentloop.training.respawn import revived
 
 pytestmark = pytest.mark.timeout(60)  # several interpreters start, one after the other
 
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from agentloop.training.revive import tell_run
+from agentloop.training.respawn import tell_run
 
 folder = Path(sys.argv[1])
 with (folder / "lives").open("a") as lives:
@@ -131,7 +131,7 @@ def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
 def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
     """Start a process that waits for a child, which runs `child`."""
     waits = (
-        "import sys\nfrom agentloop.training.revive import revived\n"
+        "import sys\nfrom agentloop.training.respawn import revived\n"
         f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
     )
     command = [sys.executable, "-c", waits]
@@ -167,7 +167,7 @@ def test_who_asks_it_to_end_does_not_see_it_again(tmp_path: Path) -> None:
     child = f"""
 import os, signal, sys, time
 from pathlib import Path
-from agentloop.training.revive import tell_run
+from agentloop.training.respawn import tell_run
 with Path({str(tmp_path / "lives")!r}).open("a") as lives:
     lives.write("once\\n")
 tell_run(Path("run"))

@@ -34,7 +34,7 @@ from agentloop.training.learner import Learner, LearnerRefused
 from agentloop.training.verify import UNASKED, Proof, layout_of, prove
 
 if TYPE_CHECKING:
-    from agentloop.training.handover import WeightsSettings
+    from agentloop.training.weight_sync import WeightsSettings
 
 __all__ = ["GroupPublisher", "InLearner"]
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from agentloop.errors import RequestError
-from agentloop.groups.feed import finished_groups
+from agentloop.groups.group_stream import finished_groups
 from agentloop.trajectory import Trajectory
 
 pytestmark = pytest.mark.anyio

@@ -26,12 +26,12 @@ from agentloop.inference.router import ServerView
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.ask import asking
 from agentloop.observe.board import Board
+from agentloop.observe.event_fanout import Readers
 from agentloop.observe.journal import Journal, JournalSettings
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.metrics import Metrics
 from agentloop.observe.otel import OtelSettings, Traces
 from agentloop.observe.page import Page
-from agentloop.observe.readers import Readers
 from agentloop.observe.runs import of_start, start_metrics
 from agentloop.observe.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls

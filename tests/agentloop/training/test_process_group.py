@@ -15,13 +15,13 @@ import pytest
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang import Pause, SGLangServer, WeightsGroup, http_session
-from agentloop.training.handover import (
+from agentloop.training.learner import Learner, LearnerError, LearnerRefused
+from agentloop.training.weight_sync import (
     Handover,
     Served,
     WeightsSettings,
     publisher,
 )
-from agentloop.training.learner import Learner, LearnerError, LearnerRefused
 from tests.support import FakeSGLang
 
 pytestmark = pytest.mark.anyio

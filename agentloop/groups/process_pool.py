@@ -1,6 +1,6 @@
 """Call functions that may hang, crash or exhaust memory, in processes that can be killed.
 
-    parent ──function's name and arguments, pickled──> child (killable_child.py) ──JSON──> parent
+    parent ──function's name and arguments, pickled──> child (process_pool_child.py) ──JSON──> back
 
 A child serves calls one after another. If a call exceeds its deadline, dies or is cancelled, its
 child is killed with its descendants, and the next call starts a new one. This is not a sandbox: it
@@ -148,7 +148,7 @@ class KillableProcesses:
         paths = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
         process = await anyio.open_process(
             # Use -m, not a file name: modules beside that file would shadow the standard library.
-            [sys.executable, "-P", "-m", "agentloop.groups.killable_child", *limits],
+            [sys.executable, "-P", "-m", "agentloop.groups.process_pool_child", *limits],
             stderr=None,
             env={**os.environ, "PYTHONPATH": paths},
             start_new_session=True,

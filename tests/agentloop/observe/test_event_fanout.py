@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentloop.events import Event, RolloutAbandoned
-from agentloop.observe.readers import Readers
+from agentloop.observe.event_fanout import Readers
 
 
 def test_a_failing_reader_is_removed_and_the_others_continue(

@@ -1,4 +1,4 @@
-"""The child process of `killable.py`: serves calls until its parent exits.
+"""The child process of `process_pool.py`: serves calls until its parent exits.
 
 Replies are JSON, so that the parent never unpickles data that a function could have forged.
 """

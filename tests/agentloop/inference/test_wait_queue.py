@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentloop.inference.waiting_room import Waiting, WaitingRoom
+from agentloop.inference.wait_queue import Waiting, WaitingRoom
 
 
 def waiting(name: str, order: int = 0, expected: int = 1, since_s: float = 0.0) -> Waiting[int]:

@@ -21,8 +21,8 @@ from safetensors.numpy import save
 from agentloop.errors import ServerError
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang import Sampling, SGLangServer, http_session
-from agentloop.training.handover import InFolder, Served, WeightsSettings, publisher
 from agentloop.training.learner import Learner
+from agentloop.training.weight_sync import InFolder, Served, WeightsSettings, publisher
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.support import FakeSGLang, Fault, eventually
 

@@ -20,11 +20,11 @@ from agentloop.api.guard import ServeSettings
 from agentloop.api.http import bind
 from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
 from agentloop.inference.router import ServerView
+from agentloop.run_dashboard import Scene
 from agentloop.runtime import Runtime
-from agentloop.scene import Scene
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.standing import Standing
+from agentloop.training.run_status import Standing
 from agentloop.trajectory import Trajectory
 from tests.agentloop.observe.test_archive import rollout
 from tests.support import chat_format, eventually, written
@@ -249,7 +249,7 @@ async def test_what_is_drained_begins_no_groups_again(tmp_path: Path) -> None:
 async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentloop.scene._SAVE_S", 0.02)
+    monkeypatch.setattr("agentloop.run_dashboard._SAVE_S", 0.02)
     async with scene(tmp_path) as at:
         at.begin()
         at.loop.is_busy = True

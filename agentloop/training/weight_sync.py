@@ -36,8 +36,8 @@ from agentloop.errors import ServerError
 from agentloop.inference.health import ServerState
 from agentloop.inference.router import Router
 from agentloop.inference.sglang import Pause, SGLangServer
-from agentloop.training.group import GroupPublisher
 from agentloop.training.learner import Learner
+from agentloop.training.process_group import GroupPublisher
 from agentloop.training.verify import UNASKED, Proof, PublishedFiles, judge, prove
 from agentloop.trajectory import Trajectory
 
