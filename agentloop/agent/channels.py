@@ -185,5 +185,5 @@ class Speech:
 def answer_in(text: str, *, reasoning: bool, stop: Sequence[str] = ()) -> str:
     """Return the content of one turn, without reasoning and tool calls."""
     speech = Speech(reasoning=reasoning, stop=stop)
-    said = [*speech.feed(text), *speech.end_turn()]
-    return "".join(piece for channel, piece in said if channel is Channel.CONTENT)
+    pieces = [*speech.feed(text), *speech.end_turn()]
+    return "".join(piece for channel, piece in pieces if channel is Channel.CONTENT)

@@ -82,8 +82,8 @@ class EndpointSettings(pydantic.BaseModel):
     @pydantic.field_validator("api_key")
     @classmethod
     def _check_api_key(cls, key: pydantic.SecretStr | None) -> pydantic.SecretStr | None:
-        said = key.get_secret_value() if key is not None else ""
-        if not (said.isascii() and said.isprintable()):
+        value = key.get_secret_value() if key is not None else ""
+        if not (value.isascii() and value.isprintable()):
             raise ValueError("must be printable ASCII")
         return key
 
@@ -129,9 +129,10 @@ def parse_completion(body: bytes) -> EndpointCompletion:
         problem = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
     choice = found.choices[0]
-    said = choice.message
-    reasoning = said.reasoning_content or said.reasoning
-    text = f"<think>{reasoning}</think>\n{said.content or ''}" if reasoning else said.content or ""
+    message = choice.message
+    reasoning = message.reasoning_content or message.reasoning
+    content = message.content or ""
+    text = f"<think>{reasoning}</think>\n{content}" if reasoning else content
     return EndpointCompletion(
         text=text,
         stop_reason=_stop_reason(choice),
@@ -368,14 +369,14 @@ class Endpoint:
             SettingsError: The endpoint rejects all requests.
         """
         status = answer.status_code
-        said = f"{self._where}: {status} {_message(answer)}"
+        description = f"{self._where}: {status} {_message(answer)}"
         if status in _BUSY or status >= 500:
-            return ServerRefused(said, status=status)
+            return ServerRefused(description, status=status)
         if status in (401, 403):
-            raise SettingsError(f"endpoint.api_key: {said}")
+            raise SettingsError(f"endpoint.api_key: {description}")
         if status in (400, 413, 422):
-            raise RequestError(said)
-        raise SettingsError(f"endpoint.url, endpoint.model: {said}")
+            raise RequestError(description)
+        raise SettingsError(f"endpoint.url, endpoint.model: {description}")
 
     @property
     def _where(self) -> str:
@@ -401,11 +402,11 @@ class Endpoint:
 
 def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None:
     """Return the seconds of a Retry-After header (RFC 9110, 10.2.3), or None."""
-    said = headers.get("retry-after", "").strip()
-    if said.isdecimal():
-        return float(said)
+    value = headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value)
     try:
-        return parsedate_to_datetime(said).timestamp() - now_unix_s
+        return parsedate_to_datetime(value).timestamp() - now_unix_s
     except (ValueError, OverflowError):
         return None
 
@@ -413,11 +414,11 @@ def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None
 def _message(answer: httpx.Response) -> str:
     """Return the message of an error response, in OpenAI's format or any other."""
     try:
-        said = orjson.loads(answer.content)["error"]
-        said = said["message"] if isinstance(said, Mapping) else said
+        message = orjson.loads(answer.content)["error"]
+        message = message["message"] if isinstance(message, Mapping) else message
     except (ValueError, KeyError, TypeError):
-        said = answer.text
-    return " ".join(str(said).split())[:_MAX_ERROR_CHARS] or answer.reason_phrase
+        message = answer.text
+    return " ".join(str(message).split())[:_MAX_ERROR_CHARS] or answer.reason_phrase
 
 
 def _first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:

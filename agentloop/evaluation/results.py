@@ -177,6 +177,6 @@ def markdown(data: Mapping[str, Any]) -> str:
     lines = [f"# {data['model']}, by {data['by']}", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     lines += [f"| {' | '.join(cells)} |" for cells in rows]
-    asked = {**data["sampling"], **data["budget"]}
-    said = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
-    return "\n".join([*lines, "", *notes(data), "", f"Sampled with {said}.", ""])
+    options = {**data["sampling"], **data["budget"]}
+    settings = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+    return "\n".join([*lines, "", *notes(data), "", f"Sampled with {settings}.", ""])

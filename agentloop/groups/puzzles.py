@@ -26,23 +26,23 @@ __all__ = ["is_solved"]
 
 _PROGRAM = """\
 import json, sys
-asked = json.loads(sys.stdin.read())
+request = json.loads(sys.stdin.read())
 try:
     import reasoning_gym
 except ImportError as error:
-    said = {"missing": str(error)}
+    outcome = {"missing": str(error)}
 else:
-    where = asked["puzzle"]
+    where = request["puzzle"]
     puzzles = reasoning_gym.create_dataset(where["family"], size=where["size"], seed=where["seed"])
     entry = puzzles[where["index"]]
     print()
-    print(asked["mark"], "scores", flush=True)
+    print(request["mark"], "scores", flush=True)
     try:
-        said = {"score": float(puzzles.score_answer(asked["answer"], entry))}
+        outcome = {"score": float(puzzles.score_answer(request["answer"], entry))}
     except BaseException as error:
-        said = {"raised": type(error).__name__}
+        outcome = {"raised": type(error).__name__}
 print()
-print(asked["mark"], json.dumps(said))
+print(request["mark"], json.dumps(outcome))
 """
 
 
@@ -59,11 +59,11 @@ async def is_solved(
         SettingsError: The sandbox's Python has no reasoning-gym.
     """
     mark = secrets.token_hex(16)
-    asked = json.dumps({"puzzle": dict(puzzle), "answer": answer, "mark": mark})
+    request = json.dumps({"puzzle": dict(puzzle), "answer": answer, "mark": mark})
     family = puzzle["family"]
     for _ in range(2):
         try:
-            result = await pool.run(_PROGRAM, stdin=asked, timeout_s=timeout_s)
+            result = await pool.run(_PROGRAM, stdin=request, timeout_s=timeout_s)
         except SandboxError as error:
             raise CallFailed(f"{type(error).__name__}: {error}") from error
         if result.status.infrastructure or f"{mark} scores\n" not in result.stdout:
@@ -75,33 +75,33 @@ async def is_solved(
 
 def _not_scored(result: CallResult, mark: str) -> Exception:
     """Return the error that kept the program from scoring the answer."""
-    said = _last(result.stdout, mark)
-    if said is not None and "missing" in said:
+    outcome = _last_line(result.stdout, mark)
+    if outcome is not None and "missing" in outcome:
         return SettingsError(
-            f"reasoning-gym is not in the sandbox ({said['missing']}): give it an image that has "
-            'it, or set sandbox.backend to "process"'
+            f"reasoning-gym is not installed in the sandbox ({outcome['missing']}): use an image "
+            'that has it, or set sandbox.backend to "process"'
         )
     why = result.error.message if result.error is not None else result.stderr[-500:].strip()
     return CallFailed(f"the sandbox call ended with status {result.status}: {why}")
 
 
 def _verdict(result: CallResult, mark: str, family: str) -> tuple[bool, str]:
-    said = _last(result.stdout, mark)
-    if result.status is not CallStatus.OK or said is None:
+    outcome = _last_line(result.stdout, mark)
+    if result.status is not CallStatus.OK or outcome is None:
         how = "" if result.status is CallStatus.OK else f" ({result.status})"
         return False, f"it ended the process that scored it{how}"
-    if "raised" in said:
-        return False, f"{family} raised {said['raised']} on it"
-    score = said.get("score")  # untrusted: the answer may have forged it
+    if "raised" in outcome:
+        return False, f"{family} raised {outcome['raised']} on it"
+    score = outcome.get("score")  # untrusted: the answer may have forged it
     if not isinstance(score, int | float):
         return False, f"{family} gives it no score"
     return score == 1.0, f"{family} scores it {score:g}"
 
 
-def _last(stdout: str, mark: str) -> dict[str, Any] | None:
+def _last_line(stdout: str, mark: str) -> dict[str, Any] | None:
     line = stdout.rstrip("\n").rpartition("\n")[2]
     try:
-        said = json.loads(line.removeprefix(mark)) if line.startswith(mark) else None
+        outcome = json.loads(line.removeprefix(mark)) if line.startswith(mark) else None
     except ValueError:
         return None
-    return said if isinstance(said, dict) else None
+    return outcome if isinstance(outcome, dict) else None

@@ -66,8 +66,8 @@ class Slots:
 
         After a restart with other settings or fewer slots, not all saved groups may fit.
         """
-        there = [*self._admitted.values(), version]
-        return version <= self.live and self.room > 0 and self._in_time(there, self.next_batch)
+        versions = [*self._admitted.values(), version]
+        return version <= self.live and self.room > 0 and self._in_time(versions, self.next_batch)
 
     def admit(self, number: int, *, version: int | None = None, finished: bool = False) -> None:
         """Admit a group, or admit it again after a restart, with its original `version`.

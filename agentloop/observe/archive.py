@@ -101,11 +101,11 @@ class Archive:
                 break
             read[key] = summary
         self._read = read
-        there = [summary for summary in reversed(read.values()) if summary[1]]
-        t0_ms = min((row["start"] for _, rows in there for row in rows), default=0)
+        summaries = [summary for summary in reversed(read.values()) if summary[1]]
+        t0_ms = min((row["start"] for _, rows in summaries for row in rows), default=0)
         t0 = t0_ms / 1000
-        groups = [_relative_to(t0_ms, group) for group, _ in there]
-        rollouts = [_relative_to(t0_ms, row) for _, rows in there for row in rows]
+        groups = [_relative_to(t0_ms, group) for group, _ in summaries]
+        rollouts = [_relative_to(t0_ms, row) for _, rows in summaries for row in rows]
         steps = read_metrics(self.folder)
         return {
             "rev": 0,

@@ -6,8 +6,8 @@ Spans are created from the trajectory's times after it has ended, so no events a
 span costs the event loop some microseconds. The thread encodes and sends. While the collector is
 unavailable, slow or refuses, whole traces are dropped, counted and logged.
 
-Names follow the GenAI semantic conventions as of version 1.41.1, the last to include them. They are
-still in development, so all names that may change are in `Attribute`.
+Names follow the GenAI part of the semantic conventions 1.41.1, the last release that includes it.
+They are still in development, so all names that may change are in `Attribute`.
 
     invoke_agent agentloop      the rollout
     ├─ chat MODEL               a turn: from its start to its last token, including queueing

@@ -80,9 +80,9 @@ class Telling:
         if self._decoded and self._chat is not None:
             # Repeat the last piece: bytes of a character that were held back may now belong to it.
             known = max(0, len(self._decoded[first].pieces) - 1)
-        told = [self._turn(first, known)]
-        told += [self._turn(index, 0) for index in range(first + 1, len(turns))]
-        return {"turn": first, "token": known, "turns": told}
+        changes = [self._turn(first, known)]
+        changes += [self._turn(index, 0) for index in range(first + 1, len(turns))]
+        return {"turn": first, "token": known, "turns": changes}
 
     def _turn(self, index: int, known: int) -> dict[str, Any]:
         turn = self._record.turns[index]
@@ -120,16 +120,16 @@ class Telling:
             self._decoded.append(
                 _DecodedTurn([], None if self._chat is None else TextStream(self._chat))
             )
-        told = self._decoded[index]
+        decoded = self._decoded[index]
         if not num and is_over:  # from an external endpoint, which returns no ids
             return [piece for piece in _TAGS.split(turn.text) if piece]
-        pieces, new = told.pieces, turn.output_ids[len(told.pieces) : num]
-        if told.stream is None:
+        pieces, new = decoded.pieces, turn.output_ids[len(decoded.pieces) : num]
+        if decoded.stream is None:
             pieces += [""] * len(new)
             return [turn.text, *pieces[1:]] if pieces else []
-        pieces += [told.stream.feed([token]) for token in new]
+        pieces += [decoded.stream.feed([token]) for token in new]
         if is_over and pieces:
-            pieces[-1] += told.stream.flush()
+            pieces[-1] += decoded.stream.flush()
         return pieces
 
 

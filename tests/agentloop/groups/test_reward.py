@@ -491,7 +491,7 @@ async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
 async def test_a_sandbox_without_the_package_is_an_error() -> None:
     pool = FakePool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
-        with pytest.raises(SettingsError, match="reasoning-gym is not in the sandbox"):
+        with pytest.raises(SettingsError, match="reasoning-gym is not installed in the sandbox"):
             await scorer.score(rollout("<answer>8</answer>"), task("7", reasoning_gym=PUZZLE))
 
 
