@@ -290,7 +290,7 @@ class AgentService:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        send = partial(self._send, request, response)
+        write_event = partial(self._send, request, response)
         chunks_in, chunks = anyio.create_memory_object_stream[ChatCompletionChunk](0)
         trajectories: dict[int, Trajectory] = {}
 
@@ -318,15 +318,15 @@ class AgentService:
                     async for chunk in chunks:  # no deadline: the rollouts have theirs
                         if not response.prepared:  # before this, an error can still set the status
                             await response.prepare(request)
-                        await send(chunk)
+                        await write_event(chunk)
         except AgentLoopError as error:
             if not response.prepared:
                 raise
-            await send(_error_response(error)[1])
+            await write_event(_error_response(error)[1])
             return response
         if asked.stream_options and asked.stream_options.include_usage:
             ended = [trajectories[index] for index in range(len(writers))]
-            await send(writers[0].usage(ended))
+            await write_event(writers[0].usage(ended))
         await self._write(request, response, b"data: [DONE]\n\n")
         return response
 

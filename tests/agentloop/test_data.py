@@ -171,7 +171,7 @@ def test_rollouts_that_say_nothing_are_refused(
     ]:
         assert f"{bad}: {said}" in refused(jsonl(bad, [row]))  # type: ignore[list-item]
     others = rolled_out(bad, (7, [1.0]))
-    assert "--tasks: none of the 1 problems of the rollouts is among the 2" in refused(others)
+    assert "--tasks: none of the 1 problems of the rollouts is among these 2" in refused(others)
     solved = rolled_out(bad, (0, [1.0]), (1, [1.0]))
     assert "no problem is left: all 2 are solved" in refused(solved, "--solved", "1/1")
     assert f"{tmp_path}: no trajectories/*.jsonl" in refused(str(tmp_path))

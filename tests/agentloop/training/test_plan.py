@@ -292,7 +292,7 @@ def test_a_plan_says_what_a_step_does() -> None:
         "roll out 512 tasks, 32 times each: 16,384 rollouts of at most 8,192 tokens and 10 turns",
         "134.2 million tokens in all",
         "on at most 8,192 of them, 67.11 million tokens: at least 4,096 micro-batches per rank",
-        "3.96 EFLOP to roll out, 5.95 EFLOP to learn",
+        "3.96 EFLOP for rollouts, 5.95 EFLOP for training",
         "27.5 GiB of weights for 1 server of others",
         "160 KiB  a token, 1.2 GiB a rollout",
     ):

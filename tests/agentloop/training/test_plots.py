@@ -90,7 +90,7 @@ def test_one_draws_what_one_asks_for(tmp_path: Path) -> None:
     plot_runs([folder], out, what=["learner/grad_norm", "reward"])
     assert titles(out) == {"reward"}
     assert "learner/grad_norm" in words(out)
-    with pytest.raises(SettingsError, match=r"--what: rewards: .* there are reward"):
+    with pytest.raises(SettingsError, match=r"--what: rewards: .* available: reward"):
         plot_runs([folder], out, what=["rewards"])
     with pytest.raises(SettingsError, match="--what: tool_errors: these runs have no such metric"):
         plot_runs([folder], out, what=["tool_errors"])
