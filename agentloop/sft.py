@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -105,19 +105,20 @@ async def sft(
     samples = await samples_of(settings, model, settings.chat, progress)
     config = to_toml(settings)
     folder = RunFolder.again(resume) if resume else RunFolder.of(settings.run, config)
-    tuning = await anyio.to_thread.run_sync(FineTuning, settings.loop, samples, folder)
-    if resume:
-        folder.tell(config)  # only now: rejected settings must leave the run unchanged
-    try:
-        scene = Scene(folder, progress, kind="sft", has_runtime=False)
-        with folder.noting_failure():
-            async with scene.shown(settings.serve) if settings.page else nullcontext():
-                return await imitate(
-                    settings, model, settings.chat, tuning, folder, progress, scene.emit
-                )
-    except anyio.get_cancelled_exc_class():
-        progress.say(how_to_go_on("sft", folder.path))
-        raise
+    with closing(folder):
+        tuning = await anyio.to_thread.run_sync(FineTuning, settings.loop, samples, folder)
+        if resume:
+            folder.tell(config)  # only now: rejected settings must leave the run unchanged
+        try:
+            scene = Scene(folder, progress, kind="sft", has_runtime=False)
+            with folder.noting_failure():
+                async with scene.shown(settings.serve) if settings.page else nullcontext():
+                    return await imitate(
+                        settings, model, settings.chat, tuning, folder, progress, scene.emit
+                    )
+        except anyio.get_cancelled_exc_class():
+            progress.say(how_to_go_on("sft", folder.path))
+            raise
 
 
 def model_folder(path: Path | str) -> Path:

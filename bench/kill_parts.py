@@ -306,7 +306,7 @@ def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
     parts.plot_runs = lambda *_: None  # saves a second of matplotlib
     commands: Any = learner_module
     commands._COMMAND = (sys.executable, "-m", "bench.kill_learner")
-    asked = ((GroupQueue, "_do"), (KeptLearner, "ask"), (Fleet, "_add"), (Fleet, "_take"))
+    asked = ((GroupQueue, "_transaction"), (KeptLearner, "ask"), (Fleet, "_add"), (Fleet, "_take"))
     for owner, name in asked:
         setattr(owner, name, _asking(getattr(owner, name), fuse, run))
     for name in ("add_metrics", "add_group"):

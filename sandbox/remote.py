@@ -120,7 +120,7 @@ class HostBackend:
             why = str(error) or "no response in time"
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
                 why = "wrong token; see hosts_token"
-            raise SandboxUnavailable(f"the host {self._url} gave no connection: {why}") from error
+            raise SandboxUnavailable(f"cannot connect to the host {self._url}: {why}") from error
 
     def _connect(self, http: aiohttp.ClientSession) -> Any:
         token = self._settings.hosts_token

@@ -60,3 +60,9 @@ def test_modules_that_are_named_exist(document: Path) -> None:
 
 def test_every_setting_says_what_it_means() -> None:
     assert [key for key, said in SETTINGS.items() if not said] == []
+
+
+def test_the_index_lists_every_document() -> None:
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    names = [path.name for path in ROOT.glob("docs/*.md") if path.name != "README.md"]
+    assert [name for name in names if f"({name})" not in index] == []

@@ -232,7 +232,6 @@ def test_the_public_names() -> None:
     assert agentloop.__all__ == [
         "AgentLoopError",
         "Budget",
-        "CallStatus",
         "RequestError",
         "Runtime",
         "Sampling",
@@ -241,6 +240,7 @@ def test_the_public_names() -> None:
         "SettingsError",
         "StopReason",
         "ToolCall",
+        "ToolCallStatus",
         "ToolResult",
         "Trajectory",
         "Turn",

@@ -235,7 +235,7 @@ class Grader:
                     return await self._called(function, trajectory, task)
             except Exception as error:
                 if isinstance(error, TimeoutError) and deadline.cancelled_caught:
-                    raise CallTimedOut(f"not done after {timeout_s:g} s") from None
+                    raise CallTimedOut(f"no result after {timeout_s:g} s") from None
                 raise CallFailed(f"{type(error).__name__}: {error}") from error
 
         try:

@@ -58,7 +58,7 @@ class RunFolder:
             )
         try:
             path.mkdir(parents=True, exist_ok=True)  # a folder without results is not a run
-            weakref.finalize(self, os.close, _lock(path))
+            self._unlock = weakref.finalize(self, os.close, _lock(path))
             for name in ("trajectories", "checkpoints", "weights", "logs", "batches"):
                 (path / name).mkdir(exist_ok=True)
             for file in path.glob("*.jsonl"):
@@ -86,6 +86,10 @@ class RunFolder:
         self.write("config.toml", config)
         for name in ("ended", "failed"):
             (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Release the run's lock, so that others can open it. Idempotent."""
+        self._unlock()
 
     def end(self) -> None:
         """Mark the run as complete. Raises SettingsError if that cannot be written."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -207,7 +206,6 @@ async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
     first, second = (json.loads((one / "published.json").read_text()) for one in (published, again))
     assert first == second
     lines = len(said.lines)
-    gc.collect()  # as when a process ends: nobody has the run any more
     assert await sft(settings, said, resume=run) == again  # type: ignore[arg-type]
     assert len(said.lines) == lines + 1, "nothing is started for what is done"
 

@@ -49,7 +49,7 @@ from tests.support import FakeSGLang, eventually
         ("start.data.teacher=0", "start: .*data.paths: name a file"),
         ("stages.one.max_turns=3", "stages.one.steps: Field required"),
         ("stages.one.step=3", "did you mean 'stages.one.steps'"),
-        ("stages.2nd.steps=3", "no setting"),
+        ("stages.2nd.steps=3", "is not a setting"),
         ("stages.one=3", "'stages.one' is a section"),
         ("servers=['http://127.0.0.1:1']", "model: the learner needs the folder"),
         ("model=/no/such/folder", "model: /no/such/folder"),

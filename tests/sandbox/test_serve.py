@@ -192,7 +192,7 @@ async def test_sessions_end_with_the_service(pool: Pool) -> None:
         ("/v1/run/batch", {"calls": [{"code": "1", "memory_mib": 0}]}, 400, "calls.0.memory_mib"),
         ("/v1/run/batch", {"calls": []}, 400, "calls:"),
         ("/v1/run/batch", {"calls": [{"code": "1"}, {}]}, 400, "calls.1.code: Field required"),
-        ("/v1/run", b"#" * (2 << 20), 413, "the most"),
+        ("/v1/run", b"#" * (2 << 20), 413, "at most"),
         ("/v1/sessions", b"{", 400, "not valid JSON"),
         ("/v1/sessions", b"[]", 400, "valid dictionary"),
         ("/v1/sessions", {"idle_s": 1}, 400, "idle_s:"),
@@ -712,7 +712,7 @@ def test_the_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
     for internal in ("Secret", "null", "list[", "lambda", "factory", "%"):
         assert internal not in said
     assert "usage: python -m sandbox.serve [--SETTING VALUE | SETTING=VALUE ...]" in said
-    assert "--token TEXT Callers must send it" in said
+    assert "--token TEXT Token that clients must send" in said
     assert "--pool.hosts TEXT,... Machines that run" in said
     assert '(default: [["numpy"], ["numpy", "sympy"]])' in said
 

@@ -63,7 +63,9 @@ def test_a_token_is_required_if_set() -> None:
 
 def test_streams_are_described() -> None:
     answers = made()["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
-    assert answers["application/json"] == {"schema": {"$ref": "#/components/schemas/Completion"}}
+    assert answers["application/json"] == {
+        "schema": {"$ref": "#/components/schemas/ChatCompletion"}
+    }
     data = answers["text/event-stream"]["schema"]["properties"]["data"]
     events = [one["$ref"].rpartition("/")[2] for one in data["anyOf"][0]["contentSchema"]["anyOf"]]
     assert events == ["Chunk", "UsageChunk", "ErrorBody"]

@@ -221,7 +221,7 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
     async with Grader(settings) as scorer:
         found = await scorer.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
         assert (found.value, found.answer) == (0.0, "9^{9^{9^{9}}} + x")
-        assert re.search(r"not done after 6 s|the process ended", found.reason)
+        assert re.search(r"no result after 6 s|the process ended", found.reason)
         assert "(2 tries)" in found.reason
         settings.timeout_s = 60
         assert (await scorer.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 1.0
@@ -230,7 +230,7 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("gold", "answer", "value", "why"),
     [
-        ("g", "hangs", 0.0, "not done after 3 s (2 tries): the answer breaks the check"),
+        ("g", "hangs", 0.0, "no result after 3 s (2 tries): the answer breaks the check"),
         ("g", "crashes", 0.0, "the process ended by SIGSEGV (2 tries): the answer breaks"),
         ("g", "exits", 0.0, "the process ended with status 71 (2 tries): the answer breaks"),
         ("g", "raises", 0.0, "RecursionError: too deep (2 tries): the answer breaks the check"),

@@ -123,8 +123,8 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
             "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth' is required",
         ),
         ({"problem": " ", "answer": 1}, "field 'problem' is empty"),
-        ({"problem": 5, "answer": 1}, "field 'problem': text or messages are expected, not 5"),
-        ({"prompt": [], "answer": 1}, "field 'prompt': text or messages are expected, not list"),
+        ({"problem": 5, "answer": 1}, "field 'problem': expected text or messages, got 5"),
+        ({"prompt": [], "answer": 1}, "field 'prompt': expected text or messages, got list"),
         ({"prompt": ["x"], "answer": 1}, "field 'prompt': message 1: 'role' and 'content'"),
         ({"prompt": [{"role": "user", "content": 1}], "answer": 1}, "message 1: 'role' and"),
         (
@@ -198,7 +198,7 @@ def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
         ({"text": ["x?"], "answer": ["1"]}, "one of the columns 'messages', 'prompt', "),
         ({"text": ["x?"], "answer": ["1"]}, "is required; the file has 'answer', 'text'"),
         ({"problem": ["x?"]}, "one of the columns 'answer', 'ground_truth', 'reward_model' is"),
-        ({}, "there are none"),
+        ({}, "the file has none"),
     ]:
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
         with pytest.raises(DataError, match=f"^{re.escape(str(path))}: .*{re.escape(why)}"):
@@ -333,7 +333,7 @@ def test_a_level_with_few_problems_holds_out_few() -> None:
     source = TaskSource.open(TasksSettings(levels=[1], held_out=10_000))
     held_out = source.held_out()
     assert 10 < len(held_out) == len({task.prompt for task in held_out}) < 100
-    with pytest.raises(DataError, match="leaves nothing"):
+    with pytest.raises(DataError, match="leaves no tasks"):
         next(TaskSource.open(TasksSettings(levels=[1], held_out=0.9999)))
 
 
@@ -354,7 +354,7 @@ def test_a_task_is_found_by_its_id(tmp_path: Path, kind: str) -> None:
         ({"kind": "huggingface"}, "name: required by the kind 'huggingface'"),
         ({"kind": "reasoning_gym"}, "families: required by the kind 'reasoning_gym'"),
         ({"levels": [0]}, "levels: must be at least 1, got 0"),
-        ({"held_out": 1.5}, "held_out: a share below 1 or a whole number"),
+        ({"held_out": 1.5}, "held_out: expected a share below 1 or a whole number"),
         ({"template": "What?"}, "must contain {problem}"),
     ],
 )

@@ -506,7 +506,7 @@ async def test_a_runtime_that_cannot_load_rolls_out_nothing_until_it_can(
     async with training(settings, tmp_path, said) as trainer, playing(settings, good, bad):
         await trainer.hand_over(0)
         await eventually(lambda: bool(good.versions and bad.versions))
-        await eventually(lambda: sum("is there" in line for line in said) == 2)
+        await eventually(lambda: sum("has joined" in line for line in said) == 2)
         bad.fails = ServerError("the disk is gone")
         came = await trainer.hand_over(1, timeout_s=5.0)  # all of it: bad is never done
         assert came.loaded == ["good"]

@@ -211,11 +211,11 @@ async def test_where_none_has_ended_the_log_is_shown(
     """A launcher may take half a minute to end."""
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
         with pytest.raises(
-            LearnerError, match=f"fatal: broken\nrank 0 still runs.*{tmp_path}/logs"
+            LearnerError, match=f"fatal: broken\nrank 0 is still running.*{tmp_path}/logs"
         ):
             await learner.ask("fatal", timeout_s=30)
         monkeypatch.setattr(processes, "how_it_ended", partial(processes.how_it_ended, 0.5))
-        with pytest.raises(LearnerError, match=r"still runs[\s\S]*last words"):
+        with pytest.raises(LearnerError, match=r"is still running[\s\S]*last words"):
             await learner.ask("hang_up", timeout_s=30)
 
 

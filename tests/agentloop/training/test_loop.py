@@ -522,7 +522,7 @@ async def test_a_task_that_cannot_be_asked_is_left_out(tmp_path: Path) -> None:
     )
     assert len(learner.batches[0]["lengths"]) == 8
     assert len(groups(run, [2, 3])) == 16
-    (said,) = [line for line in told.lines if line.startswith("Left out")]
+    (said,) = [line for line in told.lines if line.startswith("Skipped task")]
     assert "9000 tokens" in said
 
 
@@ -958,7 +958,7 @@ async def test_a_learner_that_is_lost_is_started_again_and_learns_the_same(
     assert lost.learned == undisturbed
     metrics = lines(run.path / "metrics.jsonl")
     assert [(one["step"], one["version"]) for one in metrics] == [(n, n - 1) for n in range(1, 6)]
-    (said,) = [line for line in told.lines if "started again" in line]
+    (said,) = [line for line in told.lines if "restarting it" in line]
     assert said == "The learner was lost; restarting it: rank 1 ended with exit status 137."
     assert (run.checkpoint or Path()).name == "step-00005"
 
@@ -998,7 +998,7 @@ async def test_a_run_that_has_collapsed_ends_where_it_was_good(tmp_path: Path) -
     assert [one.name for one in (path / "weights").iterdir()] == ["1"]
     assert len(learner.learned) == 1
 
-    with pytest.raises(SettingsError, match=r"--from: no checkpoint of step 7; there are: 1, 2, 3"):
+    with pytest.raises(SettingsError, match=r"--from: no checkpoint of step 7; available: 1, 2, 3"):
         await gone_back(tmp_path, 7)
     assert not (path / "undone").exists()
     tasks = await gone_back(tmp_path, 1)

@@ -293,7 +293,7 @@ def test_a_plan_says_what_a_step_does() -> None:
         "134.2 million tokens in all",
         "on at most 8,192 of them, 67.11 million tokens: at least 4,096 micro-batches per rank",
         "3.96 EFLOP for rollouts, 5.95 EFLOP for training",
-        "27.5 GiB of weights for 1 server of others",
+        "27.5 GiB of weights for 1 external server",
         "160 KiB  a token, 1.2 GiB a rollout",
     ):
         assert said in text

@@ -212,31 +212,40 @@ RESULT = {"role": "tool", "content": "ok"}
     ("row", "said"),
     [
         ("{", "line 3: not JSON"),
-        (["a"], "line 3: an object is expected"),
+        (["a"], "line 3: expected an object"),
         ({}, "line 3: field 'messages': expected a list"),
         ({"messages": [USER, ANSWER], "tools": ["look"]}, "line 3: field 'tools': expected a list"),
         ({"messages": [USER]}, "field 'messages': the last one must be the assistant's"),
         ({"messages": [USER, ANSWER, USER]}, "the last one must be the assistant's"),
-        ({"messages": [ANSWER]}, "messages: at least one is needed"),
+        ({"messages": [ANSWER]}, "messages: at least one message is required"),
         ({"messages": [USER, "x"]}, "messages[1]: expected an object with a role"),
-        ({"messages": [USER, {"role": "assistant", "content": 7}]}, "messages[1].content: a str"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": 7}]},
+            "messages[1].content: expected a string",
+        ),
         (
             {"messages": [USER, ANSWER, ANSWER]},
-            "messages[1]: it makes 0 calls; 0 results and another",
+            "messages[1]: makes 0 calls, followed by 0 results and another",
         ),
-        ({"messages": [USER, ANSWER, RESULT, ANSWER]}, "makes 0 calls; 1 results and another turn"),
+        (
+            {"messages": [USER, ANSWER, RESULT, ANSWER]},
+            "makes 0 calls, followed by 1 results and another turn",
+        ),
         (
             {"messages": [USER, CALLING, ANSWER]},
-            "messages[1]: it makes 1 calls; 0 results and another",
+            "messages[1]: makes 1 calls, followed by 0 results and another",
         ),
-        ({"messages": [USER, CALLING, USER, ANSWER]}, "messages[1]: it makes 1 calls; 0 results"),
+        (
+            {"messages": [USER, CALLING, USER, ANSWER]},
+            "messages[1]: makes 1 calls, followed by 0 results",
+        ),
         (
             {"messages": [USER, CALLING, RESULT]},
-            "messages[1]: it makes 1 calls; 1 results and no turn",
+            "messages[1]: makes 1 calls, followed by 1 results and no turn",
         ),
         (
             {"messages": [USER, CALLING, {"role": "tool", "content": ["ok"]}, ANSWER]},
-            "messages[2].content: a string",
+            "messages[2].content: expected a string",
         ),
     ],
 )

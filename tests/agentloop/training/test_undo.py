@@ -164,7 +164,7 @@ async def test_a_step_without_a_checkpoint_is_refused_and_changes_nothing(tmp_pa
     await run_of_three_steps(tmp_path / "run")
     before = seen(tmp_path / "run")
     async with opened(tmp_path / "run") as (folder, queue):
-        with pytest.raises(SettingsError, match=r"--from: no checkpoint of step 7; there are: 1, "):
+        with pytest.raises(SettingsError, match=r"--from: no checkpoint of step 7; available: 1, "):
             await undo(folder, queue, 7)
         await finish_undo(folder, queue)  # there is nothing to be finished
     assert seen(tmp_path / "run") == before
