@@ -138,6 +138,7 @@ def tiny_settings(folder: Path, name: str) -> list[str]:
         f"model={model}",
         f"chat.template={folder / 'own.jinja'}",
         "data.teacher=120",
+        "page=false",
         f"run.folder={folder}",
         f"run.name={name}",
         "loop.epochs=2",

@@ -68,7 +68,7 @@ def test_streams_are_described() -> None:
     }
     data = answers["text/event-stream"]["schema"]["properties"]["data"]
     events = [one["$ref"].rpartition("/")[2] for one in data["anyOf"][0]["contentSchema"]["anyOf"]]
-    assert events == ["Chunk", "UsageChunk", "ErrorBody"]
+    assert events == ["ChatCompletionChunk", "UsageChunk", "ErrorBody"]
     assert data["anyOf"][1] == {"const": "[DONE]"}
     lines = made()["paths"]["/v1/rollouts"]["post"]["responses"]["200"]["content"]
     assert lines["application/x-ndjson"]["schema"]["items"]["$ref"].endswith("/RolloutLine")

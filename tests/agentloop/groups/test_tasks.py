@@ -205,7 +205,9 @@ def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
             opened(path, "parquet")
     gaps = pyarrow.table({"problem": ["x?", "y?", None], "answer": [1.0, float("nan"), 2.0]})
     pyarrow.parquet.write_table(gaps, path)
-    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: field 'answer': a finite")):
+    with pytest.raises(
+        DataError, match=re.escape(f"{path}: row 2: field 'answer': expected a finite")
+    ):
         opened(path, "parquet")
     pyarrow.parquet.write_table(gaps.filter([True, False, True]), path)
     with pytest.raises(DataError, match=re.escape(f"{path}: row 2: one of the fields 'messages'")):

@@ -294,7 +294,7 @@ def test_a_plan_says_what_a_step_does() -> None:
         "on at most 8,192 of them, 67.11 million tokens: at least 4,096 micro-batches per rank",
         "3.96 EFLOP for rollouts, 5.95 EFLOP for training",
         "27.5 GiB of weights for 1 external server",
-        "160 KiB  a token, 1.2 GiB a rollout",
+        "160 KiB  per token, 1.2 GiB per rollout",
     ):
         assert said in text
 
