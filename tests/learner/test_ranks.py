@@ -126,7 +126,9 @@ def test_a_new_optimizer_remembers_nothing(kind: tuple[int, Ranks, Path]) -> Non
             ranks.ask("step", batch=folder / "batch")
     weights = published(ranks, folder / "anew")
     now = dict(plain.model.named_parameters())
-    assert max((now[name] - weights[name]).abs().max().item() for name in now) < 5e-6
+    # Adam's first step after a reset is as large for a gradient that is nearly 0, where two ranks'
+    # sums differ from one's in the last bits; an optimizer that remembers is off by far more.
+    assert max((now[name] - weights[name]).abs().max().item() for name in now) < 2e-5
 
 
 def test_log_probabilities_and_entropies_are_the_models(kind: tuple[int, Ranks, Path]) -> None:
