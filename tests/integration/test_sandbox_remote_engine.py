@@ -244,7 +244,7 @@ async def test_certificates_that_are_missing_or_wrong(
         async with connect(url, str(tmp_path)):
             pass
     others = make_certs(tmp_path / "others")
-    with pytest.raises(SandboxUnavailable, match=r"not one that ca\.pem vouches for"):
+    with pytest.raises(SandboxUnavailable, match="its certificate is not valid for"):
         async with connect(url, str(others)):
             pass
     shutil.copy(certs / "ca.pem", others / "ca.pem")  # right authority, a stranger's certificate
