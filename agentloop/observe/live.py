@@ -40,7 +40,7 @@ _KEEP_ALIVE_S = 15.0
 _MAX_FRAMES = 64
 _MAX_ROWS = 500  # in one frame, which takes some milliseconds of the event loop
 _MAX_WAITS = 50
-_GOODBYE_S = 5.0
+_GOODBYE_S = 10.0
 _MAX_DIGITS = 18  # of a valid frame id
 
 
