@@ -340,10 +340,10 @@ def recipe_of(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _whole(settings: TrainSettings) -> TrainSettings:
-    """With what the learner must have in common with the servers.
+    """Return the settings with what the learner shares with the servers filled in.
 
     Raises:
-        SettingsError: it names the settings that do not go together.
+        SettingsError: names the settings that contradict each other.
     """
     s = settings
     model = model_folder(s.model or SMALL)

@@ -256,9 +256,9 @@ class Trajectory:
 
     @property
     def used_its_time(self) -> bool:
-        """Whether its own tool calls ran for half of the time that it took, or more. A rollout that
-        ran out of time (`TIME_BUDGET`) did so by the model's doing then; else it waited for servers
-        and the sandbox."""
+        """True if its own tool calls ran for at least half of its time. A rollout that ran out of
+        time (`TIME_BUDGET`) did so because of the model then; otherwise because it waited for
+        servers and the sandbox."""
         return self.tool_run_s >= self.elapsed_s / 2 > 0
 
     @property

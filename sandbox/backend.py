@@ -144,7 +144,7 @@ def worker_bytes(settings: PoolSettings, machine_bytes: int, num_workers: int) -
 
 
 def lane_size(settings: PoolSettings) -> str:
-    """Of a lane's own tmpfs, in the words of mount: full, it is full for one call alone."""
+    """Return the size of a lane's tmpfs as mount options: a call can fill only its own."""
     return f"size={settings.scratch_mib}m,nr_inodes={INODES}"
 
 
@@ -177,5 +177,5 @@ class Backend(Protocol):
 
     @property
     def layers(self) -> Mapping[str, str]:
-        """Which walls stand between a call and the host, in plain words."""
+        """Isolation layers between a call and the host, in plain words."""
         ...

@@ -112,8 +112,9 @@ def host_config(
 
 
 def file_systems(settings: PoolSettings, uid_base: int) -> dict[str, str]:
-    """Where calls can write: for each lane a directory in one that others can't enter, not even to
-    see how full it is. The container's root owns them, so that no call can open its own to others.
+    """Return the file systems that calls can write to: for each lane a directory within one that
+    others cannot enter, not even to see how full it is. The container's root owns them, so that no
+    call can open its own to others.
     """
     found = {"/dev/pts": "ro,size=4k,mode=0755"}  # no terminals, which two calls could share
     for lane in range(num_lanes(settings)):

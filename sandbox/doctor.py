@@ -21,7 +21,7 @@ NAMES = {"docker": "containers", "process": "local processes"}
 
 @dataclass(frozen=True)
 class Report:
-    """What `python -m sandbox doctor` found."""
+    """Results of `python -m sandbox doctor`."""
 
     forms: dict[str, dict[str, str]]
     """Layer by layer what holds in each form; a single "unavailable" where no worker comes up."""
@@ -83,7 +83,7 @@ def _settings(backend: str, **more: Any) -> PoolSettings:
 
 
 def _table(forms: dict[str, dict[str, str]]) -> str:
-    """One block for each form, aligned; a missing wall begins with "no"."""
+    """Format one aligned block for each form; a missing layer begins with "no"."""
     lines = []
     for title, layers in forms.items():
         lines.append(title)

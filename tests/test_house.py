@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,3 +276,37 @@ def test_what_a_module_offers_is_there(name: str) -> None:
     module = importlib.import_module(name)
     for one in getattr(module, "__all__", []):
         assert hasattr(module, one), f"{name}.{one}"
+
+
+# A docstring is a sentence that begins with a verb or a noun phrase.
+FRAGMENT = re.compile(
+    r"(it|its|of|what|whether|who|whose|where|when|which|how|that|this|these|those|they|them|"
+    r"with|without|from|to|as|for|in|on|at|by|after|before|than|some|such|so|if|but|and|or|not|no|"
+    r"none|nobody|nothing|here|there|is|are|was|were|has|have|had|may|might|can|could)\b",
+    re.IGNORECASE,
+)
+
+
+def product() -> Iterator[tuple[str, ast.AST]]:
+    for name in in_package("agentloop", "sandbox", "learner"):
+        for node in ast.walk(ast.parse(modules()[name].read_text("utf-8"))):
+            yield name, node
+
+
+def test_no_class_name_is_used_twice() -> None:
+    found: dict[str, set[str]] = {}
+    for name, node in product():
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            found.setdefault(node.name, set()).add(name)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    fragments = [
+        f"{name}.{node.name}: {text.splitlines()[0]}"
+        for name, node in product()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        and (text := ast.get_docstring(node))
+        and FRAGMENT.match(text)
+    ]
+    assert fragments == []

@@ -46,7 +46,7 @@ class CallFailed(Exception):
 
 
 class CallNotStarted(CallFailed):
-    """No process could be started for the call, or a preloaded module could not be imported."""
+    """Raised if no process could be started for a call, or a preloaded module not imported."""
 
     from_outside = True
 

@@ -41,13 +41,13 @@ _MAX_ANSWER_CHARS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What a rollout is worth.
+    """The reward of a rollout.
 
     Attributes:
-        value: 1 for the right answer, 0 for a wrong one or none; a function of the user's may
-            give any number. None: nobody can say, and it must not be learned from.
-        answer: what was taken for its answer.
-        reason: why, for people.
+        value: 1 for a right answer, 0 for a wrong one or none; a user's function may return any
+            number. None: unknown; the rollout must not be trained on.
+        answer: the answer that was found in it.
+        reason: an explanation for people.
     """
 
     value: float | None
@@ -61,7 +61,7 @@ RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
 
 
 class RewardSettings(pydantic.BaseModel):
-    """How answers are checked."""
+    """Settings of how answers are checked."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -149,12 +149,12 @@ class Grader:
             raise SettingsError(f"reward.function: {error}") from error
 
     async def score(self, trajectory: Trajectory, task: Task) -> Reward:
-        """What `trajectory` is worth as an answer to `task`.
+        """Return the reward of `trajectory` as an answer to `task`.
 
         Raises:
-            SettingsError: the task is a puzzle, and there is nowhere to score it.
-            RewardError: a function of the user's raised, took too long or gave nonsense, each
-                time that it was tried.
+            SettingsError: the task is a puzzle, and there is no pool to score it in.
+            RewardError: a user's function raised, took too long or returned nonsense at each
+                attempt.
         """
         if trajectory.stop_reason is StopReason.CANCELLED:
             return Reward(None, None, "it was cancelled")
@@ -264,7 +264,7 @@ class Grader:
         )
 
     async def _tried(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
-        """What `attempt` gives, at the first time that it does."""
+        """Return the result of the first attempt that succeeds."""
         for left in range(self._settings.retries, -1, -1):
             try:
                 return await attempt()

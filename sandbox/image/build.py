@@ -191,7 +191,7 @@ def _mmdebstrap_commands() -> list[list[str]]:
 
 
 def _package_uris(suite: str) -> list[str]:
-    """Where apt gets the main packages of the release from."""
+    """Return the addresses from which apt gets the main packages of the release."""
     listed = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(REPO_URI)"],
         capture_output=True, text=True, timeout=30,

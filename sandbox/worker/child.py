@@ -226,7 +226,7 @@ def reseed() -> None:
 
 
 def register_fork_hooks() -> None:
-    """For the call's own forks."""
+    """Register the modules' fork hooks for the call's own forks."""
     while fork_hooks:
         os.register_at_fork(**fork_hooks.pop(0))
 
@@ -344,7 +344,7 @@ def iter_tb(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
 
 
 def finish_threads() -> None:
-    """What an interpreter does at its end: join threads, call handlers. Seldom there is any."""
+    """Join threads and call exit handlers, as an interpreter does when it ends."""
     import atexit
     import threading
 

@@ -31,7 +31,7 @@ MAX_STALE = 1000  # messages; more than a channel holds
 
 
 class Output:
-    """One stream of a child: the first and the last bytes, and how many there were."""
+    """Output of a child on one stream: the first and last bytes, and their number."""
 
     def __init__(self, fd: int, keep: int) -> None:
         self.fd = fd
@@ -184,8 +184,8 @@ class Forked:
         return self.started_ns is not None
 
     def started_ns_of(self, call: Call) -> int | None:
-        """When the code of a call began; None if it has not. Of a later cell of a session it is the
-        word of its process, which can't be outside of the call's own time."""
+        """Return when the code of a call began; None if it has not. For a later cell of a session
+        its process says so, and the value is limited to the call's own time."""
         if call.is_first:
             return self.started_ns if self.has_started() else None
         (started_ns,) = STARTED.unpack(os.pread(self.report_fd, STARTED.size, 0))
@@ -198,7 +198,7 @@ class Forked:
                 return
 
     def report(self) -> dict[str, Any]:
-        """What the child says of itself. Read by copying: it can't shrink under us."""
+        """Return the child's report. It is copied, since the child could truncate the file."""
         (size,) = REPORT_SIZE.unpack(os.pread(self.report_fd, REPORT_SIZE.size, STARTED.size))
         if not 0 < size <= REPORT_BYTES:
             return {}

@@ -129,7 +129,7 @@ class Front:
             self.watch(near.fileno(), lambda _, near=near: self.on_news(near))  # type: ignore[misc]
 
     def forget(self) -> None:
-        """In a zygote: none of the front's descriptors."""
+        """Close the front's descriptors in a zygote."""
         self.epoll.close()
         for fd in {self.read_control, self.write_control}:
             os.close(fd)

@@ -35,7 +35,7 @@ def has_cap(number: int) -> bool:
 
 
 def can_have_cap(number: int) -> bool:
-    """Whether the machine gives the capability to anybody here, root included."""
+    """Return whether any process here, root included, can have the capability."""
     return bool(libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
 
 
@@ -44,7 +44,7 @@ def drop_caps() -> None:
 
 
 def drop_bounds() -> None:
-    """For a process that keeps its uid: no capability to regain by an exec."""
+    """Drop the bounding set, so that a process that keeps its uid regains no capability by exec."""
     for number in range(64):
         if not prctl(PR_CAPBSET_DROP, number):
             break
@@ -94,7 +94,7 @@ def mount(kind: str, target: str, flags: int, options: str = "") -> None:
 
 
 def count_oom_kills() -> int:
-    """How often the kernel has killed in our cgroup; 0 where it doesn't say."""
+    """Return the number of OOM kills in our cgroup; 0 if the kernel does not report it."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError), open(path) as f:
             for line in f:

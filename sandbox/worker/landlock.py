@@ -36,8 +36,8 @@ def abi() -> int:
 
 
 def make_ruleset(scratch: str, own_proc: bool) -> int:
-    """What a call may open: below `scratch` all, elsewhere what can be read, but in /proc only what
-    is of no process; where `own_proc`, everything there. Returns a descriptor. Raises OSError."""
+    """Return the descriptor of a ruleset for calls: everything below `scratch`, read access
+    elsewhere, and in /proc only files of no process unless `own_proc`. Raises OSError."""
     version = abi()
     files = (TRUNCATE if version < 3 else TRUNCATE << 1) - 1
     handled = [files, TCP, ABSTRACT_SOCKETS | SIGNALS]

@@ -79,8 +79,8 @@ class Lanes:
             os.setresgid(0, 0, 0)
 
     def see_as(self, lane: int) -> None:
-        """In a helper: read files with the rights of the lane's uid and gid, out of the reach of
-        its signals."""
+        """Make a helper process read files with the rights of the lane's uid and gid, out of the
+        reach of its signals."""
         if self.spec.kill_by == "uid":
             uid = self.spec.lane_uid(lane)
             os.setresgid(0, uid, 0)
@@ -213,8 +213,8 @@ class Lanes:
         self.clean(lane)
 
     def _is_inhabited(self, lane: int) -> bool:
-        """Whether a process of the lane's is there: what is killed may still be ending, and end a
-        system call before."""
+        """Return whether a process of the lane exists: killed ones may still be ending, after a
+        system call."""
         if self.spec.kill_by != "uid":  # a namespace has ended whole; strays were waited for
             return False
         try:
@@ -224,7 +224,7 @@ class Lanes:
         return True
 
     def _outlive(self, lane: int) -> None:
-        """In a cleaner: wait until all that was killed is gone. Raises TimeoutError."""
+        """Wait, in a cleaner process, until all killed processes are gone. Raises TimeoutError."""
         give_up = time.monotonic() + 10
         while self._is_inhabited(lane):
             if time.monotonic() > give_up:
@@ -242,7 +242,7 @@ class Lanes:
             return False
 
     def abandon(self, lane: int, pid: int | None) -> None:
-        """At the worker's end: kill, and empty as far as that goes."""
+        """Kill the lane's processes when the worker ends, and remove files as far as possible."""
         self.kill(lane, pid)
         with contextlib.suppress(OSError), self.acting_as(lane):
             remove_below(self.spec.lane_dir(lane))

@@ -54,7 +54,7 @@ class Process(NamedTuple):
 
 
 def read_process(pid: int) -> Process | None:
-    """None for one that has ended meanwhile."""
+    """Read a process's memory usage; None if it has ended."""
     process = _read_status(pid, f"/proc/{pid}/status")
     if process is not None and process.state == "Z" and process.num_threads > 1:
         # Its first thread has ended; the others hold its memory.
@@ -112,12 +112,15 @@ def cpu_s(pid: int) -> float:
 
 
 def audit(seen: Iterable[Process]) -> int:
-    """What the processes of one call hold together, in bytes. `seen`: by the last census.
+    """Return the memory that the processes of one call hold together, in bytes.
 
-    They should be stopped: where one ends meanwhile, its share of common pages goes to those that
-    are read later, and would count twice. One that keeps its memory from being read counts with the
-    most that it can hold. An audit may take long, and wait for a lock of the processes': so not in
-    the front itself.
+    The processes should be stopped: if one ends meanwhile, its share of common pages goes to those
+    that are read later, and counts twice. One that keeps its memory from being read counts with the
+    most that it can hold. An audit may take long and wait for a lock of the processes, so it does
+    not run in the front itself.
+
+    Args:
+        seen: the result of the last census.
     """
     total, settled = 0, False
     for _ in range(AUDIT_TRIES):
@@ -168,7 +171,7 @@ def _runs_on_in_child(process: Process, others: list[Process]) -> bool:
 
 
 def _shared_by(pid: int) -> Iterable[tuple[str, int]]:
-    """What several processes may have in common: its identity, and its size."""
+    """Return the identity and size of each mapping that several processes may share."""
     mapped: dict[str, int] = {}
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
         for start, end, inode in _SHARED.findall(maps.read()):
@@ -197,7 +200,7 @@ def scratch_used(path: str) -> int:
 
 
 class Gauge:
-    """How much memory is in use: by the worker's own cgroup, or by the whole machine."""
+    """Memory in use by the worker's own cgroup, or by the whole machine."""
 
     def __init__(self, own_cgroup: bool) -> None:
         self.own = False

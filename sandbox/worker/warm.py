@@ -65,8 +65,8 @@ def load(modules: list[str]) -> None:
 
 @contextlib.contextmanager
 def _fork_hooks_kept() -> Iterator[None]:
-    """What modules want done at a fork is noted for the forks of calls: ours have one thread and
-    need none of it, but would pay for it in every child."""
+    """Record the modules' fork hooks for the forks of calls. Our own forks have one thread and need
+    none of them, but would pay for them in every child."""
     register = os.register_at_fork
     os.register_at_fork = lambda **hooks: fork_hooks.append(hooks)
     try:
@@ -92,7 +92,7 @@ def rehearse() -> None:
 
 
 def freeze() -> None:
-    """No collection, and from CPython 3.12 on no reference count, writes to what is here now."""
+    """Keep collections, and since CPython 3.12 reference counts, from writing to old objects."""
     gc.collect()
     never = ctypes.c_uint32.from_address(id(None)).value
     if never >= 1 << 31:  # None is immortal

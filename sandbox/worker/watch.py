@@ -200,7 +200,7 @@ class UsageWatch:
                     os.kill(helper, signal.SIGKILL)
 
     def make_room(self, children: dict[int, Forked]) -> None:
-        """Where all are within their bounds, but hold too much together."""
+        """Kill a call if all are within their limits but hold too much together."""
         held = sum(child.used for child in children.values())
         if (self.gauge.read_kept() if self.gauge.own else held) <= self.full_at:
             return
@@ -214,7 +214,7 @@ class UsageWatch:
     # -- processors -------------------------------------------------------------------------
 
     def share_out(self, child: Forked, processes: list[Process]) -> None:
-        """The kernel shares processors out by process: a call that has many gets less for each."""
+        """Lower the priority of a call with many processes, since the kernel shares by process."""
         num_busy = sum(process.state == "R" for process in processes)
         if num_busy <= (1 if child.session is None else FEW):
             return
@@ -242,7 +242,7 @@ class UsageWatch:
             self.lanes.stop(child.lane, child.stopped)
 
     def wake(self, child: Forked) -> None:
-        """Its next cell begins."""
+        """Resume the session's process for its next cell."""
         if child.stopped is not None:
             self.lanes.resume(child.lane, child.stopped)
             child.stopped, child.stolen_s = None, 0.0

@@ -53,7 +53,7 @@ def unpack_job(data: bytes) -> Job:
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:
-    """At most `limit` characters, the middle left out; always encodable."""
+    """Return at most `limit` characters of the text, without its middle; always encodable."""
     text = text.encode("utf-8", "replace").decode()
     if len(text) <= limit:
         return text

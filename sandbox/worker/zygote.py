@@ -153,7 +153,7 @@ def set_limits(spec: Spec) -> None:
 
 
 def limit_address_space(spec: Spec) -> None:
-    """What a call may map beyond what it shares with the zygote."""
+    """Limit the address space that a call may map beyond what it shares with the zygote."""
     with open("/proc/self/statm") as f:
         child.MAPPED_BYTES = int(f.read().split()[0]) * resource.getpagesize()
     soft = child.MAPPED_BYTES + spec.memory_bytes
