@@ -104,7 +104,9 @@ async def test_two_runtimes_roll_out_for_one_learner_and_one_is_killed(tmp_path:
         assert abs(step["learner/mismatch_kl"]) < 1e-3
     assert versions_in(run, 1) == {"0"}
     assert versions_in(run, 6) == {"1"}
-    assert len([line for line in said.lines if line.endswith("its groups go to other runtimes")]) >= 1
+    assert (
+        len([line for line in said.lines if line.endswith("its groups go to other runtimes")]) >= 1
+    )
 
 
 async def test_tls_and_a_password_from_the_url(tmp_path: Path) -> None:

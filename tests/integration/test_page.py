@@ -41,6 +41,11 @@ from tests.agentloop.observe.test_archive import rollout
 from tests.integration.page import browser, looking, violations
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+# In the page, whose policy forbids wait_for_function's eval: resolves once the page is a second old.
+_A_SECOND_OLD = """() => new Promise(done => {
+    const look = () => performance.now() > 1000 ? done() : requestAnimationFrame(look);
+    look();
+})"""
 
 QUESTION = "What is 37 times 48?"
 TOKEN = "let-me"
@@ -290,7 +295,7 @@ def test_a_run_that_has_ended_looks_like_one(
         page.evaluate("location.hash = '#/rollouts'")
         expect(page.get_by_text("1 live")).to_be_visible()
         elapsed = page.evaluate("window.agentloop.app.time()")
-        page.wait_for_function("performance.now() > 1000")
+        page.evaluate(_A_SECOND_OLD)
         assert page.evaluate("window.agentloop.app.time()") == elapsed  # nothing grows any more
         assert "lost" not in page.locator("body").inner_text()
 
