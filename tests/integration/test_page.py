@@ -41,7 +41,7 @@ from tests.agentloop.observe.test_archive import rollout
 from tests.integration.page import browser, looking, violations
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
-# In the page, whose policy forbids wait_for_function's eval: resolves once the page is a second old.
+# Resolves when the page is a second old. Its policy forbids the eval of wait_for_function.
 _A_SECOND_OLD = """() => new Promise(done => {
     const look = () => performance.now() > 1000 ? done() : requestAnimationFrame(look);
     look();
