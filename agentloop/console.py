@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import anyio
 
 from agentloop.errors import AgentLoopError, sole
-from agentloop.training.run_status import Standing, clock
+from agentloop.training.run_status import RunStatus, clock
 
 if TYPE_CHECKING:
     import pydantic
@@ -203,7 +203,7 @@ class ProgressLine:
         from rich.live import Live
 
         self._line = title
-        self._standing: Standing | None = None
+        self._standing: RunStatus | None = None
         self._begun = time.monotonic()
         self._after_s, self._over = after_s, threading.Event()
         self._console = Console(stderr=True)
@@ -236,7 +236,7 @@ class ProgressLine:
         else:
             self._console.print(line, highlight=False, markup=False)
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         """Show this status in the panel until the next call. Has no effect without a terminal."""
         self._standing = standing
 
@@ -246,7 +246,7 @@ class ProgressLine:
         return self._line
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> RunStatus | None:
         """The status last shown, if any."""
         return self._standing
 
@@ -282,7 +282,7 @@ class ProgressLine:
         return Group(_panel(self._standing), spinner)
 
 
-def _panel(standing: Standing) -> RenderableType:
+def _panel(standing: RunStatus) -> RenderableType:
     from rich.columns import Columns
     from rich.console import Group
     from rich.panel import Panel

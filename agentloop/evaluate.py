@@ -38,11 +38,11 @@ from agentloop.groups.reward import Grader, RewardSettings
 from agentloop.groups.tasks import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.inference.supervise import require_device
 from agentloop.models import SMALL
-from agentloop.run_dashboard import Scene
+from agentloop.run_dashboard import RunDashboard
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.group_metrics import mean
 from agentloop.training.run_folder import RunFolder, RunSettings
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from sandbox import Pool
 
 __all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main"]
@@ -82,12 +82,12 @@ async def evaluate(
     _check(settings)
     if resume is not None:
         _check_same(load_settings(EvaluateSettings, [resume / "config.toml"]), settings)
-    async with Grader(settings.reward) as scorer:
-        await scorer.ready()  # report missing packages before the servers start
+    async with Grader(settings.reward) as grader:
+        await grader.ready()  # report missing packages before the servers start
     tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
     folder = _folder(settings, resume)
     report = _ProgressReport(settings.evaluate, progress)
-    scene = Scene(
+    scene = RunDashboard(
         folder,
         progress,
         readers=[report.seen],
@@ -111,12 +111,12 @@ async def evaluate(
             async with (
                 elsewhere,
                 scene.shown(settings.serve) if settings.page else nullcontext(),
-                _open_sampler(settings, tasks, scene, progress) as (sampler, scorer, settings),
+                _open_sampler(settings, tasks, scene, progress) as (sampler, grader, settings),
             ):
                 folder.tell(to_toml(settings))
                 progress.say(f"If stopped, continue with: agentloop evaluate --resume {path}")
                 async with report.of(evaluation):
-                    await evaluation.run(sampler, scorer)
+                    await evaluation.run(sampler, grader)
     else:
         folder.tell(to_toml(settings))
     about_it = {
@@ -206,7 +206,10 @@ def _folder(settings: EvaluateSettings, resume: Path | None) -> RunFolder:
 
 @asynccontextmanager
 async def _open_sampler(
-    settings: EvaluateSettings, tasks: Sequence[Task], scene: Scene, progress: console.ProgressLine
+    settings: EvaluateSettings,
+    tasks: Sequence[Task],
+    scene: RunDashboard,
+    progress: console.ProgressLine,
 ) -> AsyncIterator[tuple[Sampler, Grader, EvaluateSettings]]:
     """Start the sampler and the scorer; yield them and the settings with the model's name."""
     s = settings
@@ -219,20 +222,20 @@ async def _open_sampler(
             if any("reasoning_gym" in task.extra for task in tasks):  # scored in the sandbox
                 made = Pool(s.sandbox, on_progress=progress)
                 pool = await stack.enter_async_context(made)
-            scorer = await stack.enter_async_context(Grader(s.reward, pool=pool))
+            grader = await stack.enter_async_context(Grader(s.reward, pool=pool))
             named = s.endpoint.model_copy(update={"model": endpoint.model})
-            yield endpoint, scorer, s.model_copy(update={"endpoint": named})
+            yield endpoint, grader, s.model_copy(update={"endpoint": named})
         return
     logged = s.model_copy(update={"log_dir": s.log_dir or scene.folder.path / "logs"})
     async with Runtime(logged, progress=progress) as runtime:
         scene.runtime = runtime
-        async with Grader(s.reward, pool=runtime.pool) as scorer, anyio.create_task_group() as tg:
+        async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
             tg.start_soon(scene.stalls.watch, s.serve.stall_after_s)
             run_group = partial(runtime.run_group, on_event=scene.emit, with_text=False)
             model = s.model or (runtime.router.model_path if s.servers else None)
             agent = Agent(run_group, runtime.router.has_room)
             try:
-                yield agent, scorer, s.model_copy(update={"model": model})
+                yield agent, grader, s.model_copy(update={"model": model})
             finally:
                 scene.leave()
             tg.cancel_scope.cancel()
@@ -306,7 +309,7 @@ class _ProgressReport:
             waits += f", {self._num_tokens / elapsed_s:,.0f} tokens/s"
         left_s = elapsed_s / fresh * (total - self._done) if fresh else None
         self._progress.show(
-            Standing("evaluation", self._done, total, waits, self._values, left_s, unit="task")
+            RunStatus("evaluation", self._done, total, waits, self._values, left_s, unit="task")
         )
 
 

@@ -73,11 +73,11 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         recipe = word.recipe
         roc = RocSettings.model_validate(recipe["roc"])
         reward = RewardSettings.model_validate(recipe["reward"])
-        async with Grader(reward) as scorer:
-            await scorer.ready()  # report missing packages before the servers start
+        async with Grader(reward) as grader:
+            await grader.ready()  # report missing packages before the servers start
         async with (
             Runtime(_settings_of(settings, recipe), progress=progress) as runtime,
-            Grader(reward, pool=runtime.pool) as scorer,
+            Grader(reward, pool=runtime.pool) as grader,
             Traces.open(
                 settings.otel,
                 model=Path(settings.model or recipe["model"]).name,
@@ -90,7 +90,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
             rollouts = Rollouts(
                 partial(runtime.run_group, on_event=traces.seen, with_text=False),
                 runtime.router.has_room,
-                scorer,
+                grader,
                 roc,
                 seed=recipe["seed"],
                 shuffle_rewards=recipe["shuffle_rewards"],

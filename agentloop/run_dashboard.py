@@ -26,7 +26,7 @@ from agentloop.inference.router import ServerView
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.ask import asking
 from agentloop.observe.board import Board
-from agentloop.observe.event_fanout import Readers
+from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.journal import Journal, JournalSettings
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.metrics import Metrics
@@ -39,12 +39,12 @@ from agentloop.runtime import Runtime
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
 
-__all__ = ["Scene"]
+__all__ = ["RunDashboard"]
 
 _SAVE_S = 600.0
 
 
-class Scene:
+class RunDashboard:
     """The readers of a run's events; `emit` passes an event to all of them.
 
     Set `runtime` and `loop` as soon as they exist.
@@ -79,7 +79,7 @@ class Scene:
             queue=self._queue,
             dropped=self._dropped,
         )
-        self.emit = Readers(self.stalls.seen, self.board.seen, self._metrics.seen, *readers)
+        self.emit = EventFanout(self.stalls.seen, self.board.seen, self._metrics.seen, *readers)
         self.runtime: Runtime | None = None
         self.loop: TrainingLoop | None = None
         self._progress = progress

@@ -60,7 +60,7 @@ from agentloop.inference.router import ServerView
 from agentloop.inference.sglang import Sampling
 from agentloop.observe.ask import Ask, asking
 from agentloop.observe.board import Board
-from agentloop.observe.event_fanout import Readers
+from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.metrics import Metrics
 from agentloop.observe.otel import CallerSpan, Traces, caller_span
@@ -153,7 +153,7 @@ class AgentService:
                 more=self._moment,
             ),
         )
-        self._readers = Readers(self._metrics.seen, self._stalls.seen, board.seen)
+        self._readers = EventFanout(self._metrics.seen, self._stalls.seen, board.seen)
         token = settings.serve.control_token
         self.page = Page(
             self._live,

@@ -21,7 +21,7 @@ from agentloop.errors import SettingsError
 from agentloop.events import Emit, ignore
 from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.models import SMALL, not_a_model
-from agentloop.run_dashboard import Scene
+from agentloop.run_dashboard import RunDashboard
 from agentloop.training.batch import Sample
 from agentloop.training.learner import KeptLearner, RanksSettings
 from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
@@ -110,7 +110,7 @@ async def sft(
         if resume:
             folder.tell(config)  # only now: rejected settings must leave the run unchanged
         try:
-            scene = Scene(folder, progress, kind="sft", has_runtime=False)
+            scene = RunDashboard(folder, progress, kind="sft", has_runtime=False)
             with folder.noting_failure():
                 async with scene.shown(settings.serve) if settings.page else nullcontext():
                     return await imitate(

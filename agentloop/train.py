@@ -33,7 +33,7 @@ from agentloop.observe.journal import JournalSettings
 from agentloop.observe.sinks import SinksSettings
 from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
-from agentloop.run_dashboard import Scene
+from agentloop.run_dashboard import RunDashboard
 from agentloop.runtime import Runtime, Settings
 from agentloop.sft import (
     StartSettings,
@@ -130,8 +130,8 @@ async def train(
     """
     config = to_toml(settings)  # as given, so that --resume can load it and change something
     settings = _whole(settings)
-    async with Grader(settings.reward) as scorer:
-        await scorer.ready()  # report missing packages before the servers start
+    async with Grader(settings.reward) as grader:
+        await grader.ready()  # report missing packages before the servers start
     opened = partial(TaskSource.open, settings.tasks)
     if resume is None:
         tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
@@ -156,7 +156,7 @@ async def train(
             folder.tell(config)  # only now: rejected settings must leave the run unchanged
         tell_run(folder.path)
         with folder.noting_failure():
-            await _run(settings, tasks, queue, Scene(folder, progress), progress)
+            await _run(settings, tasks, queue, RunDashboard(folder, progress), progress)
     path = folder.path / "plots.png"
     await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
     return folder.path
@@ -166,7 +166,7 @@ async def _run(
     settings: TrainSettings,
     tasks: TaskSource,
     queue: GroupQueue,
-    scene: Scene,
+    scene: RunDashboard,
     progress: console.ProgressLine,
 ) -> None:
     """Run the supervised start, if there is one, and the stages, with page and exporters."""
@@ -191,7 +191,10 @@ async def _run(
 
 
 async def _start(
-    settings: TrainSettings, start: StartSettings, scene: Scene, progress: console.ProgressLine
+    settings: TrainSettings,
+    start: StartSettings,
+    scene: RunDashboard,
+    progress: console.ProgressLine,
 ) -> Path:
     """Make the model that the rollouts start from, unless it exists, and return its folder."""
     folder = scene.folder
@@ -211,7 +214,7 @@ async def _roll_out_and_learn(
     settings: TrainSettings,
     tasks: TaskSource,
     queue: GroupQueue,
-    scene: Scene,
+    scene: RunDashboard,
     progress: console.ProgressLine,
 ) -> None:
     folder, stalls = scene.folder, scene.stalls
@@ -291,7 +294,7 @@ def _servers_in_words(runtime: Runtime) -> str:
 
 @asynccontextmanager
 async def _rolling_out(
-    settings: TrainSettings, scene: Scene, progress: console.ProgressLine
+    settings: TrainSettings, scene: RunDashboard, progress: console.ProgressLine
 ) -> AsyncIterator[tuple[RollsOut, Serving, Callable[[], str]]]:
     """Start what generates rollouts: a fleet if `fleet.redis` is set, otherwise a runtime here.
 
@@ -314,12 +317,12 @@ async def _rolling_out(
     async with Runtime(served, progress=progress) as runtime, AsyncExitStack() as stack:
         scene.runtime = runtime
         stack.callback(scene.leave)  # also if the learner fails to start
-        async with Grader(s.reward, pool=runtime.pool) as scorer:
+        async with Grader(s.reward, pool=runtime.pool) as grader:
             serving = Served(runtime.router)
             rollouts = Rollouts(
                 partial(runtime.run_group, on_event=scene.emit, with_text=False),
                 runtime.router.has_room,
-                scorer,
+                grader,
                 s.roc,
                 seed=s.loop.seed,
                 shuffle_rewards=s.loop.shuffle_rewards,

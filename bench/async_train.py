@@ -57,7 +57,7 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from agentloop.training.weight_sync import Served, WeightsSettings
 from agentloop.trajectory import Trajectory
 from bench import virtual_time
@@ -239,7 +239,7 @@ class _Silent:
     def say(self, line: str) -> None:
         pass
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         pass
 
 

@@ -42,7 +42,7 @@ from agentloop.training import learner as learner_module
 from agentloop.training.fleet import Fleet
 from agentloop.training.learner import KeptLearner
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import (
     StopReason,
     ToolCall,
@@ -289,7 +289,7 @@ class _StderrProgress:
 
     say = __call__
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         pass
 
 

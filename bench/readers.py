@@ -39,7 +39,7 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.observe.board import Board
-from agentloop.observe.event_fanout import Readers
+from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.journal import Journal
 from agentloop.observe.metrics import Metrics
 from agentloop.observe.otel import OtelSettings, Traces
@@ -152,7 +152,7 @@ async def _all(names: Sequence[str], folder: Path, collector: str) -> AsyncItera
         return
     async with reader(names[0], folder, collector) as one:
         async with _all(names[1:], folder, collector) as rest:
-            yield Readers(one, rest)
+            yield EventFanout(one, rest)
 
 
 # --- the collector: another process ---------------------------------------------------------------

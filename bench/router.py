@@ -47,7 +47,7 @@ from pathlib import Path
 from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor, LoadReport
 from agentloop.inference.placement import POLICIES, Ask, Costs, Placement
-from agentloop.inference.wait_queue import Waiting, WaitingRoom
+from agentloop.inference.wait_queue import Waiting, WaitQueue
 from bench.server_model import Job, ServerModel, ServerParams
 
 EMULATED = ("cache_aware",)
@@ -224,7 +224,7 @@ class Simulation:
         )
         self.cache_aware = _CacheAware(options.num_servers) if policy == "cache_aware" else None
         self.holds_back = policy == "kv" or options.room
-        self.room: WaitingRoom[_Rollout] = WaitingRoom(
+        self.room: WaitQueue[_Rollout] = WaitQueue(
             patience_s=options.patience_s, max_overtaken=options.max_overtaken
         )
         self.admission = Admission(options.admission, Forecast(longest=options.budget))

@@ -45,7 +45,7 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.observe.board import Board
-from agentloop.observe.event_fanout import Readers
+from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Page
 from agentloop.observe.stalls import Stalls
@@ -152,7 +152,7 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
             played = Played(rollouts, events_per_s)
             played.begin()
             tasks.start_soon(played.run)
-            seen = Readers(stalls.seen, board.seen)
+            seen = EventFanout(stalls.seen, board.seen)
             for name, emit in (("no board", ignore), ("a board without readers", seen)):
                 played.emit = emit
                 if emit is not ignore:  # the board needs all events from the start

@@ -182,7 +182,7 @@ class Evaluation:
         """
         await anyio.to_thread.run_sync(self._load_results)
 
-    async def run(self, sampler: Sampler, scorer: Grader) -> None:
+    async def run(self, sampler: Sampler, grader: Grader) -> None:
         """EvaluatedSample and score the tasks that are not done.
 
         Raises:
@@ -193,7 +193,7 @@ class Evaluation:
         todo = self.todo
         self._assign_numbers(todo)
         room = partial(sampler.has_room, self._settings.num_samples)
-        sample = partial(self._sample, sampler, scorer)
+        sample = partial(self._sample, sampler, grader)
         num_done = len(self._outcomes) - len(todo)
         async with finished_groups(todo, sample, room, max_open=self._settings.max_open) as groups:
             async for group in groups:  # no deadline: each sample has one
@@ -243,7 +243,7 @@ class Evaluation:
                     outcome.number = number
 
     async def _sample(
-        self, sampler: Sampler, scorer: Grader, outcome: Outcome, at_gate: Callable[[], None]
+        self, sampler: Sampler, grader: Grader, outcome: Outcome, at_gate: Callable[[], None]
     ) -> Sequence[Trajectory]:
         rows: list[Row | None] = [None] * self._settings.num_samples
         if outcome.rollouts:
@@ -255,7 +255,7 @@ class Evaluation:
             missing = [i for i, row in enumerate(rows) if row is None or row["reward"] is None]
             if not missing:
                 break
-            found = await self._sample_group(sampler, scorer, outcome, missing, attempt, at_gate)
+            found = await self._sample_group(sampler, grader, outcome, missing, attempt, at_gate)
             at_gate = _nothing
             for index, row in zip(missing, found, strict=True):
                 rows[index] = row
@@ -267,7 +267,7 @@ class Evaluation:
     async def _sample_group(
         self,
         sampler: Sampler,
-        scorer: Grader,
+        grader: Grader,
         outcome: Outcome,
         indexes: Sequence[int],
         attempt: int,
@@ -282,7 +282,7 @@ class Evaluation:
         rewards: Sequence[Reward] = ()
         try:
             samples = await sampler.group(task, name=name, size=len(indexes), at_gate=at_gate)
-            rewards = await self._score(scorer, samples, task)
+            rewards = await self._score(grader, samples, task)
         finally:
             values = [one.value for one in rewards if one.value is not None]
             mean = statistics.fmean(values) if values else None
@@ -293,14 +293,14 @@ class Evaluation:
         return await anyio.to_thread.run_sync(_rows, common, task, samples, rewards)
 
     async def _score(
-        self, scorer: Grader, samples: Sequence[EvaluatedSample], task: Task
+        self, grader: Grader, samples: Sequence[EvaluatedSample], task: Task
     ) -> list[Reward]:
         rewards: dict[int, Reward] = {}
 
         async def score(index: int) -> None:
             begun_s = time.monotonic()
             trajectory = samples[index].trajectory
-            one = rewards[index] = await scorer.score(trajectory, task)
+            one = rewards[index] = await grader.score(trajectory, task)
             fields = (one.value, one.answer, one.reason, time.monotonic() - begun_s)
             self._emit(RolloutScored(trajectory.id, *fields))
 

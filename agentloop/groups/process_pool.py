@@ -28,7 +28,7 @@ __all__ = [
     "CallNotStarted",
     "CallRaised",
     "CallTimedOut",
-    "KillableProcesses",
+    "ProcessPool",
 ]
 
 _MAX_REPLY_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class CallDied(CallFailed):
         self.from_outside = from_outside
 
 
-class KillableProcesses:
+class ProcessPool:
     """A pool of up to `count` processes, started on demand. Use as `async with`.
 
     Args:

@@ -27,7 +27,7 @@ import pydantic
 from agentloop.errors import RewardError, SettingsError
 from agentloop.groups.answers import final_answer
 from agentloop.groups.math_check import same_number
-from agentloop.groups.process_pool import CallFailed, CallTimedOut, KillableProcesses
+from agentloop.groups.process_pool import CallFailed, CallTimedOut, ProcessPool
 from agentloop.groups.puzzles import is_solved
 from agentloop.groups.tasks import Task
 from agentloop.trajectory import StopReason, Trajectory
@@ -119,7 +119,7 @@ class Grader:
         self._check = self._check_answer if name in ("math", "exact") else self._ask_process
         if function is not None:
             self._check = partial(self._ask_function, function)
-        self._processes = KillableProcesses(
+        self._processes = ProcessPool(
             self._settings.num_workers,
             preload=["math_verify:verify" if name == "math" else name],
             memory_mib=self._settings.memory_mib,

@@ -45,7 +45,7 @@ from agentloop.inference.health import Health, HealthSettings, ServerState
 from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor
 from agentloop.inference.placement import Ask, Costs, Decision, Placement
 from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
-from agentloop.inference.wait_queue import Waiting, WaitingRoom
+from agentloop.inference.wait_queue import Waiting, WaitQueue
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]
@@ -186,7 +186,7 @@ class Router:
         self._placement = Placement(
             self._ledger, settings.policy, costs=settings.costs, patience_s=settings.patience_s
         )
-        self._queue: WaitingRoom[_Request] = WaitingRoom(patience_s=settings.patience_s)
+        self._queue: WaitQueue[_Request] = WaitQueue(patience_s=settings.patience_s)
         self._replicas: dict[str, _Replica] = {}
         self._gate = GroupGate(
             Admission(settings.admission, Forecast(longest=longest)), capacity=self._capacity

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Waiting", "WaitingRoom"]
+__all__ = ["WaitQueue", "Waiting"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Waiting(Generic[T]):
         return (self.order, -self.expected, self.since_s, self.name)
 
 
-class WaitingRoom(Generic[T]):
+class WaitQueue(Generic[T]):
     """A priority queue; only `place` removes requests that were placed."""
 
     def __init__(self, *, patience_s: float = 10.0, max_overtaken: int = 8) -> None:

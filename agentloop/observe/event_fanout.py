@@ -6,12 +6,12 @@ import logging
 
 from agentloop.events import Emit, Event
 
-__all__ = ["Readers"]
+__all__ = ["EventFanout"]
 
 log = logging.getLogger(__name__)
 
 
-class Readers:
+class EventFanout:
     """Calls each reader with every event.
 
     A reader that raises is removed and logged once, so that its error does not end a rollout.

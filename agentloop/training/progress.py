@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentloop.training.group_metrics import mean, percent
-from agentloop.training.run_status import Reporter, Standing
+from agentloop.training.run_status import Reporter, RunStatus
 
 __all__ = ["Pace"]
 
@@ -58,5 +58,5 @@ class Pace:
         if self._begun is not None and self._num_done:
             left_s = (time.monotonic() - self._begun) / self._num_done * self._num_left
         self.report.show(
-            Standing(self._stage, self._step, self._num_stage, what, dict(self.values), left_s)
+            RunStatus(self._stage, self._step, self._num_stage, what, dict(self.values), left_s)
         )

@@ -187,7 +187,7 @@ class Rollouts:
         self,
         run_group: RunGroup,
         has_room: Callable[[int], Awaitable[None]],
-        scorer: Grader,
+        grader: Grader,
         roc: RocSettings,
         *,
         seed: int,
@@ -207,7 +207,7 @@ class Rollouts:
         """
         self._run_group = run_group
         self._has_room = has_room
-        self._scorer = scorer
+        self._grader = grader
         self._roc = roc
         self._seed = seed
         self._shuffle_rewards = shuffle_rewards
@@ -271,7 +271,7 @@ class Rollouts:
                 why = "sampled by a server with wrong weights"
                 rewards[index] = Reward(None, None, why)
             else:
-                rewards[index] = await self._scorer.score(trajectory, task)
+                rewards[index] = await self._grader.score(trajectory, task)
             reward, seconds = rewards[index], time.monotonic() - begun
             told = (reward.value, reward.answer, reward.reason, seconds)
             self._emit(RolloutScored(trajectory.id, *told))

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Reporter", "Standing", "StatusWatch", "Unwatched", "clock"]
+__all__ = ["Reporter", "RunStatus", "StatusWatch", "Unwatched", "clock"]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunStatus:
     """The status of a run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reporter(Protocol):
     def say(self, line: str) -> None:
         """Print a line that stays on the screen."""
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         """Show the current status."""
 
 

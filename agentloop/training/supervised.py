@@ -39,7 +39,7 @@ from agentloop.training.batch import Sample, write_batch
 from agentloop.training.learner import KeptLearner, Learner
 from agentloop.training.resumable import ResumableLearner, load_newest, tell_other_loss
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import Reporter, Standing
+from agentloop.training.run_status import Reporter, RunStatus
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
 
 __all__ = [
@@ -455,7 +455,7 @@ class FineTuning:
         loss = metrics.get("learner/loss")
         said = "none" if loss is None else f"{loss:.4f}"
         report.show(
-            Standing(
+            RunStatus(
                 "supervised start",
                 step,
                 num_steps,

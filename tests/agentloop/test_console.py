@@ -31,7 +31,7 @@ from agentloop.console import (
     split_settings,
 )
 from agentloop.errors import SettingsError
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from sandbox import SandboxUnavailable
 
 
@@ -150,7 +150,7 @@ def test_on_a_terminal_a_panel_says_where_it_stands(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COLUMNS", "100")
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
-    standing = Standing(
+    standing = RunStatus(
         "stage 2 of 3: longer", 3, 15, "the learner waits", {"reward": "0.812"}, left_s=95
     )
     with ProgressLine("Starting") as progress:

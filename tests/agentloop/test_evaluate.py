@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from agentloop import console
 from agentloop.config import load_settings
 from agentloop.evaluate import EvaluateSettings, chosen_tasks, evaluate, main
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
 from tests.support import eventually
 
@@ -27,7 +27,7 @@ class Said:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.standings: list[Standing] = []
+        self.standings: list[RunStatus] = []
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
@@ -35,7 +35,7 @@ class Said:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         self.standings.append(standing)
 
     @property
@@ -43,7 +43,7 @@ class Said:
         return self.lines[-1] if self.lines else ""
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> RunStatus | None:
         return self.standings[-1] if self.standings else None
 
 

@@ -20,11 +20,11 @@ from agentloop.api.guard import ServeSettings
 from agentloop.api.http import bind
 from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
 from agentloop.inference.router import ServerView
-from agentloop.run_dashboard import Scene
+from agentloop.run_dashboard import RunDashboard
 from agentloop.runtime import Runtime
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import Trajectory
 from tests.agentloop.observe.test_archive import rollout
 from tests.support import chat_format, eventually, written
@@ -41,7 +41,7 @@ class Told:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.standing: Standing | None = None
+        self.standing: RunStatus | None = None
 
     def say(self, line: str) -> None:
         self.said.append(line)
@@ -107,7 +107,7 @@ class PlayedLoop:
 
 @dataclass
 class At:
-    scene: Scene
+    scene: RunDashboard
     told: Told
     http: aiohttp.ClientSession
     url: str
@@ -134,7 +134,7 @@ async def scene(
     run, told = RunFolder(folder / "run", ""), Told()
     if before is not None:
         before(run)
-    made = Scene(run, cast(console.ProgressLine, told), readers=readers)
+    made = RunDashboard(run, cast(console.ProgressLine, told), readers=readers)
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
     async with made.shown(settings), aiohttp.ClientSession() as http:
         found = re.search(r"(http://\S+)/ ", told.said[0])
@@ -178,7 +178,7 @@ async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> Non
 async def test_a_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> None:
     told = Told()
     folder = RunFolder(tmp_path / "run", "")
-    made = Scene(folder, cast(console.ProgressLine, told), kind="sft", has_runtime=False)
+    made = RunDashboard(folder, cast(console.ProgressLine, told), kind="sft", has_runtime=False)
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
     async with made.shown(settings), aiohttp.ClientSession() as http:
         made.emit(Measured({"step": 1, "learner/loss": 1.5}))
@@ -345,7 +345,7 @@ async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> 
     with bind(ServeSettings(port=0)) as taken:
         port = taken.getsockname()[1]
         told = Told()
-        made = Scene(RunFolder(tmp_path / "run", ""), cast(console.ProgressLine, told))
+        made = RunDashboard(RunFolder(tmp_path / "run", ""), cast(console.ProgressLine, told))
         async with made.shown(ServeSettings(port=port)):
             assert f":{port}/" not in told.said[0]
 

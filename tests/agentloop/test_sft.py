@@ -24,7 +24,7 @@ from agentloop.models import SMALL
 from agentloop.sft import SftSettings, sft, told
 from agentloop.train import TrainSettings
 from agentloop.training.run_folder import checkpoints_in
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from tests.support import eventually
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
@@ -121,7 +121,7 @@ class Said:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         pass
 
 
@@ -192,7 +192,7 @@ async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
     assert 3 <= step <= num_done
 
     class Kills(Said):
-        def show(self, standing: Standing) -> None:
+        def show(self, standing: RunStatus) -> None:
             if standing.step == num_done + 2:
                 os.kill(pid_of_rank_1(run / "logs"), signal.SIGKILL)
 

@@ -25,7 +25,7 @@ from agentloop.train import TrainSettings, _whole, main, train
 from agentloop.training import learner
 from agentloop.training.learner_settings import LearnerSettings
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from tests.agentloop.training.test_learner import RANK
 from tests.support import FakeSGLang, eventually
 
@@ -278,7 +278,7 @@ class Said:
 
     say = __call__
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         pass
 
 

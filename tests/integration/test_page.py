@@ -29,12 +29,12 @@ from agentloop.groups.roc import RocSettings
 from agentloop.groups.tasks import Task
 from agentloop.inference.sglang import Sampling
 from agentloop.models import SMALL
-from agentloop.run_dashboard import Scene
+from agentloop.run_dashboard import RunDashboard
 from agentloop.runtime import Runtime, Settings
 from agentloop.serve import AgentService, listening
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from sandbox import PoolSettings
 from tests.agentloop.observe.test_archive import rollout
@@ -66,11 +66,11 @@ class Service:
 
     async def _group(self, name: str, folder: RunFolder | None) -> str:
         task = Task("t1", QUESTION, "1776")
-        async with Grader(RewardSettings(function="exact")) as scorer:
+        async with Grader(RewardSettings(function="exact")) as grader:
             rollouts = Rollouts(
                 self._run_group,
                 self.runtime.router.has_room,
-                scorer,
+                grader,
                 RocSettings(down_sample_to_n=2),
                 seed=1,
                 emit=self.app.seen,
@@ -265,11 +265,13 @@ def test_control_wants_the_token_and_does_what_it_says(service: Service, chromiu
 
 
 @asynccontextmanager
-async def watched_run(folder: Path) -> AsyncIterator[tuple[str, Scene]]:
+async def watched_run(folder: Path) -> AsyncIterator[tuple[str, RunDashboard]]:
     """A training run's page, with one rollout that goes on."""
     said: list[str] = []
-    progress = SimpleNamespace(line="", say=said.append, standing=Standing("stage", 3, 10, "Waits"))
-    scene = Scene(RunFolder(folder, ""), cast(console.ProgressLine, progress))
+    progress = SimpleNamespace(
+        line="", say=said.append, standing=RunStatus("stage", 3, 10, "Waits")
+    )
+    scene = RunDashboard(RunFolder(folder, ""), cast(console.ProgressLine, progress))
     async with scene.shown(ServeSettings(port=0)):
         scene.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
         yield said[0].split()[2], scene

@@ -45,7 +45,7 @@ async def test_another_right_answer_is_right_and_junk_is_not() -> None:
     task = next(TaskSource.open(settings("countdown")))
     pool_settings = PoolSettings(backend="process", workers=1)
     async with Pool(pool_settings) as pool:
-        async with Grader(RewardSettings(function="exact", timeout_s=120), pool=pool) as scorer:
+        async with Grader(RewardSettings(function="exact", timeout_s=120), pool=pool) as grader:
             for text, value in [
                 (task.answer, 1.0),
                 (f"0 + {task.answer}", 0.0),  # 0 is none of the numbers
@@ -56,5 +56,5 @@ async def test_another_right_answer_is_right_and_junk_is_not() -> None:
                 ("__import__('os').abort()", 0.0),
                 ("[0] * 10**10", 0.0),
             ]:
-                found = await scorer.score(answered(text), task)
+                found = await grader.score(answered(text), task)
                 assert found.value == value, (text, found)

@@ -13,7 +13,7 @@ from agentloop.config import load_settings
 from agentloop.console import ProgressLine
 from agentloop.groups.tasks import Task
 from agentloop.train import TrainSettings, train
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import Trajectory
 
 pytestmark = [
@@ -43,7 +43,7 @@ class Said:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         pass
 
 

@@ -87,8 +87,8 @@ async def run(
     folder = RunFolder.again(path) if there else RunFolder(path, "")
     evaluation = Evaluation(told or settings(), tasks, folder)
     await evaluation.take_up()
-    async with Grader(RewardSettings(function="exact")) as scorer:
-        await evaluation.run(player, scorer)
+    async with Grader(RewardSettings(function="exact")) as grader:
+        await evaluation.run(player, grader)
     return evaluation.outcomes
 
 
@@ -237,8 +237,8 @@ async def test_progress_counts_the_tasks_that_are_done(tmp_path: Path) -> None:
     seen: list[int] = []
     evaluation = Evaluation(settings(), TASKS, RunFolder.again(path), on_progress=seen.append)
     await evaluation.take_up()
-    async with Grader(RewardSettings(function="exact")) as scorer:
-        await evaluation.run(Player(refuses=["task-3"]), scorer)
+    async with Grader(RewardSettings(function="exact")) as grader:
+        await evaluation.run(Player(refuses=["task-3"]), grader)
     assert seen == [3, 4]
 
 

@@ -27,7 +27,7 @@ from agentloop.groups.process_pool import (
     CallNotStarted,
     CallRaised,
     CallTimedOut,
-    KillableProcesses,
+    ProcessPool,
 )
 from agentloop.groups.reward import Grader, Reward, RewardSettings
 from agentloop.groups.tasks import Task
@@ -55,17 +55,17 @@ def is_alive(pid: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-async def scorer() -> AsyncIterator[Grader]:
+async def grader() -> AsyncIterator[Grader]:
     """With the real math-verify."""
-    async with Grader(RewardSettings(num_workers=1, timeout_s=60)) as scorer:
-        yield scorer
+    async with Grader(RewardSettings(num_workers=1, timeout_s=60)) as grader:
+        yield grader
 
 
 @asynccontextmanager
 async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
     made = RewardSettings(function=f"{FUNCTIONS}:{function}", num_workers=1, **settings)
-    async with Grader(made) as scorer:
-        yield scorer
+    async with Grader(made) as grader:
+        yield grader
 
 
 @pytest.mark.parametrize(
@@ -159,34 +159,34 @@ def test_what_is_not_decided_is_left_to_math_verify() -> None:
         ("5", "9" * 5000, 0.0),
     ],
 )
-async def test_math(scorer: Grader, gold: str, answer: str, value: float) -> None:
-    found = await scorer.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
+async def test_math(grader: Grader, gold: str, answer: str, value: float) -> None:
+    found = await grader.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
     assert (found.value, found.answer) == (value, answer)
     assert found.reason
 
 
-async def test_the_models_text_is_never_evaluated(scorer: Grader, tmp_path: Path) -> None:
+async def test_the_models_text_is_never_evaluated(grader: Grader, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for code in (f"open('{mark}','w')", f"__import__('pathlib').Path('{mark}').touch()"):
-        found = await scorer.score(rollout(f"<answer>{code}</answer>"), task())
+        found = await grader.score(rollout(f"<answer>{code}</answer>"), task())
         assert found.value == 0.0
     assert not mark.exists()
 
 
-async def test_only_the_last_turn_answers(scorer: Grader) -> None:
-    found = await scorer.score(rollout(r"\boxed{5}", "I give up."), task())
+async def test_only_the_last_turn_answers(grader: Grader) -> None:
+    found = await grader.score(rollout(r"\boxed{5}", "I give up."), task())
     assert (found.value, found.answer) == (0.0, None)
-    assert (await scorer.score(rollout(), task())).value == 0.0
+    assert (await grader.score(rollout(), task())).value == 0.0
 
 
-async def test_a_rollout_cut_short_is_wrong(scorer: Grader) -> None:
+async def test_a_rollout_cut_short_is_wrong(grader: Grader) -> None:
     for reason in (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET):
-        found = await scorer.score(rollout(r"so \boxed{5", reason=reason), task())
+        found = await grader.score(rollout(r"so \boxed{5", reason=reason), task())
         assert found.value == 0.0
 
 
-async def test_a_rollout_that_ran_out_of_time_has_no_reward(scorer: Grader) -> None:
-    found = await scorer.score(rollout(r"\boxed{5", reason=StopReason.TIME_BUDGET), task())
+async def test_a_rollout_that_ran_out_of_time_has_no_reward(grader: Grader) -> None:
+    found = await grader.score(rollout(r"\boxed{5", reason=StopReason.TIME_BUDGET), task())
     assert found.value is None
     assert "ran out of time" in found.reason
 
@@ -194,37 +194,37 @@ async def test_a_rollout_that_ran_out_of_time_has_no_reward(scorer: Grader) -> N
 @pytest.mark.parametrize(
     ("text", "value"), [("while I compute", 0.0), (r"\boxed{5}", 1.0), (r"\boxed{6}", 0.0)]
 )
-async def test_one_that_used_up_its_time_is_scored(scorer: Grader, text: str, value: float) -> None:
+async def test_one_that_used_up_its_time_is_scored(grader: Grader, text: str, value: float) -> None:
     used = rollout(text, reason=StopReason.TIME_BUDGET)
     used.elapsed_s = 10.0
     used.turns[0].results = [ToolResult("c", "sleep", ToolStatus.TIMEOUT, "", 0.0, 1.0, 7.0)]
-    assert (await scorer.score(used, task())).value == value
+    assert (await grader.score(used, task())).value == value
 
 
-async def test_infrastructure_has_no_reward(scorer: Grader) -> None:
+async def test_infrastructure_has_no_reward(grader: Grader) -> None:
     broken = rollout(r"\boxed{5}", reason=StopReason.INFRASTRUCTURE)
     broken.error = "the server died"
-    found = await scorer.score(broken, task())
+    found = await grader.score(broken, task())
     assert (found.value, found.answer) == (None, None)
     assert "the server died" in found.reason
 
 
-async def test_what_a_person_cancelled_has_no_reward_whoever_gives_it(scorer: Grader) -> None:
+async def test_what_a_person_cancelled_has_no_reward_whoever_gives_it(grader: Grader) -> None:
     cancelled = rollout(r"\boxed{5}", reason=StopReason.CANCELLED)
-    assert await scorer.score(cancelled, task()) == Reward(None, None, "it was cancelled")
+    assert await grader.score(cancelled, task()) == Reward(None, None, "it was cancelled")
     async with Grader(RewardSettings(function="exact"), lambda trajectory, task: 1.0) as other:
         assert (await other.score(cancelled, task())).value is None
 
 
 async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
     settings = RewardSettings(num_workers=1, timeout_s=6, retries=0)
-    async with Grader(settings) as scorer:
-        found = await scorer.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
+    async with Grader(settings) as grader:
+        found = await grader.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
         assert (found.value, found.answer) == (0.0, "9^{9^{9^{9}}} + x")
         assert re.search(r"no result after 6 s|the process ended", found.reason)
         assert "(2 tries)" in found.reason
         settings.timeout_s = 60
-        assert (await scorer.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 1.0
+        assert (await grader.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ async def test_whose_fault_a_failed_check_is(
     monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
 ) -> None:
     monkeypatch.setattr("agentloop.groups.reward._VERIFIED", FRAGILE)
-    async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as scorer:
-        assert (await scorer.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
-        found = await scorer.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
+    async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
+        assert (await grader.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
+        found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
         assert (found.value, found.answer) == (value, answer)
         assert why in found.reason
 
@@ -255,9 +255,9 @@ async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
 ) -> None:
     """One hang is no proof: the second try has to show it, and was killed from outside."""
     monkeypatch.setattr("agentloop.groups.reward._VERIFIED", FRAGILE)
-    async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as scorer:
+    async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         answer = f"hangs, then is killed: {tmp_path / 'mark'}"
-        found = await scorer.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
+        found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
         assert found.value is None
         assert "SIGKILL" in found.reason
 
@@ -265,44 +265,44 @@ async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
 async def test_a_check_that_cannot_be_started_gives_no_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with Grader(RewardSettings(num_workers=1)) as scorer:
-        monkeypatch.setattr(scorer._processes, "_preload", ["no.such:thing"])
-        found = await scorer.score(rollout(r"\boxed{x}"), task("y"))
+    async with Grader(RewardSettings(num_workers=1)) as grader:
+        monkeypatch.setattr(grader._processes, "_preload", ["no.such:thing"])
+        found = await grader.score(rollout(r"\boxed{x}"), task("y"))
         assert found.value is None
         assert "No module named 'no'" in found.reason
 
 
 async def test_exact_compares_numbers_and_text_only() -> None:
-    async with Grader(RewardSettings(function="exact")) as scorer:
-        assert (await scorer.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 0.0
-        assert (await scorer.score(rollout(r"\boxed{0.5}"), task(r"\frac12"))).value == 0.0
-        assert (await scorer.score(rollout(r"\boxed{0.5}"), task("1/2"))).value == 1.0
+    async with Grader(RewardSettings(function="exact")) as grader:
+        assert (await grader.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 0.0
+        assert (await grader.score(rollout(r"\boxed{0.5}"), task(r"\frac12"))).value == 0.0
+        assert (await grader.score(rollout(r"\boxed{0.5}"), task("1/2"))).value == 1.0
 
 
 async def test_a_function_by_name_runs_in_a_process() -> None:
-    async with scoring("length") as scorer:
-        assert (await scorer.score(rollout("four"), task())).value == 4.0
-    async with scoring("judged") as scorer:
-        found = await scorer.score(rollout("a text"), task())
+    async with scoring("length") as grader:
+        assert (await grader.score(rollout("four"), task())).value == 4.0
+    async with scoring("judged") as grader:
+        found = await grader.score(rollout("a text"), task())
         assert found == Reward(0.25, "a text", "judged for task-1")
-    async with scoring("reads") as scorer:
-        assert (await scorer.score(rollout(), task())).value == 0.0
+    async with scoring("reads") as grader:
+        assert (await grader.score(rollout(), task())).value == 0.0
 
 
 async def test_processes_are_used_again() -> None:
-    async with scoring("process") as scorer:
-        first = await scorer.score(rollout(), task())
-        assert await scorer.score(rollout(), task()) == first
+    async with scoring("process") as grader:
+        first = await grader.score(rollout(), task())
+        assert await grader.score(rollout(), task()) == first
         assert first.value != os.getpid()
 
 
 async def test_what_a_function_may_say() -> None:
-    async with scoring("says") as scorer:
-        assert (await scorer.score(rollout(), task("none"))).value is None
-        assert (await scorer.score(rollout(), task("true"))).value == 1.0
+    async with scoring("says") as grader:
+        assert (await grader.score(rollout(), task("none"))).value is None
+        assert (await grader.score(rollout(), task("true"))).value == 1.0
         for said, why in [("text", "'a text'"), ("nan", "nan"), ("set", "JSON"), ("long", "bytes")]:
             with pytest.raises(RewardError, match=why):
-                await scorer.score(rollout(), task(said))
+                await grader.score(rollout(), task(said))
 
 
 @pytest.mark.parametrize(
@@ -318,24 +318,24 @@ async def test_what_a_function_may_say() -> None:
 async def test_a_function_that_fails_is_an_error_and_never_a_reward(
     function: str, why: str
 ) -> None:
-    async with scoring(function, retries=2) as scorer:
+    async with scoring(function, retries=2) as grader:
         with pytest.raises(RewardError, match=re.escape(why)) as caught:
-            await scorer.score(rollout(), task())
+            await grader.score(rollout(), task())
         assert f"{FUNCTIONS}:{function}: task task-1: " in str(caught.value)
 
 
 async def test_a_function_that_hangs_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    async with scoring("hangs", timeout_s=2, retries=0) as scorer:
+    async with scoring("hangs", timeout_s=2, retries=0) as grader:
         with pytest.raises(RewardError, match=r"no result after 2 s$"):
-            await scorer.score(rollout(), task(pid=str(pid)))
+            await grader.score(rollout(), task(pid=str(pid)))
         assert not is_alive(pid)
 
 
 async def test_a_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    async with scoring("hangs") as scorer, anyio.create_task_group() as tasks:
-        tasks.start_soon(scorer.score, rollout(), task(pid=str(pid)))
+    async with scoring("hangs") as grader, anyio.create_task_group() as tasks:
+        tasks.start_soon(grader.score, rollout(), task(pid=str(pid)))
         await eventually(lambda: pid.exists() and pid.read_text() != "", within_s=60)
         tasks.cancel_scope.cancel()
     assert not is_alive(pid)
@@ -360,8 +360,8 @@ anyio.run(main)
 
 
 async def test_a_function_that_failed_once_is_asked_again(tmp_path: Path) -> None:
-    async with scoring("fails_once") as scorer:
-        found = await scorer.score(rollout(), task(mark=str(tmp_path / "mark")))
+    async with scoring("fails_once") as grader:
+        found = await grader.score(rollout(), task(mark=str(tmp_path / "mark")))
         assert found.value == 1.0
 
 
@@ -370,10 +370,10 @@ async def test_a_function_of_this_process() -> None:
         await anyio.lowlevel.checkpoint()
         return Reward(0.5, trajectory.text, task.id)
 
-    async with Grader(function=judge) as scorer:
-        assert await scorer.score(rollout("x"), task()) == Reward(0.5, "x", "task-1")
-    async with Grader(function=lambda trajectory, task: len(trajectory.text)) as scorer:
-        assert (await scorer.score(rollout("four"), task())).value == 4.0
+    async with Grader(function=judge) as grader:
+        assert await grader.score(rollout("x"), task()) == Reward(0.5, "x", "task-1")
+    async with Grader(function=lambda trajectory, task: len(trajectory.text)) as grader:
+        assert (await grader.score(rollout("four"), task())).value == 4.0
 
 
 async def test_a_function_of_this_process_that_fails() -> None:
@@ -389,13 +389,13 @@ async def test_a_function_of_this_process_that_fails() -> None:
         raise TimeoutError("the judge's own")
 
     settings = RewardSettings(timeout_s=0.05, retries=1)
-    async with Grader(settings, hangs) as scorer:
+    async with Grader(settings, hangs) as grader:
         with pytest.raises(RewardError, match=r"hangs: task task-1: no result after 0.05 s \(2 "):
-            await scorer.score(rollout(), task())
+            await grader.score(rollout(), task())
         assert calls == 2
-    async with Grader(RewardSettings(retries=0), raises) as scorer:
+    async with Grader(RewardSettings(retries=0), raises) as grader:
         with pytest.raises(RewardError, match="TimeoutError: the judge's own"):
-            await scorer.score(rollout(), task())
+            await grader.score(rollout(), task())
 
 
 Said = dict[str, Any] | CallStatus | SandboxError
@@ -457,8 +457,8 @@ PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
 async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None, why: str) -> None:
     """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
     pool = FakePool(said, said)
-    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
-        found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
+        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
     assert (found.value, found.answer) == (value, "1+1")
     assert why in found.reason
     assert pool.asked[0] | {"mark": ""} == {"puzzle": PUZZLE, "answer": "1+1", "mark": ""}
@@ -467,32 +467,32 @@ async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None
 @pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
 async def test_what_ends_before_the_answer_is_scored_is_not_its_doing(how: CallStatus) -> None:
     pool = FakePool(how, how, gets_far=False)
-    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
-        found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
+        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
     assert (found.value, found.answer) == (None, "1+1")
     assert f"the sandbox call ended with status {how}: no luck (2 tries)" in found.reason
 
 
 async def test_a_scorer_that_was_slow_once_has_a_second_try() -> None:
     pool = FakePool(CallStatus.TIMEOUT, {"score": 1})
-    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
-        found = await scorer.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
+        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
     assert found.value == 1.0
 
 
 async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
-    async with Grader(RewardSettings(function="exact")) as scorer:
+    async with Grader(RewardSettings(function="exact")) as grader:
         puzzle = task("7", reasoning_gym=PUZZLE)
-        assert (await scorer.score(rollout("<answer>7</answer>"), puzzle)).value == 1.0
+        assert (await grader.score(rollout("<answer>7</answer>"), puzzle)).value == 1.0
         with pytest.raises(SettingsError, match="scored in a sandbox; there is none"):
-            await scorer.score(rollout("<answer>8</answer>"), puzzle)
+            await grader.score(rollout("<answer>8</answer>"), puzzle)
 
 
 async def test_a_sandbox_without_the_package_is_an_error() -> None:
     pool = FakePool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
-    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as scorer:
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         with pytest.raises(SettingsError, match="reasoning-gym is not installed in the sandbox"):
-            await scorer.score(rollout("<answer>8</answer>"), task("7", reasoning_gym=PUZZLE))
+            await grader.score(rollout("<answer>8</answer>"), task("7", reasoning_gym=PUZZLE))
 
 
 @dataclass
@@ -503,7 +503,7 @@ class Unpicklable:
 
 async def test_calls_and_processes_one_by_one() -> None:
     """What reward.py makes of each is above; here, what it is told."""
-    async with KillableProcesses(1, preload=["math:sqrt"]) as processes:
+    async with ProcessPool(1, preload=["math:sqrt"]) as processes:
         assert await processes.call("math:sqrt", 9, timeout_s=60) == 3.0
         with pytest.raises(CallRaised, match="ValueError"):
             await processes.call("math:sqrt", -1, timeout_s=60)
@@ -521,7 +521,7 @@ async def test_calls_and_processes_one_by_one() -> None:
         with pytest.raises(TypeError, match="not this one"):
             await processes.call("math:sqrt", Unpicklable(), timeout_s=60)
         assert await processes.call("math:sqrt", 4, timeout_s=60) == 2.0
-    async with KillableProcesses(1, preload=["no.such:thing"]) as processes:
+    async with ProcessPool(1, preload=["no.such:thing"]) as processes:
         with pytest.raises(CallNotStarted, match="No module named 'no'"):
             await processes.call("math:sqrt", 9, timeout_s=60)
 

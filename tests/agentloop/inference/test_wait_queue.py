@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentloop.inference.wait_queue import Waiting, WaitingRoom
+from agentloop.inference.wait_queue import Waiting, WaitQueue
 
 
 def waiting(name: str, order: int = 0, expected: int = 1, since_s: float = 0.0) -> Waiting[int]:
@@ -19,7 +19,7 @@ class Room(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room: WaitingRoom[int] = WaitingRoom(patience_s=5.0, max_overtaken=3)
+        self.room: WaitQueue[int] = WaitQueue(patience_s=5.0, max_overtaken=3)
         self.plain: dict[str, Waiting[int]] = {}
         self.now = 0.0
         self.count = 0
@@ -81,7 +81,7 @@ TestRoom.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
-    room: WaitingRoom[int] = WaitingRoom()
+    room: WaitQueue[int] = WaitQueue()
     for one in (
         waiting("young", 2, 9),
         waiting("short", 1, 3),
@@ -101,7 +101,7 @@ def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
 def test_a_large_request_is_overtaken_only_for_a_limited_time(small: list[int], big: int) -> None:
     """An endless stream of small requests never leaves 10 tokens free at once, until none may
     overtake."""
-    room: WaitingRoom[int] = WaitingRoom(patience_s=10.0)
+    room: WaitQueue[int] = WaitQueue(patience_s=10.0)
     room.enter(waiting("big", 0, big, since_s=0.0))
     running: list[tuple[float, int]] = [(0.5, 5)]
     placed_s = None

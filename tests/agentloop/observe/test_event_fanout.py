@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentloop.events import Event, RolloutAbandoned
-from agentloop.observe.event_fanout import Readers
+from agentloop.observe.event_fanout import EventFanout
 
 
 def test_a_failing_reader_is_removed_and_the_others_continue(
@@ -18,7 +18,7 @@ def test_a_failing_reader_is_removed_and_the_others_continue(
         raise KeyError("its own")
 
     others: list[Event] = []
-    readers = Readers(fails, others.append)
+    readers = EventFanout(fails, others.append)
     readers.add(others.append)
     event = RolloutAbandoned("r")
     readers(event)
@@ -30,7 +30,7 @@ def test_a_failing_reader_is_removed_and_the_others_continue(
 
 def test_a_removed_reader_gets_no_events() -> None:
     seen: list[Event] = []
-    readers = Readers(seen.append)
+    readers = EventFanout(seen.append)
     readers.remove(seen.append)
     readers.remove(print)
     readers(RolloutAbandoned("r"))

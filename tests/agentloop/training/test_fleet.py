@@ -374,13 +374,13 @@ async def test_a_trainer_that_is_restarted_gets_its_own_answers_alone(
 async def rolling_out(settings: FleetSettings, *names: str) -> AsyncIterator[None]:
     """Run runtimes that score and filter while the context is open."""
     async with (
-        Grader(RewardSettings(function="exact")) as scorer,
+        Grader(RewardSettings(function="exact")) as grader,
         anyio.create_task_group() as runtimes,
     ):
         for name in names:
             player, right = Player(name), Played(TaskSource.open(ARITHMETIC))
             rollouts = Rollouts(
-                right, player.has_room, scorer, RocSettings(down_sample_to_n=4), seed=0
+                right, player.has_room, grader, RocSettings(down_sample_to_n=4), seed=0
             )
             runtimes.start_soon(player.run, settings, rollouts)
         yield

@@ -39,7 +39,7 @@ from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_list import RunState, summarize
-from agentloop.training.run_status import Standing, StatusWatch, Unwatched
+from agentloop.training.run_status import RunStatus, StatusWatch, Unwatched
 from agentloop.training.undo import undo
 from agentloop.training.weight_sync import Served, WeightsSettings
 from agentloop.trajectory import (
@@ -62,7 +62,7 @@ class Told:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.standings: list[Standing] = []
+        self.standings: list[RunStatus] = []
 
     def __call__(self, line: str) -> None:
         pass
@@ -70,7 +70,7 @@ class Told:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         self.standings.append(standing)
 
 
@@ -187,7 +187,7 @@ async def played(
     async with fake.serving(), http_session() as session, AsyncExitStack() as opened:
         async with (
             Router.open([SGLangServer(fake.url, session)], router_settings) as router,
-            Grader(RewardSettings(function="exact"), reward) as scorer,
+            Grader(RewardSettings(function="exact"), reward) as grader,
         ):
             queue = await opened.enter_async_context(GroupQueue.open(run.path / "queue.sqlite"))
             loop = TrainingLoop(
@@ -197,7 +197,7 @@ async def played(
                 rollouts=Rollouts(
                     run_group,
                     router.has_room,
-                    scorer,
+                    grader,
                     roc or RocSettings(down_sample_to_n=4),
                     seed=0,
                     shuffle_rewards=shuffle_rewards,

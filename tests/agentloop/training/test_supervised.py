@@ -27,7 +27,7 @@ from agentloop.models import SMALL
 from agentloop.training.batch import Sample
 from agentloop.training.learner import KeptLearner, Learner, LearnerLost
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import Standing
+from agentloop.training.run_status import RunStatus
 from agentloop.training.supervised import (
     Dialogue,
     DialoguesSettings,
@@ -362,7 +362,7 @@ class Said:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunStatus) -> None:
         self.last = standing
 
 
