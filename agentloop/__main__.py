@@ -1,10 +1,11 @@
-"""`agentloop COMMAND`: dispatch to the module of that name, imported only when it is needed."""
+"""`agentloop COMMAND`: dispatch to the module of the command, imported only when it is needed."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -17,36 +18,57 @@ _COMMANDS = {
     "train": "train a model by reinforcement learning on rollouts",
     "rollouts": "generate rollouts for a training run on another machine",
     "evaluate": "evaluate a model or an endpoint on tasks",
-    "export": "export a run's weights as a model folder",
-    "view": "show a run as a web page, or export it as one HTML file",
-    "ls": "list the runs in a folder",
-    "plot": "plot the metrics of one or more runs",
-    "analyze": "analyze a run's rollouts: at which tokens the policy is uncertain",
+    "runs": "list, view, plot, analyze and export runs",
     "data": "prepare problems for training and evaluation, and dialogues for fine-tuning",
+}
+_RUNS_COMMANDS = {
+    "list": "list the runs in a folder",
+    "view": "show a run as a web page, or export it as one HTML file",
+    "plot": "plot the metrics of one or more runs",
+    "entropy": "find the tokens at which a run's policy is uncertain",
+    "export": "export a run's weights as a model folder",
+}
+_MODULES = {"serve": "agentloop.serve"}  # `python -m agentloop.serve` works as well
+_RENAMED = {
+    "ls": "runs list",
+    "view": "runs view",
+    "plot": "runs plot",
+    "export": "runs export",
+    "analyze": "runs entropy",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command named by the first argument and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    return _dispatch("agentloop", "agentloop.cli", _COMMANDS, arguments)
+
+
+def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments: list[str]) -> int:
     command, *rest = arguments or ["--help"]
     if command in ("-h", "--help", "help"):
-        if command == "help" and rest and rest[0] in _COMMANDS:
-            return main([rest[0], "--help"])
-        print(_help())
+        if command == "help" and rest and rest[0] in commands:
+            return _dispatch(program, package, commands, [*rest, "--help"])
+        print(_help(program, commands))
         return 0
     if command in ("-V", "--version"):
         from agentloop.distribution import version
 
         print(f"agentloop {version()}")
         return 0
-    if command not in _COMMANDS:
-        close = get_close_matches(command, _COMMANDS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        print(f"agentloop: error: unknown command {command!r}{hint}\n\n{_help()}", file=sys.stderr)
+    if command not in commands:
+        if commands is _COMMANDS and command in _RENAMED:
+            hint = f" (use `agentloop {_RENAMED[command]}`)"
+        else:
+            close = get_close_matches(command, commands, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+        said = f"{program}: error: unknown command {command!r}{hint}"
+        print(f"{said}\n\n{_help(program, commands)}", file=sys.stderr)
         return 2
+    if command == "runs" and commands is _COMMANDS:
+        return _dispatch("agentloop runs", "agentloop.cli.runs", _RUNS_COMMANDS, rest)
     try:
-        status: int = import_module(f"agentloop.{command}").main(rest)
+        status: int = import_module(_MODULES.get(command, f"{package}.{command}")).main(rest)
         sys.stdout.flush()
     except KeyboardInterrupt:  # before the command has installed its signal handler
         return 130
@@ -56,19 +78,23 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def _help() -> str:
-    width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, summary in _COMMANDS.items()]
+def _help(program: str, commands: Mapping[str, str]) -> str:
+    width = max(map(len, commands))
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in commands.items()]
+    about = {
+        "agentloop": "Run and train tool-using language-model agents.",
+        "agentloop runs": "Inspect the folders that training and evaluation runs write.",
+    }
     return "\n".join(
         [
-            "usage: agentloop COMMAND [ARGUMENTS]",
+            f"usage: {program} COMMAND [ARGUMENTS]",
             "",
-            "Run and train tool-using language-model agents.",
+            about[program],
             "",
             "commands:",
             *lines,
             "",
-            "Use agentloop COMMAND --help for details, agentloop --version for the version.",
+            f"Use {program} COMMAND --help for details, agentloop --version for the version.",
         ]
     )
 

@@ -61,7 +61,7 @@ class TurnStarted:
 
 
 class Explained(Protocol):
-    """A decision that can explain itself, such as `agentloop.inference.placement.Decision`."""
+    """A decision that can explain itself, such as a placement `Decision`."""
 
     @property
     def why(self) -> str: ...

@@ -43,20 +43,20 @@ from agentloop.api.guard import ServeSettings
 from agentloop.config import load_settings, with_values
 from agentloop.errors import AgentLoopError, RequestError, sole
 from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
-from agentloop.groups.group_stream import FinishedGroup, finished_groups
-from agentloop.inference.keep_alive import keep_alive
-from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang import Sampling, SGLangServer, http_session
-from agentloop.inference.supervise import (
+from agentloop.inference.processes.keep_alive import keep_alive
+from agentloop.inference.processes.supervise import (
     ServerProcess,
     ServerSettings,
     require_device,
     sglang_servers,
 )
+from agentloop.inference.router import Router, RouterSettings
+from agentloop.inference.sglang.client import Sampling, SGLangServer, http_session
 from agentloop.models import SMALL
-from agentloop.observe.otel import OtelSettings
+from agentloop.observe.exporters.otel import OtelSettings
+from agentloop.sandbox import Pool, PoolSettings
+from agentloop.training.group_stream import FinishedGroup, finished_groups
 from agentloop.trajectory import Message, StopReason, Trajectory
-from sandbox import Pool, PoolSettings
 
 __all__ = ["RolloutStream", "Runtime", "Settings"]
 

@@ -32,17 +32,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from rich.console import Console
 from typing_extensions import TypedDict
 
-from agentloop import chat, console
 from agentloop.agent.rollout import Budget
-from agentloop.api.bodies import (
-    ChatCompletionChunk,
-    ErrorBody,
-    HealthStatus,
-    RolloutLine,
-    ToolDefinition,
-)
 from agentloop.api.guard import ApiGuard
-from agentloop.api.http import bind, serving
+from agentloop.api.listen import bind, serving
 from agentloop.api.openai import (
     ChunkWriter,
     chunk_frame,
@@ -52,18 +44,26 @@ from agentloop.api.openai import (
 )
 from agentloop.api.openapi import document, service
 from agentloop.api.requests import ChatRequest, parse
+from agentloop.api.schemas import (
+    ChatCompletionChunk,
+    ErrorBody,
+    HealthStatus,
+    RolloutLine,
+    ToolDefinition,
+)
+from agentloop.cli import chat, console
 from agentloop.config import load_settings
 from agentloop.distribution import version
 from agentloop.errors import AgentLoopError, RequestError, ServerError, UnknownModel
 from agentloop.events import Emit, Event
 from agentloop.inference.router import ServerView
-from agentloop.inference.sglang import Sampling
+from agentloop.inference.sglang.client import Sampling
 from agentloop.observe.ask import Ask, asking
 from agentloop.observe.board import Board
 from agentloop.observe.event_fanout import EventFanout
+from agentloop.observe.exporters.metrics import Metrics
+from agentloop.observe.exporters.otel import CallerSpan, Traces, caller_span
 from agentloop.observe.live import Live, Sources
-from agentloop.observe.metrics import Metrics
-from agentloop.observe.otel import CallerSpan, Traces, caller_span
 from agentloop.observe.page import Page
 from agentloop.observe.stalls import Stalls, Wait
 from agentloop.plain_json import dumps

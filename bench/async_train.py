@@ -47,18 +47,18 @@ from typing import Any, cast
 
 import anyio
 
-from agentloop.groups.queue import GroupQueue
-from agentloop.groups.reward import Grader, Reward
-from agentloop.groups.roc import RocSettings
-from agentloop.groups.tasks import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
-from agentloop.training.learner import Learner
+from agentloop.rewards.reward import Grader, Reward
+from agentloop.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.training.learner_client.client import Learner
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.queue import GroupQueue
+from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
-from agentloop.training.weight_sync import Served, WeightsSettings
+from agentloop.training.weight_sync.sync import Served, WeightsSettings
 from agentloop.trajectory import Trajectory
 from bench import virtual_time
 from bench.router import RolloutSpec, make_trace

@@ -40,12 +40,12 @@ from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import RunTool, ToolOutput
+from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang import OnChunk, Sampling, SGLangServer, http_session
-from agentloop.inference.supervise import ServerSettings, sglang_servers
+from agentloop.inference.sglang.client import OnChunk, Sampling, SGLangServer, http_session
 from agentloop.models import SMALL
+from agentloop.sandbox import Pool, PoolSettings
 from agentloop.trajectory import ToolCall, ToolCallStatus, Trajectory
-from sandbox import Pool, PoolSettings
 
 THREE = "Compute 12*7, 8+5 and 90-3."
 ONE = "What is 37 times 48?"

@@ -36,13 +36,13 @@ from typing import Any
 
 import anyio
 
+from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
-from agentloop.inference.supervise import ServerSettings, sglang_servers
+from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
 from agentloop.models import SMALL
-from agentloop.training.learner import Learner, RanksSettings, started
-from agentloop.training.learner_settings import LearnerSettings
-from agentloop.training.weight_sync import Publisher, Served, WeightsSettings, publisher
+from agentloop.training.learner_client.client import Learner, RanksSettings, started
+from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.weight_sync.sync import Publisher, Served, WeightsSettings, publisher
 
 TIMEOUT_S = 300.0
 AFTER = 5  # tokens of each stream after a weight sync that are still measured

@@ -46,7 +46,7 @@ from random import Random
 
 from agentloop.errors import AgentLoopError
 from agentloop.models import SMALL
-from agentloop.training.launch import free_port
+from agentloop.training.learner_client.launch import free_port
 from bench.kill_checks import (
     adopt_orphans,
     played_problems,

@@ -21,7 +21,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from learner.files import appear, fresh_partial
+from agentloop.learner.files import appear, fresh_partial
 
 __all__ = ["FIRST", "LOG", "PID"]
 

@@ -1,6 +1,6 @@
-"""Simulated parts for bench/kill.py, around the real `agentloop.train`: servers, engine, fuse.
+"""Simulated parts for bench/kill.py, around the real `agentloop.cli.train`: servers, engine, fuse.
 
-With a fleet the engine is in processes of its own, around the real `agentloop.rollouts`.
+With a fleet the engine is in processes of its own, around the real `agentloop.cli.rollouts`.
 
     train ──> TrainingLoop, GroupQueue, RunFolder, Rollouts, Router, weight sync      real
                  ├─> PlayedRuntime.run_group ──> serve(): its tokens are a function of the prompt
@@ -29,18 +29,18 @@ from typing import Any, Self
 import anyio
 from aiohttp import web
 
-from agentloop import rollouts as rollouts_module
-from agentloop import train as train_module
 from agentloop.agent.rollout import Budget
+from agentloop.cli import rollouts as rollouts_module
+from agentloop.cli import train as train_module
 from agentloop.config import load_settings
 from agentloop.errors import RequestError, ServerUnavailable
-from agentloop.groups.queue import GroupQueue
 from agentloop.inference.router import Generation, Router
-from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
 from agentloop.runtime import Settings
-from agentloop.training import learner as learner_module
-from agentloop.training.fleet import Fleet
-from agentloop.training.learner import KeptLearner
+from agentloop.training.fleet.coordinator import Fleet
+from agentloop.training.learner_client import client as learner_module
+from agentloop.training.learner_client.client import KeptLearner
+from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import (

@@ -1,10 +1,10 @@
 """`agentloop train` with all parts real, killed and resumed: for bench/kill.py.
 
 Victims are the runtime, a rank of the learner, a server, a container of the sandbox, or the sandbox
-host (`python -m sandbox.serve`; if it is a victim, it runs all calls). The kill happens when the
-journal has reached a given point, and up to a second later. Sampling is not deterministic, so there
-is no undisturbed run for comparison; but a step that is repeated from its journal must have the
-same loss.
+host (`python -m agentloop.sandbox.serve`; if it is a victim, it runs all calls). The kill happens
+when the journal has reached a given point, and up to a second later. Sampling is not
+deterministic, so there is no undisturbed run for comparison; but a step that is repeated from its
+journal must have the same loss.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from agentloop.groups.tasks import Task
-from agentloop.training.launch import free_port
+from agentloop.tasks.sources import Task
+from agentloop.training.learner_client.launch import free_port
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 from bench.kill_checks import Journal, last_checkpoint, lines, problems, processes_left, tail
 
@@ -181,7 +181,7 @@ class _Host:
     def _start(self) -> None:
         run = self._played.run
         with run.with_name(f"{run.name}.host.log").open("ab") as out:
-            command = [sys.executable, "-m", "sandbox.serve", "--port", str(self._port)]
+            command = [sys.executable, "-m", "agentloop.sandbox.serve", "--port", str(self._port)]
             self._lives.append(subprocess.Popen(command, stdout=out, stderr=out))
 
 

@@ -37,11 +37,11 @@ from typing import Any
 import anyio
 import numpy as np
 
-from agentloop.openmp import wait_policy
-from agentloop.training.learner import RanksSettings, started
-from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
+from agentloop.inference.processes.openmp import wait_policy
+from agentloop.learner.batch import Batch, plan
+from agentloop.training.learner_client.client import RanksSettings, started
+from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from bench.sandbox import cpu_of_tree
-from learner.batch import Batch, plan
 
 _PLAIN_LOOP = (sys.executable, "-m", "bench.plain_loop")
 _MAX_LENGTH = 2048

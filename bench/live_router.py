@@ -54,12 +54,12 @@ import anyio
 import numpy as np
 
 from agentloop.errors import AgentLoopError
-from agentloop.inference import guardian as guardian_module
-from agentloop.inference.admission import AdmissionSettings
-from agentloop.inference.placement import POLICIES, Costs
+from agentloop.inference.processes import guardian as guardian_module
+from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang import Chunk, OnChunk, Sampling, SGLangServer, http_session
-from agentloop.inference.supervise import ServerSettings, sglang_servers
+from agentloop.inference.scheduling.admission import AdmissionSettings
+from agentloop.inference.scheduling.placement import POLICIES, Costs
+from agentloop.inference.sglang.client import Chunk, OnChunk, Sampling, SGLangServer, http_session
 from bench.countdown_model import EOS, FILLER, LONGEST, VOCAB_SIZE, countdown, save
 from bench.pace import Pace, environment
 from bench.router import Options, Result, RolloutSpec, Simulation, TurnSpec, make_trace

@@ -31,7 +31,7 @@ import orjson
 from aiohttp import web
 
 from agentloop.api.guard import ServeSettings
-from agentloop.api.http import bind, serving
+from agentloop.api.listen import bind, serving
 from agentloop.errors import NotThere
 from agentloop.events import (
     CallFinished,

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentloop.training.learner_settings import LearnerSettings
+from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, token_weights
+from agentloop.learner.policy import TokenScorer, load_model
+from agentloop.training.learner_client.settings import LearnerSettings
 from bench.learner import PACKED, arrange
 from bench.sandbox import peak_memory_mib, reset_peak_memory
-from learner.batch import Batch, MicroBatch, make_micro_batch, token_weights
-from learner.policy import TokenScorer, load_model
 
 
 class Plain:

@@ -40,10 +40,10 @@ from agentloop.events import (
 )
 from agentloop.observe.board import Board
 from agentloop.observe.event_fanout import EventFanout
-from agentloop.observe.journal import Journal
-from agentloop.observe.metrics import Metrics
-from agentloop.observe.otel import OtelSettings, Traces
-from agentloop.observe.sinks import Sinks, SinksSettings
+from agentloop.observe.exporters.journal import Journal
+from agentloop.observe.exporters.metrics import Metrics
+from agentloop.observe.exporters.otel import OtelSettings, Traces
+from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls
 from bench.watchers import rollout
 

@@ -44,10 +44,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
-from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor, LoadReport
-from agentloop.inference.placement import POLICIES, Ask, Costs, Placement
-from agentloop.inference.wait_queue import Waiting, WaitQueue
+from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.kv_ledger import (
+    DataParallelRank,
+    KVLedger,
+    LengthPredictor,
+    LoadReport,
+)
+from agentloop.inference.scheduling.placement import POLICIES, Ask, Costs, Placement
+from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from bench.server_model import Job, ServerModel, ServerParams
 
 EMULATED = ("cache_aware",)

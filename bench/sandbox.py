@@ -52,8 +52,8 @@ import anyio.abc
 import anyio.lowlevel
 import orjson
 
-from sandbox import CallStatus, Pool, PoolSettings
-from sandbox.engine import connect
+from agentloop.sandbox import CallStatus, Pool, PoolSettings
+from agentloop.sandbox.engine import connect
 
 TIMEOUT_S = 10.0
 TICK_S = os.sysconf("SC_CLK_TCK")

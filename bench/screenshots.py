@@ -1,7 +1,7 @@
 """Takes screenshots of every view of the page, showing a real run.
 
     agentloop train docs/recipes/laptop.toml                       and during the run, or later
-    agentloop view runs/latest                                     (or agentloop serve)
+    agentloop runs view runs/latest                                     (or agentloop serve)
     python -m bench.screenshots --url http://127.0.0.1:8000 --out docs/images/page
 
 Each view in light and dark mode at 1280 pixels, and in light mode at a phone's width. The group and

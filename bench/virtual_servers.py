@@ -20,11 +20,11 @@ from typing import Any
 
 import anyio
 
-from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
-from agentloop.inference.group_gate import GroupGate
-from agentloop.inference.health import ServerState
 from agentloop.inference.router import ServerView
-from agentloop.inference.sglang import Checksum, Pause
+from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.group_gate import GroupGate
+from agentloop.inference.scheduling.health import ServerState
+from agentloop.inference.sglang.client import Checksum, Pause
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from bench.router import RolloutSpec
 from bench.server_model import Job, ServerModel, ServerParams

@@ -30,7 +30,7 @@ import httpx
 from aiohttp import web
 
 from agentloop.api.guard import ServeSettings
-from agentloop.api.http import bind, serving
+from agentloop.api.listen import bind, serving
 from agentloop.events import (
     CallFinished,
     CallStarted,

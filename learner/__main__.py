@@ -1,4 +1,4 @@
-"""`python -m learner SETTINGS.json`: one rank of the learner.
+"""`python -m agentloop.learner SETTINGS.json`: one rank of the learner.
 
 A supervisor, torchrun or DeepSpeed's launcher starts it once per rank, with torch.distributed's
 environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 sends {"ok": true,
@@ -18,14 +18,14 @@ from pathlib import Path
 import pydantic
 
 from agentloop.errors import AgentLoopError
-from agentloop.openmp import wait_policy
-from agentloop.training.learner_settings import LearnerSettings
+from agentloop.inference.processes.openmp import wait_policy
+from agentloop.training.learner_client.settings import LearnerSettings
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m learner", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m agentloop.learner", description=__doc__)
     parser.add_argument("settings", type=Path, help="LearnerSettings as JSON")
     parser.add_argument(
         "--socket", help="socket of the supervisor, for rank 0 (default: from the environment)"
@@ -46,9 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(settings: LearnerSettings) -> int:
     # Importing torch takes seconds: check the settings first.
-    from learner.policy import Policy
-    from learner.rank import ControlChannel, serve
-    from learner.world import World
+    from agentloop.learner.policy import Policy
+    from agentloop.learner.rank import ControlChannel, serve
+    from agentloop.learner.world import World
 
     link = ControlChannel.open() if os.environ.get("RANK") == "0" else None
     try:
@@ -70,7 +70,7 @@ def _run(settings: LearnerSettings) -> int:
 
 def _try_to_report(link: object, error: Exception) -> None:
     """Report the error to the supervisor; `on_purpose` means that a restart would not help."""
-    from learner.rank import ControlChannel
+    from agentloop.learner.rank import ControlChannel
 
     assert isinstance(link, ControlChannel)
     text, on_purpose = f"{type(error).__name__}: {error}", isinstance(error, AgentLoopError)

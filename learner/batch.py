@@ -18,8 +18,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from agentloop.training.learner_settings import Aggregate
-from learner.errors import BatchError
+from agentloop.learner.errors import BatchError
+from agentloop.training.learner_client.settings import Aggregate
 
 __all__ = ["Batch", "MicroBatch", "make_micro_batch", "parts", "plan", "token_weights"]
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agentloop.training.checksums import Layout, Tensor, checksum, parts_of
-from learner.errors import GroupBroken, RankError
-from learner.policy import Policy, config_of
-from learner.weights import Shard, gathered, split
+from agentloop.learner.errors import GroupBroken, RankError
+from agentloop.learner.policy import Policy, config_of
+from agentloop.learner.weights import Shard, gathered, split
+from agentloop.training.weight_sync.checksums import Layout, Tensor, checksum, parts_of
 
 __all__ = ["Broadcaster"]
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from learner import universal
-from learner.errors import NotConverted, NotWritten, RankError
-from learner.files import appear, fresh_partial, partial_of, remove_partial, writing
-from learner.policy import Policy
-from learner.world import BackgroundTask
+from agentloop.learner import universal
+from agentloop.learner.errors import NotConverted, NotWritten, RankError
+from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
+from agentloop.learner.policy import Policy
+from agentloop.learner.world import BackgroundTask
 
 __all__ = ["Saver", "load_checkpoint", "read_state"]
 

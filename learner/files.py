@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from learner.errors import NotWritten
+from agentloop.learner.errors import NotWritten
 
 __all__ = ["appear", "fresh_partial", "partial_of", "remove_partial", "writing"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from agentloop.errors import ModelError
-from agentloop.training.learner_settings import LearnerSettings
+from agentloop.training.learner_client.settings import LearnerSettings
 
 __all__ = ["adapted_layers", "add_adapters", "delta"]
 

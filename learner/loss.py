@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from agentloop.training.learner_settings import LossSettings
+from agentloop.training.learner_client.settings import LossSettings
 
 __all__ = [
     "LossInput",

@@ -24,14 +24,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from agentloop.errors import ModelError
-from agentloop.training.learner_settings import LearnerSettings
-from learner.attention import PACKED, register
-from learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
-from learner.errors import BatchError, TrainingBroken
-from learner.lora import add_adapters
-from learner.loss import LossInput, policy_loss
-from learner.utilization import Work, peak_tflops
-from learner.world import Clock, World
+from agentloop.learner.attention import PACKED, register
+from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
+from agentloop.learner.errors import BatchError, TrainingBroken
+from agentloop.learner.lora import add_adapters
+from agentloop.learner.loss import LossInput, policy_loss
+from agentloop.learner.utilization import Work, peak_tflops
+from agentloop.learner.world import Clock, World
+from agentloop.training.learner_client.settings import LearnerSettings
 
 __all__ = ["Policy", "TokenScorer", "config_of", "load_model"]
 

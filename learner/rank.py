@@ -23,14 +23,20 @@ from typing import Any
 
 from safetensors.numpy import save
 
-from agentloop.training.checksums import Layout
-from learner.batch import Batch, plan
-from learner.broadcast import Broadcaster
-from learner.checkpoint import Saver, load_checkpoint, read_state
-from learner.errors import GroupBroken, NotConverted, NotWritten, RankError, TrainingBroken
-from learner.files import fresh_partial, writing
-from learner.policy import Policy
-from learner.weights import publish
+from agentloop.learner.batch import Batch, plan
+from agentloop.learner.broadcast import Broadcaster
+from agentloop.learner.checkpoint import Saver, load_checkpoint, read_state
+from agentloop.learner.errors import (
+    GroupBroken,
+    NotConverted,
+    NotWritten,
+    RankError,
+    TrainingBroken,
+)
+from agentloop.learner.files import fresh_partial, writing
+from agentloop.learner.policy import Policy
+from agentloop.learner.weights import publish
+from agentloop.training.weight_sync.checksums import Layout
 
 __all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "ControlChannel", "serve"]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from learner.errors import NotConverted, NotWritten
-from learner.files import writing
-from learner.policy import Policy
+from agentloop.learner.errors import NotConverted, NotWritten
+from agentloop.learner.files import writing
+from agentloop.learner.policy import Policy
 
 __all__ = ["convert", "load", "remove"]
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from agentloop.training.learner_settings import LearnerSettings
-from learner.errors import NotWritten, RankError
-from learner.files import appear, fresh_partial, partial_of, remove_partial, writing
-from learner.lora import adapted_layers, delta
-from learner.policy import Policy, config_of
+from agentloop.learner.errors import NotWritten, RankError
+from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
+from agentloop.learner.lora import adapted_layers, delta
+from agentloop.learner.policy import Policy, config_of
+from agentloop.training.learner_client.settings import LearnerSettings
 
 __all__ = ["MANIFEST", "PublishedTensor", "Shard", "gathered", "publish", "split", "verify"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learner.errors import RankError
+from agentloop.learner.errors import RankError
 
 __all__ = ["BackgroundTask", "Clock", "World"]
 

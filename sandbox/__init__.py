@@ -7,7 +7,7 @@ async with Pool() as pool:
         (await session.run("x + 1")).result  # '42'
 """
 
-from sandbox.errors import (
+from agentloop.sandbox.errors import (
     LostBy,
     Overloaded,
     ProtocolError,
@@ -15,9 +15,9 @@ from sandbox.errors import (
     SandboxUnavailable,
     SessionLost,
 )
-from sandbox.pool import Pool, Session
-from sandbox.results import CallError, CallResult, CallStatus
-from sandbox.settings import PoolSettings
+from agentloop.sandbox.pool import Pool, Session
+from agentloop.sandbox.results import CallError, CallResult, CallStatus
+from agentloop.sandbox.settings import PoolSettings
 
 __all__ = [
     "CallError",

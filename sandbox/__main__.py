@@ -1,4 +1,4 @@
-"""`python -m sandbox doctor`: check the isolation on this machine. `run`: run one program."""
+"""`python -m agentloop.sandbox doctor`: check this machine's isolation. `run`: run one program."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import partial
 
 import anyio
 
-from sandbox.doctor import examine
-from sandbox.errors import SandboxError
-from sandbox.pool import Pool
-from sandbox.settings import PoolSettings
+from agentloop.sandbox.doctor import examine
+from agentloop.sandbox.errors import SandboxError
+from agentloop.sandbox.pool import Pool
+from agentloop.sandbox.settings import PoolSettings
 
 tell = partial(print, file=sys.stderr, flush=True)
 # All control characters but tab and newline, including the 8-bit ones that terminals interpret.
@@ -44,7 +44,7 @@ async def run(settings: PoolSettings, timeout_s: float) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m agentloop.sandbox", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     check = actions.add_parser(
         "doctor",

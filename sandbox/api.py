@@ -8,9 +8,9 @@ import orjson
 import pydantic
 from pydantic import Field
 
-from sandbox.errors import SandboxError
-from sandbox.results import CallResult
-from sandbox.settings import MAX_KEPT_BYTES, OutputLimits
+from agentloop.sandbox.errors import SandboxError
+from agentloop.sandbox.results import CallResult
+from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 MAX_BATCH = 65_536

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from sandbox.errors import SandboxUnavailable
-from sandbox.link import Link
-from sandbox.protocol import encode
-from sandbox.settings import PoolSettings
-from sandbox.sweep import runs
+from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.link import Link
+from agentloop.sandbox.protocol import encode
+from agentloop.sandbox.settings import PoolSettings
+from agentloop.sandbox.sweep import runs
 
 UIDS = range(1_000_000_000, 2_147_000_000)  # no user's, and too many to meet by chance
 REMAPPED_UIDS = range(1024, 65_536)  # all that an engine has which maps its uids to others
@@ -54,7 +54,7 @@ def read_boot() -> str:
 def _read_worker() -> dict[str, str]:
     folder = Path(__file__).with_name("worker")
     return {
-        f"sandbox.worker.{name}": folder.joinpath(f"{name}.py").read_text()
+        f"agentloop.sandbox.worker.{name}": folder.joinpath(f"{name}.py").read_text()
         for name in WORKER_MODULES
     }
 

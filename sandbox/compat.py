@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from sandbox.api import MAX_BATCH, Integer
-from sandbox.results import CallResult, CallStatus
-from sandbox.settings import MAX_KEPT_BYTES, OutputLimits
+from agentloop.sandbox.api import MAX_BATCH, Integer
+from agentloop.sandbox.results import CallResult, CallStatus
+from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
 MAX_OUTPUT_BYTES = 64 << 20  # a program that writes more has failed
 KEEP_BYTES = 64 * 1024  # at least; more if expected_output is longer

@@ -30,7 +30,7 @@ import anyio
 from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
 
-from sandbox.backend import (
+from agentloop.sandbox.backend import (
     REMAPPED_UIDS,
     TUNED,
     UIDS,
@@ -42,13 +42,13 @@ from sandbox.backend import (
     uid_range,
     worker_bytes,
 )
-from sandbox.engine import connect, is_local, local_engine, what_it_said
-from sandbox.errors import SandboxUnavailable
-from sandbox.image import ensure_image
-from sandbox.link import Link, SocketProtocol, wait_ready
-from sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
-from sandbox.settings import PoolSettings
-from sandbox.worker.kernel import CAP_SYS_PTRACE, CAP_SYS_RESOURCE, can_have_cap
+from agentloop.sandbox.engine import connect, is_local, local_engine, what_it_said
+from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.image import ensure_image
+from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
+from agentloop.sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
+from agentloop.sandbox.settings import PoolSettings
+from agentloop.sandbox.worker.kernel import CAP_SYS_PTRACE, CAP_SYS_RESOURCE, can_have_cap
 
 log = logging.getLogger("sandbox")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import anyio
 
-from sandbox.errors import SandboxError
-from sandbox.image import image_tag
-from sandbox.pool import Pool
-from sandbox.settings import PoolSettings
+from agentloop.sandbox.errors import SandboxError
+from agentloop.sandbox.image import image_tag
+from agentloop.sandbox.pool import Pool
+from agentloop.sandbox.settings import PoolSettings
 
 PROBE = "import os; print(6 * 7, os.getuid())"
 ENGINE_TIMEOUT_S = 30.0  # a pool waits for longer, but not somebody who looks at a terminal
@@ -21,7 +21,7 @@ NAMES = {"docker": "containers", "process": "local processes"}
 
 @dataclass(frozen=True)
 class Report:
-    """Results of `python -m sandbox doctor`."""
+    """Results of `python -m agentloop.sandbox doctor`."""
 
     forms: dict[str, dict[str, str]]
     """Layer by layer what holds in each form; a single "unavailable" where no worker comes up."""

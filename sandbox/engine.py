@@ -15,7 +15,7 @@ import aiodocker
 import aiohttp
 import anyio
 
-from sandbox.errors import NoEngine, SandboxUnavailable
+from agentloop.sandbox.errors import NoEngine, SandboxUnavailable
 
 ANSWER_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 60.0

@@ -13,13 +13,13 @@ import anyio
 import anyio.lowlevel
 from aiohttp import web
 
-from sandbox.api import LinkRequest, check, has_more_values, max_values
-from sandbox.errors import LostBy, ProtocolError, SandboxError, SessionLost
-from sandbox.pool import GRACE_S, Pool
-from sandbox.protocol import FrameReader, encode
-from sandbox.remote import Outbox
-from sandbox.results import CallResult, CallStatus
-from sandbox.sessions import Sessions
+from agentloop.sandbox.api import LinkRequest, check, has_more_values, max_values
+from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxError, SessionLost
+from agentloop.sandbox.pool import GRACE_S, Pool
+from agentloop.sandbox.protocol import FrameReader, encode
+from agentloop.sandbox.remote import Outbox
+from agentloop.sandbox.results import CallResult, CallStatus
+from agentloop.sandbox.sessions import Sessions
 
 log = logging.getLogger("sandbox")
 

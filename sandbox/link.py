@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import anyio
 
-from sandbox.errors import LostBy, ProtocolError, SandboxUnavailable
-from sandbox.protocol import FrameReader, encode
+from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxUnavailable
+from agentloop.sandbox.protocol import FrameReader, encode
 
 BEAT_S = 5.0
 MAX_SILENT_BEATS = 3  # after that a worker is considered hung

@@ -7,9 +7,9 @@ from typing import Any
 
 import pydantic
 
-from sandbox.api import BatchRequest, RunRequest, SessionRequest
-from sandbox.compat import BatchSubmission, RunCodeRequest, Submission
-from sandbox.results import CallResult
+from agentloop.sandbox.api import BatchRequest, RunRequest, SessionRequest
+from agentloop.sandbox.compat import BatchSubmission, RunCodeRequest, Submission
+from agentloop.sandbox.results import CallResult
 
 _MODELS = (RunRequest, BatchRequest, SessionRequest, Submission, BatchSubmission, RunCodeRequest)
 _OBJECT: dict[str, Any] = {"type": "object"}

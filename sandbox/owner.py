@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sandbox.worker.kernel import remove_below
+from agentloop.sandbox.worker.kernel import remove_below
 
 PREFIX = "agentloop-sandbox-"
 SWEEP = Path(__file__).with_name("sweep.py")

@@ -34,9 +34,9 @@ from typing import Any, Self
 import anyio
 from anyio.abc import TaskGroup
 
-from sandbox.backend import Backend
-from sandbox.container import docker_backend
-from sandbox.errors import (
+from agentloop.sandbox.backend import Backend
+from agentloop.sandbox.container import docker_backend
+from agentloop.sandbox.errors import (
     LostBy,
     NoEngine,
     Overloaded,
@@ -45,11 +45,11 @@ from sandbox.errors import (
     SandboxUnavailable,
     SessionLost,
 )
-from sandbox.link import Link, OpenSession, Pending, next_id
-from sandbox.process import ProcessBackend
-from sandbox.remote import HostBackend, HostLink
-from sandbox.results import CallError, CallResult, CallStatus
-from sandbox.settings import OutputLimits, PoolSettings
+from agentloop.sandbox.link import Link, OpenSession, Pending, next_id
+from agentloop.sandbox.process import ProcessBackend
+from agentloop.sandbox.remote import HostBackend, HostLink
+from agentloop.sandbox.results import CallError, CallResult, CallStatus
+from agentloop.sandbox.settings import OutputLimits, PoolSettings
 
 log = logging.getLogger("sandbox")
 

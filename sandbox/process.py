@@ -18,7 +18,7 @@ import anyio
 import anyio.abc
 from packaging.requirements import Requirement
 
-from sandbox.backend import (
+from agentloop.sandbox.backend import (
     TUNED,
     greeting,
     lane_size,
@@ -30,11 +30,11 @@ from sandbox.backend import (
     uid_range,
     worker_bytes,
 )
-from sandbox.errors import SandboxUnavailable
-from sandbox.isolation import missing_walls, refusal
-from sandbox.link import Link, SocketProtocol, wait_ready
-from sandbox.owner import make_dir, reap_dirs, remove_tree
-from sandbox.settings import PoolSettings
+from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.isolation import missing_walls, refusal
+from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
+from agentloop.sandbox.owner import make_dir, reap_dirs, remove_tree
+from agentloop.sandbox.settings import PoolSettings
 
 CONFINE = Path(__file__).with_name("confine.py")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from sandbox.errors import ProtocolError
+from agentloop.sandbox.errors import ProtocolError
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024

@@ -20,10 +20,10 @@ from typing import Any
 import aiohttp
 import anyio
 
-from sandbox.errors import ProtocolError, SandboxUnavailable
-from sandbox.link import Link, Pending, wait_ready
-from sandbox.results import MEASURED
-from sandbox.settings import PoolSettings
+from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
+from agentloop.sandbox.link import Link, Pending, wait_ready
+from agentloop.sandbox.results import MEASURED
+from agentloop.sandbox.settings import PoolSettings
 
 PATH = "/v1/link"
 HEARTBEAT_S = 10.0

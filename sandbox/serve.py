@@ -1,4 +1,4 @@
-"""`python -m sandbox.serve`: the pool as an HTTP service, for other machines and other languages.
+"""`python -m agentloop.sandbox.serve`: the pool as an HTTP service, for any machine and language.
 
     POST /v1/run  /v1/run/batch          run a program; run many, with NDJSON results as they finish
     POST /v1/sessions  /v1/sessions/ID/run     DELETE /v1/sessions/ID
@@ -31,8 +31,8 @@ from anyio.streams.memory import MemoryObjectSendStream
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from sandbox import compat
-from sandbox.api import (
+from agentloop.sandbox import compat
+from agentloop.sandbox.api import (
     BatchRequest,
     Model,
     RequestRefused,
@@ -44,18 +44,18 @@ from sandbox.api import (
     to_json,
     to_line,
 )
-from sandbox.connections import Connections, Doors
-from sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
-from sandbox.flags import flags_of
-from sandbox.guard import Guard, http_log, is_loopback, url_at
-from sandbox.held import HeldBytes
-from sandbox.host import Guest
-from sandbox.openapi import document
-from sandbox.pool import Pool
-from sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
-from sandbox.results import CallResult
-from sandbox.sessions import Sessions
-from sandbox.settings import OutputLimits, PoolSettings
+from agentloop.sandbox.connections import Connections, Doors
+from agentloop.sandbox.errors import Overloaded, SandboxError, SandboxUnavailable, SessionLost
+from agentloop.sandbox.flags import flags_of
+from agentloop.sandbox.guard import Guard, http_log, is_loopback, url_at
+from agentloop.sandbox.held import HeldBytes
+from agentloop.sandbox.host import Guest
+from agentloop.sandbox.openapi import document
+from agentloop.sandbox.pool import Pool
+from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
+from agentloop.sandbox.results import CallResult
+from agentloop.sandbox.sessions import Sessions
+from agentloop.sandbox.settings import OutputLimits, PoolSettings
 
 log = logging.getLogger("sandbox")
 
@@ -79,7 +79,7 @@ class SandboxServeSettings(BaseSettings):
         extra="forbid",
         env_prefix="SANDBOX_",
         env_nested_delimiter="__",
-        cli_prog_name="python -m sandbox.serve",
+        cli_prog_name="python -m agentloop.sandbox.serve",
     )
 
     host: str = Field(

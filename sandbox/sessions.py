@@ -14,9 +14,9 @@ from typing import Any, Self
 import anyio
 import anyio.abc
 
-from sandbox.errors import LostBy, SessionLost
-from sandbox.pool import Pool, Session
-from sandbox.results import CallResult
+from agentloop.sandbox.errors import LostBy, SessionLost
+from agentloop.sandbox.pool import Pool, Session
+from agentloop.sandbox.results import CallResult
 
 
 class _Held:

@@ -52,7 +52,7 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     allow_weak_isolation: bool = Field(
         default=False,
         description="Start even if calls are not isolated from each other, the network and the "
-        "disk. Only for trusted code; `python -m sandbox doctor` lists the missing layers.",
+        "disk. Only for trusted code; `python -m agentloop.sandbox doctor` lists what is missing.",
     )
     engines: list[str] = Field(
         default_factory=list,
@@ -65,7 +65,7 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     )
     hosts: list[str] = Field(
         default_factory=list,
-        description="Machines that run `python -m sandbox.serve`: http://host:port. With hosts, "
+        description="Machines that run `agentloop.sandbox.serve`: http://host:port. With hosts, "
         "calls run on this machine only if `backend` or `engines` is set.",
     )
     hosts_token: pydantic.SecretStr | None = Field(default=None, description="Token for the hosts.")

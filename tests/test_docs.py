@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from agentloop.cli.evaluate import EvaluateSettings
+from agentloop.cli.rollouts import RolloutsSettings
+from agentloop.cli.sft import SftSettings
+from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings
-from agentloop.evaluate import EvaluateSettings
-from agentloop.rollouts import RolloutsSettings
-from agentloop.sft import SftSettings
-from agentloop.train import TrainSettings
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -15,10 +15,19 @@ from pathlib import Path
 import pytest
 
 import agentloop
-import sandbox
+from agentloop import sandbox
 
 ROOT = Path(__file__).parent.parent
-OURS = ("agentloop", "sandbox", "learner", "bench", "tests")
+# Folders by the packages that they are; agentloop/sandbox and agentloop/learner are links.
+FOLDERS = {
+    "agentloop": "agentloop",
+    "agentloop.sandbox": "sandbox",
+    "agentloop.learner": "learner",
+    "bench": "bench",
+    "tests": "tests",
+    "tools": "tools",
+}
+OURS = ("agentloop", "bench", "tests", "tools")
 BOTTOM = {
     "agentloop.errors",
     "agentloop.trajectory",
@@ -26,23 +35,26 @@ BOTTOM = {
     "agentloop.events",
     "agentloop.distribution",
     "agentloop.plain_json",
-    "agentloop.openmp",
+    "agentloop.inference.processes.openmp",
 }
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
 # These run inside of the servers, on their own path, and belong to no package of ours.
 OVERLAY = "agentloop.inference.cpu.overlay"
 
 
-def name_of(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
+def name_of(package: str, folder: str, file: Path) -> str:
+    parts = (package, *file.relative_to(ROOT / folder).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @cache
 def modules() -> dict[str, Path]:
     """Every module of ours by its name."""
-    files = (file for top in OURS for file in (ROOT / top).rglob("*.py"))
-    return {name_of(file): file for file in files}
+    return {
+        name_of(package, folder, file): file
+        for package, folder in FOLDERS.items()
+        for file in (ROOT / folder).rglob("*.py")
+    }
 
 
 def for_types_only(node: ast.AST) -> bool:
@@ -88,17 +100,12 @@ def in_package(*packages: str) -> list[str]:
     )
 
 
-def wing(name: str) -> str:
-    """`agentloop.agent.tools` is of the wing `agentloop.agent`."""
-    return ".".join(name.split(".")[:2])
-
-
-def composers() -> set[str]:
-    """The modules directly in agentloop/, less those at the bottom."""
-    return {
-        name
-        for name, file in modules().items()
-        if file.parent == ROOT / "agentloop" and name not in BOTTOM
+def is_composer(name: str) -> bool:
+    """A command, or `agentloop.runtime` or `agentloop.serve`: they may import every package."""
+    return within(name, "agentloop.cli") or name in {
+        "agentloop.__main__",
+        "agentloop.runtime",
+        "agentloop.serve",
     }
 
 
@@ -108,22 +115,36 @@ def ours(name: str) -> set[str]:
 
 # A package's modules, and all that they may import of ours.
 MAY_IMPORT = {
-    "agentloop.agent": {"agentloop.agent", "agentloop.inference", "sandbox", *BOTTOM},
-    "agentloop.api": {"agentloop.api", "agentloop.agent", "sandbox.guard", *BOTTOM},
+    "agentloop.agent": {
+        "agentloop.agent",
+        "agentloop.inference",
+        "agentloop.sandbox",
+        *BOTTOM,
+    },
+    "agentloop.api": {"agentloop.api", "agentloop.agent", "agentloop.sandbox.guard", *BOTTOM},
     "agentloop.inference": {"agentloop.inference", "agentloop.models", *BOTTOM},
-    "agentloop.groups": {"agentloop.groups", "agentloop.agent", "sandbox", *BOTTOM},
+    "agentloop.tasks": {"agentloop.tasks", "agentloop.agent", *BOTTOM},
+    "agentloop.rewards": {
+        "agentloop.rewards",
+        "agentloop.tasks",
+        "agentloop.sandbox",
+        *BOTTOM,
+    },
     "agentloop.training": {
         "agentloop.training",
         "agentloop.agent",
-        "agentloop.groups",
+        "agentloop.tasks",
+        "agentloop.rewards",
         "agentloop.inference",
         "agentloop.models",
         *BOTTOM,
     },
+    "agentloop.analysis": {"agentloop.analysis", "agentloop.training", "agentloop.tasks", *BOTTOM},
     "agentloop.evaluation": {
         "agentloop.evaluation",
         "agentloop.agent",
-        "agentloop.groups",
+        "agentloop.tasks",
+        "agentloop.rewards",
         "agentloop.inference",
         "agentloop.training",
         *BOTTOM,
@@ -137,22 +158,24 @@ MAY_IMPORT = {
     "agentloop.models": set(),
     "agentloop.errors": set(),
     "agentloop.plain_json": set(),
-    "agentloop.openmp": set(),
+    "agentloop.inference.processes.openmp": set(),
     "agentloop.trajectory": {"agentloop.errors"},
     "agentloop.config": {"agentloop.errors"},
     "agentloop.events": {"agentloop.trajectory", "agentloop.errors"},
-    "agentloop.inference.kv_ledger": {"agentloop.trajectory", "agentloop.errors"},
-    "sandbox": {"sandbox"},
-    "learner": {
-        "learner",
+    "agentloop.sandbox": {"agentloop.sandbox"},
+    "agentloop.learner": {
+        "agentloop.learner",
         "agentloop.models",
-        "agentloop.training.checksums",
-        "agentloop.training.learner_settings",
+        "agentloop.inference.processes.openmp",
+        "agentloop.training.weight_sync.checksums",
+        "agentloop.training.learner_client.settings",
         *BOTTOM,
     },
-    "agentloop.training.checksums": set(),
-    "agentloop": {"agentloop", "sandbox"},
-    "bench": {"bench", "agentloop", "sandbox", "learner"},
+    "agentloop.training.weight_sync.checksums": set(),
+    "agentloop.inference.scheduling": {"agentloop.inference.scheduling", *BOTTOM},
+    "agentloop": {"agentloop"},
+    "bench": {"bench", "agentloop"},
+    "tools": {"tools", "agentloop"},
 }
 
 
@@ -164,36 +187,34 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
 
 
 def test_the_runtime_never_imports_what_is_for_training() -> None:
-    for name in in_package("agentloop", "sandbox"):
-        wrong = {one for one in imports(name) if within(one, "torch", "deepspeed", "learner")}
+    for name in in_package("agentloop"):
+        if within(name, "agentloop.learner"):
+            continue
+        wrong = {
+            one for one in imports(name) if within(one, "torch", "deepspeed", "agentloop.learner")
+        }
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
 def test_the_worker_needs_nothing_but_the_standard_library() -> None:
-    worker = in_package("sandbox.worker")
+    worker = in_package("agentloop.sandbox.worker")
     assert worker
     for name in worker:
-        others = {one for one in imports(name) if not within(one, "sandbox.worker")}
+        others = {one for one in imports(name) if not within(one, "agentloop.sandbox.worker")}
         tops = {one.partition(".")[0] for one in others}
         assert tops <= sys.stdlib_module_names, name
 
 
 def test_parts_never_import_a_composer() -> None:
     for name in in_package("agentloop"):
-        if name not in composers():
-            assert not ours(name) & composers(), name
+        if not is_composer(name):
+            assert not {one for one in ours(name) if is_composer(one)}, name
 
 
 def test_what_people_see_is_imported_by_composers_alone() -> None:
-    for name in in_package(*OURS[:3]):
-        if wing(name) != "agentloop.observe" and name not in composers():
+    for name in in_package("agentloop"):
+        if not within(name, "agentloop.observe") and not is_composer(name):
             assert not {one for one in ours(name) if within(one, "agentloop.observe")}, name
-
-
-def test_inference_and_groups_do_not_know_each_other() -> None:
-    for one, other in [("inference", "groups"), ("groups", "inference")]:
-        for name in in_package(f"agentloop.{one}"):
-            assert not {i for i in ours(name) if within(i, f"agentloop.{other}")}, name
 
 
 def test_there_is_no_import_cycle() -> None:
@@ -215,10 +236,10 @@ def test_the_rules_see_imports_wherever_they_stand() -> None:
     """A rule that finds nothing holds of anything."""
     assert "agentloop.errors" in imports("agentloop.agent.rollout")
     assert "transformers" in imports("agentloop.agent.chat_format")  # within a function
-    assert "agentloop.console" in imports("agentloop.serve")  # `from agentloop import console`
+    assert "agentloop.cli.console" in imports("agentloop.serve")  # `from agentloop import console`
     assert "agentloop.runtime" not in imports("agentloop")  # for the type checker
-    assert "agentloop.serve" in composers()
-    assert "agentloop.agent.rollout" not in composers()
+    assert is_composer("agentloop.serve")
+    assert not is_composer("agentloop.agent.rollout")
 
 
 def test_importing_the_package_is_light() -> None:
@@ -270,7 +291,12 @@ def test_the_sandboxs_public_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in in_package("agentloop") if not name.endswith("__main__")]
+    "name",
+    [
+        name
+        for name in in_package("agentloop")
+        if not name.endswith("__main__") and not within(name, "agentloop.learner")
+    ],
 )
 def test_what_a_module_offers_is_there(name: str) -> None:
     module = importlib.import_module(name)
@@ -288,7 +314,7 @@ FRAGMENT = re.compile(
 
 
 def product() -> Iterator[tuple[str, ast.AST]]:
-    for name in in_package("agentloop", "sandbox", "learner"):
+    for name in in_package("agentloop"):
         for node in ast.walk(ast.parse(modules()[name].read_text("utf-8"))):
             yield name, node
 

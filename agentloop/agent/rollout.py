@@ -42,7 +42,7 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.inference.router import Generation
-from agentloop.inference.sglang import Chunk, Sampling
+from agentloop.inference.sglang.client import Chunk, Sampling
 from agentloop.plain_json import valid_text
 from agentloop.trajectory import (
     Message,

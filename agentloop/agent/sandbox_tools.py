@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import anyio
 
 from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
+from agentloop.sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
+from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.trajectory import ToolCallStatus
-from sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
-from sandbox import CallStatus as SandboxStatus
 
 __all__ = ["JupyterCode", "PythonCode", "describe"]
 

@@ -8,9 +8,8 @@ from typing import Self
 import pydantic
 from aiohttp import web
 
-import sandbox.guard
 from agentloop.api.openai import error_body
-from sandbox.guard import OPEN_PATHS, is_loopback
+from agentloop.sandbox.guard import OPEN_PATHS, Guard, is_loopback
 
 __all__ = ["ApiGuard", "ServeSettings"]
 
@@ -67,7 +66,7 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path in ("/", "/health") or path.startswith("/page/")
 
 
-class ApiGuard(sandbox.guard.Guard):
+class ApiGuard(Guard):
     """Checks each request before it reaches a handler; refuses it in OpenAI's error format."""
 
     def __init__(self, settings: ServeSettings) -> None:

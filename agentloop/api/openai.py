@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from agentloop.agent.channels import Channel, Speech
-from agentloop.api.bodies import (
+from agentloop.api.schemas import (
     AnswerMessage,
     AskedCall,
     AskedCallPiece,

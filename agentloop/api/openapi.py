@@ -16,7 +16,8 @@ from typing import Any, Literal
 import pydantic
 from pydantic.json_schema import GenerateJsonSchema
 
-from agentloop.api.bodies import (
+from agentloop.api.requests import ChatRequest
+from agentloop.api.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     ErrorBody,
@@ -26,7 +27,6 @@ from agentloop.api.bodies import (
     RolloutLine,
     UsageChunk,
 )
-from agentloop.api.requests import ChatRequest
 
 __all__ = ["Answer", "Body", "Operation", "document", "service"]
 

@@ -18,7 +18,7 @@ import pydantic_core
 from pydantic_core import ErrorDetails
 
 from agentloop.agent.rollout import TurnOptions
-from agentloop.api.bodies import InputMessage, ToolDefinition
+from agentloop.api.schemas import InputMessage, ToolDefinition
 from agentloop.errors import RequestError, Unsupported
 
 __all__ = ["UNSUPPORTED", "ChatRequest", "parse"]

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from agentloop.evaluation.loop import EvaluatedSample
-from agentloop.groups.tasks import Task
+from agentloop.tasks.sources import Task
 from agentloop.trajectory import Trajectory
 
 __all__ = ["Agent"]

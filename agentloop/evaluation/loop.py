@@ -25,11 +25,11 @@ import pydantic
 from agentloop.errors import DataError, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
-from agentloop.groups.group_stream import finished_groups
-from agentloop.groups.reward import Grader, Reward
-from agentloop.groups.roc import DropReason
-from agentloop.groups.tasks import Task
+from agentloop.rewards.reward import Grader, Reward
+from agentloop.tasks.sources import Task
 from agentloop.training.group_metrics import about, of_rollout
+from agentloop.training.group_stream import finished_groups
+from agentloop.training.roc import DropReason
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
 

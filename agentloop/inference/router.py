@@ -39,13 +39,13 @@ from agentloop.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from agentloop.inference.admission import Admission, AdmissionSettings, Forecast
-from agentloop.inference.group_gate import AdmittedGroup, GroupGate
-from agentloop.inference.health import Health, HealthSettings, ServerState
-from agentloop.inference.kv_ledger import DataParallelRank, KVLedger, LengthPredictor
-from agentloop.inference.placement import Ask, Costs, Decision, Placement
-from agentloop.inference.sglang import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
-from agentloop.inference.wait_queue import Waiting, WaitQueue
+from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate
+from agentloop.inference.scheduling.health import Health, HealthSettings, ServerState
+from agentloop.inference.scheduling.kv_ledger import DataParallelRank, KVLedger, LengthPredictor
+from agentloop.inference.scheduling.placement import Ask, Costs, Decision, Placement
+from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from agentloop.inference.sglang.client import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]

@@ -201,7 +201,7 @@ def _relative_to(t0_ms: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]] | None:
-    """Return the entropies that `agentloop analyze entropy` wrote for a rollout."""
+    """Return the entropies that `agentloop runs entropy` wrote for a rollout."""
     path = folder / "entropy" / _path(folder, number).name
     try:
         lines = path.read_bytes().splitlines()

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from agentloop.groups.reward import Reward
-from agentloop.groups.roc import Selection
+from agentloop.rewards.reward import Reward
+from agentloop.training.roc import Selection
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
 __all__ = ["ScoredGroup", "about", "figures", "mean", "of_rollout", "percent"]

@@ -39,9 +39,7 @@ from anyio.abc import TaskStatus
 from agentloop.agent.rollout import Budget
 from agentloop.errors import RequestError, ServerError, sole
 from agentloop.events import Emit, Measured, WeightsLoaded, ignore
-from agentloop.groups.queue import GroupQueue, Lease, QueuedGroup
-from agentloop.groups.staleness import Slots
-from agentloop.groups.tasks import Task, TaskSource
+from agentloop.tasks.sources import Task, TaskSource
 from agentloop.training.collapse import (
     Collapse,
     CollapseSettings,
@@ -51,14 +49,21 @@ from agentloop.training.collapse import (
     report,
 )
 from agentloop.training.group_metrics import about, mean, percent
-from agentloop.training.learner import KeptLearner, Learner, LearnerLost, LearnerRefused
+from agentloop.training.learner_client.client import (
+    KeptLearner,
+    Learner,
+    LearnerLost,
+    LearnerRefused,
+)
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.progress import Pace
+from agentloop.training.queue import GroupQueue, Lease, QueuedGroup
 from agentloop.training.rollouts import RolledOut, RollsOut, in_order
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import Reporter, StatusWatch, Unwatched
+from agentloop.training.staleness import Slots
 from agentloop.training.steps import Steps
-from agentloop.training.weight_sync import (
+from agentloop.training.weight_sync.sync import (
     Handover,
     PublishedWeights,
     Serving,

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from agentloop.inference.keep_alive import Restarts
-from agentloop.training.learner import (
+from agentloop.inference.processes.keep_alive import Restarts
+from agentloop.training.learner_client.client import (
     KeptLearner,
     Learner,
     LearnerError,

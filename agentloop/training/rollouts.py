@@ -15,12 +15,12 @@ import anyio.lowlevel
 from agentloop.agent.rollout import Budget
 from agentloop.errors import RequestError
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
-from agentloop.groups.advantage import group_advantages
-from agentloop.groups.group_stream import finished_groups
-from agentloop.groups.reward import Grader, Reward
-from agentloop.groups.roc import RocSettings, Selection, Trace, resample
-from agentloop.groups.tasks import Task
+from agentloop.rewards.reward import Grader, Reward
+from agentloop.tasks.sources import Task
+from agentloop.training.advantage import group_advantages
 from agentloop.training.group_metrics import figures
+from agentloop.training.group_stream import finished_groups
+from agentloop.training.roc import RocSettings, Selection, Trace, resample
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["RolledOut", "Rollouts", "RollsOut", "RunGroup", "in_order"]

@@ -196,7 +196,7 @@ class RunFolder:
         for folder in (*newest, path / "model", path / "start" / "model"):
             if (folder / "config.json").is_file():
                 return folder
-        raise SettingsError(f"{path} is not a run with a model. Try `agentloop ls`.")
+        raise SettingsError(f"{path} is not a run with a model. Try `agentloop runs list`.")
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl. Raises SettingsError if that fails (disk full)."""

@@ -20,12 +20,12 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agentloop.groups.queue import GroupQueue, Lease
-from agentloop.training.batch import Sample, write_batch
-from agentloop.training.learner import KeptLearner, Learner
+from agentloop.training.learner_client.batch import Sample, write_batch
+from agentloop.training.learner_client.client import KeptLearner, Learner
+from agentloop.training.queue import GroupQueue, Lease
 from agentloop.training.resumable import ResumableLearner, tell_other_loss
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.weight_sync import InFolder, PublishedWeights, Publisher
+from agentloop.training.weight_sync.sync import InFolder, PublishedWeights, Publisher
 
 __all__ = ["Steps"]
 

@@ -33,10 +33,10 @@ from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema
 from agentloop.errors import DataError, RequestError, SettingsError
 from agentloop.events import Emit, Measured, ignore
-from agentloop.groups.tasks import read_jsonl
-from agentloop.groups.teacher import lessons
-from agentloop.training.batch import Sample, write_batch
-from agentloop.training.learner import KeptLearner, Learner
+from agentloop.tasks.sources import read_jsonl
+from agentloop.tasks.teacher import lessons
+from agentloop.training.learner_client.batch import Sample, write_batch
+from agentloop.training.learner_client.client import KeptLearner, Learner
 from agentloop.training.resumable import ResumableLearner, load_newest, tell_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import Reporter, RunStatus

@@ -12,7 +12,7 @@ from functools import partial
 
 import anyio.to_thread
 
-from agentloop.groups.queue import GroupQueue
+from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 
 __all__ = ["finish_undo", "undo"]

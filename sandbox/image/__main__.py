@@ -1,4 +1,4 @@
-"""`python -m sandbox.image build`: make the image now rather than on the first use."""
+"""`python -m agentloop.sandbox.image build`: make the image now rather than on the first use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 import anyio
 
-from sandbox.engine import connect
-from sandbox.errors import SandboxUnavailable
-from sandbox.image.build import build_image, ensure_image, image_tag
+from agentloop.sandbox.engine import connect
+from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.image.build import build_image, ensure_image, image_tag
 
 
 async def build(options: argparse.Namespace) -> None:
@@ -24,7 +24,7 @@ async def build(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m sandbox.image", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m agentloop.sandbox.image", description=__doc__)
     parser.add_argument("action", choices=["build", "tag"])
     parser.add_argument(
         "--package",

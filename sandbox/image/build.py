@@ -33,8 +33,8 @@ import aiohttp
 import anyio
 import anyio.abc
 
-from sandbox.engine import what_it_said
-from sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.engine import what_it_said
+from agentloop.sandbox.errors import SandboxUnavailable
 
 Progress = Callable[[str], None]
 Method = Literal["auto", "dockerfile", "mmdebstrap"]

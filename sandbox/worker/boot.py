@@ -45,7 +45,7 @@ def boot() -> None:
     read, write = connect(sys.argv[1])
     (size,) = struct.unpack(">I", take(read, 4))
     frame = json.loads(take(read, size))
-    for name in ("sandbox", "sandbox.worker"):
+    for name in ("agentloop", "agentloop.sandbox", "agentloop.sandbox.worker"):
         package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = []
     for name, source in frame["sources"].items():  # in the order of their imports

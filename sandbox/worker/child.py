@@ -25,8 +25,8 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sandbox.worker import landlock
-from sandbox.worker.kernel import (
+from agentloop.sandbox.worker import landlock
+from agentloop.sandbox.worker.kernel import (
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
     drop_bounds,
@@ -34,8 +34,8 @@ from sandbox.worker.kernel import (
     own_view,
     prctl,
 )
-from sandbox.worker.spec import Spec
-from sandbox.worker.wire import (
+from agentloop.sandbox.worker.spec import Spec
+from agentloop.sandbox.worker.wire import (
     CELL_DONE,
     FILE_JOB,
     INLINE_JOB,

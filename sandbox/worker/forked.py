@@ -13,7 +13,7 @@ import termios
 import time
 from typing import Any
 
-from sandbox.worker.wire import (
+from agentloop.sandbox.worker.wire import (
     FILE_JOB,
     INLINE_JOB,
     MAX_TEXT,

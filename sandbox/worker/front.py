@@ -22,16 +22,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from sandbox.worker.forked import Call, Forked, Output, honest_error, split_status
-from sandbox.worker.kernel import (
+from agentloop.sandbox.worker.forked import Call, Forked, Output, honest_error, split_status
+from agentloop.sandbox.worker.kernel import (
     PR_SET_DUMPABLE,
     count_oom_kills,
     prctl,
 )
-from sandbox.worker.lanes import Lanes
-from sandbox.worker.spec import Spec
-from sandbox.worker.watch import UsageWatch
-from sandbox.worker.wire import (
+from agentloop.sandbox.worker.lanes import Lanes
+from agentloop.sandbox.worker.spec import Spec
+from agentloop.sandbox.worker.watch import UsageWatch
+from agentloop.sandbox.worker.wire import (
     FORK,
     JOB_FD,
     MAX_TEXT,
@@ -41,7 +41,7 @@ from sandbox.worker.wire import (
     REPORT_FD,
     clip,
 )
-from sandbox.worker.zygote import Zygote
+from agentloop.sandbox.worker.zygote import Zygote
 
 HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/protocol.py)
 TOP_UP_DELAY_S = 0.002

@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Iterator
 
-from sandbox.worker.kernel import libc
+from agentloop.sandbox.worker.kernel import libc
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION, PATH_BENEATH = 1, 1

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from sandbox.worker.kernel import (
+from agentloop.sandbox.worker.kernel import (
     CAP_SETGID,
     CAP_SETUID,
     CAP_SYS_PTRACE,
@@ -23,7 +23,7 @@ from sandbox.worker.kernel import (
     prctl,
     remove_below,
 )
-from sandbox.worker.spec import Spec
+from agentloop.sandbox.worker.spec import Spec
 
 MAX_FAILURES = 3
 

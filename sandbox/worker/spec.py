@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sandbox.worker import landlock
-from sandbox.worker.kernel import count_own_processes
+from agentloop.sandbox.worker import landlock
+from agentloop.sandbox.worker.kernel import count_own_processes
 
 UNHIDDEN = "no: a call reads their names and arguments (Landlock, Linux 5.19, would hide them)"
 

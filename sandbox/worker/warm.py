@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sandbox.worker.child import NAME, finish_variables, fork_hooks, open_output, run_cell
-from sandbox.worker.kernel import libc
+from agentloop.sandbox.worker.child import NAME, finish_variables, fork_hooks, open_output, run_cell
+from agentloop.sandbox.worker.kernel import libc
 
 # Typical first calls: they fill the caches that would otherwise be cold in every child.
 WARM_UP = {

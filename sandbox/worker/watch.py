@@ -23,11 +23,19 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
-from sandbox.worker.forked import Forked
-from sandbox.worker.kernel import PR_SET_PDEATHSIG, prctl
-from sandbox.worker.lanes import Lanes
-from sandbox.worker.spec import Spec
-from sandbox.worker.usage import Gauge, Process, audit, census, cpu_s, read_process, scratch_used
+from agentloop.sandbox.worker.forked import Forked
+from agentloop.sandbox.worker.kernel import PR_SET_PDEATHSIG, prctl
+from agentloop.sandbox.worker.lanes import Lanes
+from agentloop.sandbox.worker.spec import Spec
+from agentloop.sandbox.worker.usage import (
+    Gauge,
+    Process,
+    audit,
+    census,
+    cpu_s,
+    read_process,
+    scratch_used,
+)
 
 TICK_S = 0.02
 RESTING_TICK_S = 1.0  # no call runs, only sessions rest

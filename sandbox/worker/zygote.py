@@ -13,9 +13,9 @@ import sys
 import traceback
 import types
 
-from sandbox.worker import child, landlock, warm
-from sandbox.worker.child import NAME, be_child, open_input, open_output
-from sandbox.worker.kernel import (
+from agentloop.sandbox.worker import child, landlock, warm
+from agentloop.sandbox.worker.child import NAME, be_child, open_input, open_output
+from agentloop.sandbox.worker.kernel import (
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
     new_pid_space,
@@ -23,8 +23,8 @@ from sandbox.worker.kernel import (
     prctl,
     refuse_hidden_memory,
 )
-from sandbox.worker.spec import Spec
-from sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
+from agentloop.sandbox.worker.spec import Spec
+from agentloop.sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
 
 NUM_FDS = 4  # of a child: its channel, its two outputs, its report
 
@@ -55,7 +55,7 @@ class Zygote:
         sys.stdin, sys.stdout, sys.stderr = open_input(), open_output(1), open_output(2)
         sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
         sys.modules["__main__"] = types.ModuleType("__main__")
-        for name in [name for name in sys.modules if name.partition(".")[0] == "sandbox"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "agentloop"]:
             del sys.modules[name]  # nothing that a call could want
 
     def run(self) -> None:

@@ -330,7 +330,7 @@ def test_a_token_is_not_written_out_nor_replaced_by_asterisks() -> None:
 
 
 def test_a_stages_name_can_be_said_on_the_command_line(tmp_path: Path) -> None:
-    from agentloop.train import TrainSettings
+    from agentloop.cli.train import TrainSettings
 
     file = tmp_path / "run.toml"
     file.write_text('[stages."warm up"]\nsteps = 1\n', "utf-8")

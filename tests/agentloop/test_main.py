@@ -34,6 +34,31 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     assert err.startswith("agentloop: error: unknown command 'sreve' (did you mean 'serve'?)")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ls", "runs list"),
+        ("view", "runs view"),
+        ("analyze", "runs entropy"),
+        ("plot", "runs plot"),
+    ],
+)
+def test_a_command_of_an_earlier_version_names_its_successor(
+    old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([old, "runs/latest"]) == 2
+    assert f"unknown command {old!r} (use `agentloop {new}`)" in capsys.readouterr().err
+
+
+def test_the_commands_for_runs_have_help_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs"]) == 0
+    assert "usage: agentloop runs COMMAND" in capsys.readouterr().out
+    assert main(["runs", "veiw"]) == 2
+    assert "agentloop runs: error: unknown command 'veiw' (did you mean 'view'?)" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("command", ["serve", "chat", "evaluate"])
 def test_each_command_has_help_and_lists_its_settings(
     command: str, capsys: pytest.CaptureFixture[str]
@@ -87,8 +112,8 @@ def test_a_question_is_found_wherever_it_stands(
     asked: list[Message] = []
     monkeypatch.chdir(tmp_path)
     Path("more.conf").touch()
-    monkeypatch.setattr("agentloop.console.started", started)
-    monkeypatch.setattr("agentloop.chat.ask", ask)
+    monkeypatch.setattr("agentloop.cli.console.started", started)
+    monkeypatch.setattr("agentloop.cli.chat.ask", ask)
     assert main(["chat", *arguments]) == 0
     assert asked == [{"role": "user", "content": "What is a = b?"}]
 
@@ -111,7 +136,7 @@ def test_what_is_no_question_is_said(
 
 @pytest.mark.parametrize(
     ("arguments", "missing"),
-    [(["view"], "run"), (["analyze", "entropy"], "RUN")],
+    [(["runs", "view"], "run"), (["runs", "entropy"], "RUN")],
 )
 def test_only_what_is_required_is_said_to_be(
     arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str]
@@ -145,8 +170,8 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     assert "usage: agentloop COMMAND" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["help", "ls"])
-    assert "usage: agentloop ls" in capsys.readouterr().out
+        main(["help", "runs", "list"])
+    assert "usage: agentloop runs list" in capsys.readouterr().out
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

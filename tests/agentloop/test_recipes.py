@@ -11,14 +11,14 @@ import pydantic
 import pytest
 
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.cli.evaluate import EvaluateSettings
+from agentloop.cli.resource_plan import Machine, Plan, plan
+from agentloop.cli.sft import SftSettings
+from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.errors import DataError
-from agentloop.evaluate import EvaluateSettings
-from agentloop.sft import SftSettings
-from agentloop.train import TrainSettings
-from agentloop.training.plan import Machine, Plan, plan
+from agentloop.sandbox.guard import Guard
 from agentloop.training.supervised import Dialogue, trajectories_of
-from sandbox.guard import Guard
 from tests.support import END, TEMPLATE, template, tokenizer
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
@@ -124,7 +124,7 @@ def test_the_papers_recipes_say_what_starts_and_starts_again_elsewhere() -> None
     assert {urlsplit(url).port for url in s.servers} == {30000}
     assert "--port 30000" in text
     assert {urlsplit(url).port for url in s.sandbox.hosts} == {8010}
-    assert "SANDBOX_TOKEN=... python -m sandbox.serve --host 0.0.0.0 --port 8010" in text
+    assert "SANDBOX_TOKEN=... python -m agentloop.sandbox.serve --host 0.0.0.0 --port 8010" in text
     guard = Guard("0.0.0.0", "a token")
     for url in s.sandbox.hosts:
         asked = {"Host": urlsplit(url).netloc, "Authorization": "Bearer a token"}

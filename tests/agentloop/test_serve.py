@@ -16,15 +16,15 @@ import openai
 import pytest
 
 from agentloop.api.guard import ServeSettings
-from agentloop.api.http import bind
+from agentloop.api.listen import bind
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
-from agentloop.inference.health import ServerState
 from agentloop.inference.router import Router, ServerView
-from agentloop.inference.sglang import http_session
-from agentloop.observe.otel import CallerSpan, caller_span
+from agentloop.inference.scheduling.health import ServerState
+from agentloop.inference.sglang.client import http_session
+from agentloop.observe.exporters.otel import CallerSpan, caller_span
 from agentloop.runtime import Runtime, Settings, _Parts
+from agentloop.sandbox import Pool
 from agentloop.serve import AgentService, listening
-from sandbox import Pool
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
 from tests.support import written as ids_of
 

@@ -96,7 +96,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("how", ["chunked", "masked", "sorted", "unsorted"])
 def test_all_ways_of_the_plain_loop_are_the_same_training(how: str) -> None:
     from agentloop.models import SMALL
-    from agentloop.training.learner_settings import LearnerSettings
+    from agentloop.training.learner_client.settings import LearnerSettings
     from bench.plain_loop import Plain
 
     settings = LearnerSettings(model=SMALL, micro_batch_tokens=300, head_chunk_tokens=64)

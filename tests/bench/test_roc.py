@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentloop.cli.train import TrainSettings, _whole
 from agentloop.config import load_settings
 from agentloop.models import SMALL
-from agentloop.train import TrainSettings, _whole
 from bench.roc import ARMS, RECIPE, Run, summary
 
 ROWS: list[dict[str, Any]] = [

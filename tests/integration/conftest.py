@@ -59,7 +59,7 @@ def sglang_installed() -> None:
 @pytest.fixture(scope="session")
 def sglang_url(sglang_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One SGLang server with the small model, shared by the session. Leave it as it was."""
-    from agentloop.inference.supervise import ServerSettings, sglang_servers
+    from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 
     log_dir: Path = tmp_path_factory.mktemp("sglang")
     settings = ServerSettings(max_total_tokens=32_768)

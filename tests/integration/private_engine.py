@@ -19,9 +19,9 @@ import anyio
 import anyio.abc
 import pytest
 
-from sandbox.engine import connect
-from sandbox.errors import SandboxUnavailable
-from sandbox.image import ensure_image
+from agentloop.sandbox.engine import connect
+from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.image import ensure_image
 
 START_TIMEOUT_S = 90.0
 ROOT = Path("/sys/fs/cgroup")

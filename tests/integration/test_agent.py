@@ -15,10 +15,10 @@ import pytest
 
 from agentloop import Budget, Runtime, Sampling, Settings, StopReason, ToolCallStatus
 from agentloop.events import CallStarted, Event, TokensSampled, TurnFinished, TurnPlaced
-from agentloop.inference.supervise import ServerSettings, sglang_servers
+from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
+from agentloop.sandbox import PoolSettings
 from agentloop.trajectory import Trajectory
-from sandbox import PoolSettings
 
 # The first of all tests waits for SGLang, and for the sandbox's image to be made.
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]

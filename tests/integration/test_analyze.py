@@ -14,13 +14,13 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 import torch
 
 from agentloop.__main__ import main
+from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
+from agentloop.learner.batch import Batch
 from agentloop.models import SMALL
-from agentloop.train import TrainSettings
-from agentloop.training.learner_settings import LearnerSettings
+from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory, Turn, TurnEnd, VersionSpan
-from learner.batch import Batch
 from tests.learner import plain
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -66,7 +66,7 @@ def test_entropies_are_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[
     folder = RunFolder(tmp_path / "run", to_toml(settings))
     folder.add_group(1, rows)
     shutil.copytree(SMALL, folder.path / "weights" / "7")
-    assert main(["analyze", "entropy", str(folder.path), "--json"]) == 0
+    assert main(["runs", "entropy", str(folder.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["share_of_version"]) == ("7", 1.0)
     assert 0 <= found["mismatch_kl"] < 1e-6

@@ -1,4 +1,4 @@
-"""What `agentloop export` writes, loaded by others: transformers, and SGLang (one start)."""
+"""What `agentloop runs export` writes, loaded by others: transformers, and SGLang (one start)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentloop.export import export
-from agentloop.inference.supervise import ServerSettings, sglang_servers
+from agentloop.cli.runs.export import export
+from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

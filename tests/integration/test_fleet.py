@@ -15,12 +15,12 @@ import anyio
 import anyio.abc
 import pytest
 
+from agentloop.cli.console import ProgressLine
+from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
-from agentloop.console import ProgressLine
 from agentloop.errors import ServerError
-from agentloop.train import TrainSettings, train
-from agentloop.training.fleet_link import FleetSettings, RedisLink
-from agentloop.training.launch import free_port
+from agentloop.training.fleet.messages import FleetSettings, RedisLink
+from agentloop.training.learner_client.launch import free_port
 from tests.integration.conftest import need
 from tests.integration.test_sandbox_remote_engine import make_certs
 from tests.integration.test_train import RECIPE, Said

@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from agentloop.errors import ServerError, ServerRefused
+from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, sglang_servers
 from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang import Chunk, Pause, Sampling, SGLangServer, http_session
-from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
+from agentloop.inference.sglang.client import Chunk, Pause, Sampling, SGLangServer, http_session
 from agentloop.models import SMALL
-from agentloop.training.batch import Sample, write_batch
-from agentloop.training.checksums import Layout, Tensor, checksum
-from agentloop.training.learner import Learner, RanksSettings, started
-from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
-from agentloop.training.weight_sync import (
+from agentloop.training.learner_client.batch import Sample, write_batch
+from agentloop.training.learner_client.client import Learner, RanksSettings, started
+from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
+from agentloop.training.weight_sync.checksums import Layout, Tensor, checksum
+from agentloop.training.weight_sync.sync import (
     Handover,
     InFolder,
     Served,

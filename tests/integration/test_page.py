@@ -19,24 +19,24 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import Browser, expect
 
-from agentloop import console
 from agentloop.agent.rollout import Budget
 from agentloop.api.guard import ServeSettings
-from agentloop.api.http import bind
+from agentloop.api.listen import bind
+from agentloop.cli import console
+from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.events import CallStarted, Event, RolloutStarted
-from agentloop.groups.reward import Grader, RewardSettings
-from agentloop.groups.roc import RocSettings
-from agentloop.groups.tasks import Task
-from agentloop.inference.sglang import Sampling
+from agentloop.inference.sglang.client import Sampling
 from agentloop.models import SMALL
-from agentloop.run_dashboard import RunDashboard
+from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.runtime import Runtime, Settings
+from agentloop.sandbox import PoolSettings
 from agentloop.serve import AgentService, listening
+from agentloop.tasks.sources import Task
+from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
-from sandbox import PoolSettings
 from tests.agentloop.observe.test_archive import rollout
 from tests.integration.page import browser, looking, violations
 
@@ -291,7 +291,7 @@ def test_a_run_that_has_ended_looks_like_one(
         assert not run.__exit__(type(error) if error else None, error, None)
         said = "The run has failed: no disk left" if fails else "The run has finished"
         expect(page.locator("#notice")).to_contain_text(said)
-        expect(page.locator("#notice")).to_contain_text("agentloop view")
+        expect(page.locator("#notice")).to_contain_text("agentloop runs view")
         expect(page.locator("#connection-text")).to_have_text("failed" if fails else "finished")
         expect(page.get_by_role("button", name="Drain")).not_to_be_visible()
         page.evaluate("location.hash = '#/rollouts'")
@@ -312,7 +312,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         folder.add_metrics(row | {"pass_at_k": 0.9})
     folder.add_metrics({"step": 4, "reward": 0.875, "tool_errors_in_correct": None})
     folder.within("start").add_metrics({"step": 1, "learner/loss": 2.5, "learner/lr": 0.001})
-    command = [sys.executable, "-m", "agentloop", "view", str(folder.path)]
+    command = [sys.executable, "-m", "agentloop", "runs", "view", str(folder.path)]
     out = tmp_path / "run.html"
     done = subprocess.run([*command, "--export", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -403,7 +403,16 @@ def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -
     told = {"trajectory": made.to_dict(), "figures": {"num_tokens": 59}}
     folder.add_group(2, [{"group": 2, "version": None, **rollout("2-b.0"), **told}])
     out = tmp_path / "run.html"
-    command = [sys.executable, "-m", "agentloop", "view", str(folder.path), "--export", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "agentloop",
+        "runs",
+        "view",
+        str(folder.path),
+        "--export",
+        str(out),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     with looking(chromium, f"{out.as_uri()}#/rollout/1-a.0") as (page, _):
         first = page.locator(".tr-turn").first

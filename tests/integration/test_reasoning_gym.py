@@ -8,10 +8,10 @@ import itertools
 import pytest
 
 from agentloop.errors import SettingsError
-from agentloop.groups.reward import Grader, RewardSettings
-from agentloop.groups.tasks import TaskSource, TasksSettings
+from agentloop.rewards.reward import Grader, RewardSettings
+from agentloop.sandbox import Pool, PoolSettings
+from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.trajectory import StopReason, Trajectory, Turn
-from sandbox import Pool, PoolSettings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 

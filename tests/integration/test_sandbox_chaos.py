@@ -20,9 +20,9 @@ import aiohttp
 import anyio
 import pytest
 
-from sandbox import Pool, PoolSettings
-from sandbox.engine import connect
-from sandbox.errors import SandboxUnavailable
+from agentloop.sandbox import Pool, PoolSettings
+from agentloop.sandbox.engine import connect
+from agentloop.sandbox.errors import SandboxUnavailable
 from tests.integration.private_engine import PrivateEngine, private_engine
 from tests.sandbox.chaos import Tally, answers, kill_an_owner, kill_at_random, run_load
 

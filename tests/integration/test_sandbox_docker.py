@@ -18,10 +18,10 @@ import aiodocker
 import anyio
 import pytest
 
-from sandbox import CallStatus, Pool, PoolSettings
-from sandbox.container import LABEL
-from sandbox.engine import connect
-from sandbox.errors import SandboxUnavailable
+from agentloop.sandbox import CallStatus, Pool, PoolSettings
+from agentloop.sandbox.container import LABEL
+from agentloop.sandbox.engine import connect
+from agentloop.sandbox.errors import SandboxUnavailable
 from tests.sandbox.attacks import (
     AFTER,
     ATTACKS,
@@ -287,7 +287,7 @@ async def test_a_program_can_not_make_its_own_end_look_like_ours(pool: Pool) -> 
 async def test_an_idle_container_that_hangs_is_found(
     engine: aiodocker.Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sandbox.link.BEAT_S", 0.5)
+    monkeypatch.setattr("agentloop.sandbox.link.BEAT_S", 0.5)
     async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
         name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
         await (await engine.containers.get(name)).pause()
@@ -353,7 +353,7 @@ async def test_a_killed_container_is_replaced_and_its_call_runs_again(
 async def test_a_paused_container_counts_as_lost(
     engine: aiodocker.Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sandbox.pool.GRACE_S", 0.5)
+    monkeypatch.setattr("agentloop.sandbox.pool.GRACE_S", 0.5)
     async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
         name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
         await (await engine.containers.get(name)).pause()

@@ -11,10 +11,10 @@ import aiodocker
 import anyio
 import pytest
 
-from sandbox import Pool, PoolSettings
-from sandbox.engine import connect
-from sandbox.errors import SandboxUnavailable
-from sandbox.image import build
+from agentloop.sandbox import Pool, PoolSettings
+from agentloop.sandbox.engine import connect
+from agentloop.sandbox.errors import SandboxUnavailable
+from agentloop.sandbox.image import build
 from tests.integration.conftest import need
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]

@@ -15,8 +15,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable
-from sandbox.engine import connect
+from agentloop.sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable
+from agentloop.sandbox.engine import connect
 from tests.integration.private_engine import PrivateEngine, private_engine
 from tests.sandbox.chaos import Tally, kill_an_owner, kill_at_random, run_load
 from tests.sandbox.test_pool import endless_before, wait_until
@@ -151,7 +151,7 @@ async def test_a_worker_outlives_the_time_limit_of_requests(
     settings: PoolSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream is one long request, and may rest for as long as nobody calls."""
-    monkeypatch.setattr("sandbox.engine.REQUEST_TIMEOUT_S", 8.0)  # its start has as long
+    monkeypatch.setattr("agentloop.sandbox.engine.REQUEST_TIMEOUT_S", 8.0)  # its start has as long
     async with Pool(settings.model_copy(update={"workers": 1})) as pool, pool.session() as session:
         await session.run("x = 41")
         await anyio.sleep(9)

@@ -1,4 +1,4 @@
-"""`python -m sandbox.serve` as its users meet it: the command, over real containers."""
+"""`python -m agentloop.sandbox.serve` as its users meet it: the command, over real containers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import anyio
 import httpx
 import pytest
 
-from sandbox import Pool, PoolSettings
-from sandbox.container import LABEL
+from agentloop.sandbox import Pool, PoolSettings
+from agentloop.sandbox.container import LABEL
 from tests.integration.conftest import need
 from tests.integration.test_openapi import TOKEN, schemathesis
 
@@ -29,7 +29,7 @@ FOREVER = "import time\nwhile True: time.sleep(1)"
 def command(*arguments: str, token: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and the URL of its one line."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "sandbox.serve", "port=0", "pool.workers=1", *arguments],
+        [sys.executable, "-m", "agentloop.sandbox.serve", "port=0", "pool.workers=1", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"SANDBOX_TOKEN": token},
@@ -105,7 +105,7 @@ def test_it_says_what_is_wrong(docker_engine: None) -> None:
             ("prot=1", "unrecognized arguments: --prot=1"),
         ]:
             done = subprocess.run(
-                [sys.executable, "-m", "sandbox.serve", wrong],
+                [sys.executable, "-m", "agentloop.sandbox.serve", wrong],
                 capture_output=True, text=True, timeout=120, check=False,
             )  # fmt: skip
             assert done.returncode == 2

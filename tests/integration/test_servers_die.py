@@ -15,15 +15,15 @@ import pytest
 from agentloop.agent.rollout import Budget
 from agentloop.errors import AgentLoopError
 from agentloop.events import CallStarted, Event
-from agentloop.inference.health import ServerState
-from agentloop.inference.keep_alive import keep_alive
-from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang import Chunk, Sampling, SGLangServer, http_session
-from agentloop.inference.supervise import (
+from agentloop.inference.processes.keep_alive import keep_alive
+from agentloop.inference.processes.supervise import (
     ServerProcess,
     ServerSettings,
     sglang_servers,
 )
+from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.scheduling.health import ServerState
+from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import StopReason, TurnEnd
 from tests.support import eventually

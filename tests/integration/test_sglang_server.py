@@ -19,7 +19,7 @@ import pytest
 
 from agentloop.errors import ServerStartError
 from agentloop.inference.install import install
-from agentloop.inference.supervise import ServerProcess, ServerSettings, sglang_servers
+from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, sglang_servers
 from agentloop.models import SMALL
 
 pytestmark = [

@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from agentloop.events import Measured
-from agentloop.observe.sinks import Sinks, SinksSettings
+from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from tests.integration.conftest import need
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]

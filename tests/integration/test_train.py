@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 
-from agentloop.chat import settings_of
+from agentloop.cli.chat import settings_of
+from agentloop.cli.console import ProgressLine
+from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
-from agentloop.console import ProgressLine
-from agentloop.groups.tasks import Task
-from agentloop.train import TrainSettings, train
+from agentloop.tasks.sources import Task
 from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import Trajectory
 

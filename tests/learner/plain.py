@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from agentloop.training.learner_settings import LearnerSettings
-from learner.batch import Batch
-from learner.small_model.qwen3 import Qwen3ForCausalLM
+from agentloop.learner.batch import Batch
+from agentloop.training.learner_client.settings import LearnerSettings
+from tools.small_model.qwen3 import Qwen3ForCausalLM
 
 # OpenMP's threads spin while they wait for each other; on a busy machine that costs minutes.
 torch.set_num_threads(1)

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from agentloop.training.launch import free_port
-from agentloop.training.learner_settings import LearnerSettings
-from learner.batch import Batch
+from agentloop.learner.batch import Batch
+from agentloop.training.learner_client.launch import free_port
+from agentloop.training.learner_client.settings import LearnerSettings
 
 ROOT = Path(__file__).parents[2]
 SIZES = (40, 25, 33, 52)
@@ -74,7 +74,7 @@ def started(
     folder: Path,
     settings: LearnerSettings,
     num_ranks: int,
-    program: Sequence[str] = ("-m", "learner"),
+    program: Sequence[str] = ("-m", "agentloop.learner"),
 ) -> Iterator[Ranks]:
     """Start ranks and yield them when they are ready; kill those that still run at the end.
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from learner.batch import Batch, make_micro_batch, parts, plan, token_weights
-from learner.errors import BatchError
+from agentloop.learner.batch import Batch, make_micro_batch, parts, plan, token_weights
+from agentloop.learner.errors import BatchError
 from tests.learner.ranks import make_batch
 
 LENGTHS = st.lists(st.integers(2, 100), min_size=1, max_size=40)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
-from learner.batch import Batch
+from agentloop.learner.batch import Batch
 from tests.learner.ranks import Ranks, make_batch, started
 from tests.learner.test_ranks import SETTINGS
 

@@ -19,10 +19,10 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 import torch
 from safetensors.torch import load_file
 
+from agentloop.learner.weights import split
 from agentloop.models import SMALL
-from agentloop.training.checksums import parts_of
-from agentloop.training.learner_settings import LearnerSettings, OptimizerSettings
-from learner.weights import split
+from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
+from agentloop.training.weight_sync.checksums import parts_of
 from tests.learner.ranks import Ranks, make_batch, started
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -211,8 +211,8 @@ def test_offsets_in_a_bucket_are_aligned(tmp_path: Path) -> None:
     from types import SimpleNamespace
     from typing import cast
 
-    from learner.broadcast import Broadcaster
-    from learner.policy import Policy
+    from agentloop.learner.broadcast import Broadcaster
+    from agentloop.learner.policy import Policy
 
     model = torch.nn.Module()
     model.odd = torch.nn.Parameter(torch.zeros(3))

@@ -13,10 +13,10 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 
 import torch
 
+from agentloop.learner.checkpoint import _copy_to_host, _shape, read_state
+from agentloop.learner.errors import RankError
 from agentloop.models import SMALL
-from agentloop.training.learner_settings import LearnerSettings
-from learner.checkpoint import _copy_to_host, _shape, read_state
-from learner.errors import RankError
+from agentloop.training.learner_client.settings import LearnerSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 

@@ -15,9 +15,9 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 
 import torch
 
-from agentloop.training.checksums import Layout, checksum
-from learner.broadcast import Broadcaster, _tensor
-from learner.policy import Policy
+from agentloop.learner.broadcast import Broadcaster, _tensor
+from agentloop.learner.policy import Policy
+from agentloop.training.weight_sync.checksums import Layout, checksum
 
 DTYPES = ["float32", "float16", "bfloat16"]
 BITS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)

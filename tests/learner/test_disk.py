@@ -15,8 +15,8 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[trai
 import torch
 from safetensors.torch import save_file
 
-from learner.errors import NotWritten
-from learner.files import writing
+from agentloop.learner.errors import NotWritten
+from agentloop.learner.files import writing
 from tests.learner.ranks import ROOT
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -26,8 +26,8 @@ RANK = """
 import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from learner.errors import NotWritten
-from learner.world import World
+from agentloop.learner.errors import NotWritten
+from agentloop.learner.world import World
 rank, timeout_s = int(sys.argv[1]), 8.0
 dist.init_process_group("gloo", f"file://{sys.argv[2]}", timedelta(seconds=60), 2, rank)
 world = World.__new__(World)

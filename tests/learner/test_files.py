@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.files import appear, fresh_partial
+from agentloop.learner.files import appear, fresh_partial
 
 
 def names(folder: Path) -> set[str]:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
-from agentloop.training.learner import KeptLearner, LearnerLost, RanksSettings
+from agentloop.training.learner_client.client import KeptLearner, LearnerLost, RanksSettings
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
 
@@ -29,7 +29,7 @@ def rank_1(log_dir: Path) -> int:
             continue
         if b"RANK=1" in environment and writes_to == log_dir / "learner-1.log":
             command = (process / "cmdline").read_bytes().split(b"\0")
-            if b"learner" in command and b"-m" in command[:4]:
+            if b"agentloop.learner" in command and b"-m" in command[:4]:
                 return int(process.name)
     raise AssertionError("there is no rank 1")
 

@@ -21,9 +21,14 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
-from agentloop.training.launch import free_port
-from agentloop.training.learner import KeptLearner, LearnerError, RanksSettings, started
-from learner.weights import verify
+from agentloop.learner.weights import verify
+from agentloop.training.learner_client.client import (
+    KeptLearner,
+    LearnerError,
+    RanksSettings,
+    started,
+)
+from agentloop.training.learner_client.launch import free_port
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
 

@@ -18,13 +18,17 @@ from safetensors.numpy import load as load_arrays
 from safetensors.torch import load_file
 
 from agentloop.errors import ModelError
+from agentloop.learner.lora import add_adapters
+from agentloop.learner.policy import load_model
 from agentloop.models import SMALL
-from agentloop.training.learner_settings import LearnerSettings, LoraSettings, OptimizerSettings
-from learner.lora import add_adapters
-from learner.policy import load_model
-from learner.small_model.qwen3 import Qwen3ForCausalLM
+from agentloop.training.learner_client.settings import (
+    LearnerSettings,
+    LoraSettings,
+    OptimizerSettings,
+)
 from tests.learner import plain
 from tests.learner.ranks import Ranks, make_batch, started
+from tools.small_model.qwen3 import Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 

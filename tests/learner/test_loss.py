@@ -13,8 +13,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[trai
 
 import torch
 
-from agentloop.training.learner_settings import LossSettings
-from learner.loss import (
+from agentloop.learner.loss import (
     LossInput,
     cispo_objective,
     clipped_objective,
@@ -25,6 +24,7 @@ from learner.loss import (
     ratio_of,
     supervised_loss,
 )
+from agentloop.training.learner_client.settings import LossSettings
 
 pytestmark = pytest.mark.real
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "loss.json").read_text("utf-8"))

@@ -20,7 +20,8 @@ def test_threads_sleep_while_they_wait_unless_the_user_chose(
 ) -> None:
     """The policy also applies where a launcher on another node passes no environment on."""
     script = (
-        "import os, sys; from learner.__main__ import main; assert 'torch' not in sys.modules; "
+        "import os, sys; from agentloop.learner.__main__ import main; "
+        "assert 'torch' not in sys.modules; "
         "main(['/no/settings.json']); print(os.environ.get('OMP_WAIT_POLICY'), file=sys.stderr)"
     )
     bare = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}

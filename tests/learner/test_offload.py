@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 
 from safetensors.torch import load_file
 
-from agentloop.training.learner_settings import LearnerSettings
+from agentloop.training.learner_client.settings import LearnerSettings
 from tests.learner.plain import Plain
 from tests.learner.ranks import Ranks, make_batch, started
 from tests.learner.test_ranks import SETTINGS

@@ -10,10 +10,10 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[trai
 
 import torch
 
-from agentloop.training.learner import RanksSettings
-from agentloop.training.learner_settings import LearnerSettings
-from agentloop.training.plan import ModelShape, _learner_memory
-from learner.attention import PACKED, register
+from agentloop.cli.resource_plan import ModelShape, _learner_memory
+from agentloop.learner.attention import PACKED, register
+from agentloop.training.learner_client.client import RanksSettings
+from agentloop.training.learner_client.settings import LearnerSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]  # torch's import takes its time
 

@@ -26,15 +26,19 @@ import torch
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import load_file
 
+from agentloop.learner.errors import RankError
+from agentloop.learner.utilization import Work
+from agentloop.learner.weights import verify
 from agentloop.models import SMALL
-from agentloop.training.launch import free_port
-from agentloop.training.learner_settings import LearnerSettings, LossSettings, OptimizerSettings
-from learner.errors import RankError
-from learner.small_model.qwen3 import Qwen3ForCausalLM
-from learner.utilization import Work
-from learner.weights import verify
+from agentloop.training.learner_client.launch import free_port
+from agentloop.training.learner_client.settings import (
+    LearnerSettings,
+    LossSettings,
+    OptimizerSettings,
+)
 from tests.learner.plain import Plain, load, scores
 from tests.learner.ranks import ROOT, SIZES, Ranks, make_batch, started
+from tools.small_model.qwen3 import Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -355,7 +359,12 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"loss": loss})
     (tmp_path / "settings.json").write_text(settings.model_dump_json())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "learner"]
+    command += [
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+        "-m",
+        "agentloop.learner",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["AGENTLOOP_LEARNER_SOCKET"] = str(tmp_path / "s")
     log = tmp_path / "log"
@@ -469,7 +478,7 @@ def test_a_rank_dies_with_its_supervisor() -> None:
 def test_invalid_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"model": "x", "zero_stage": 4}')
     done = subprocess.run(
-        [sys.executable, "-m", "learner", str(tmp_path / "settings.json")],
+        [sys.executable, "-m", "agentloop.learner", str(tmp_path / "settings.json")],
         capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip

@@ -26,7 +26,7 @@ def slow(file, mode="r", *rest, **named):
         time.sleep(0.01)
     return really(file, mode, *rest, **named)
 builtins.open = slow
-from learner.__main__ import main
+from agentloop.learner.__main__ import main
 sys.exit(main())
 """
 

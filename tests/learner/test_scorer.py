@@ -16,14 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentloop.errors import ModelError
+from agentloop.learner.attention import packed_attention
+from agentloop.learner.batch import Batch, make_micro_batch
+from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.models import SMALL
-from agentloop.training.learner_settings import LearnerSettings, LossSettings
-from learner.attention import packed_attention
-from learner.batch import Batch, make_micro_batch
-from learner.policy import TokenScorer, load_model
-from learner.small_model.tokenizer import VOCAB_SIZE
+from agentloop.training.learner_client.settings import LearnerSettings, LossSettings
 from tests.learner import plain
 from tests.learner.ranks import make_batch
+from tools.small_model.tokenizer import VOCAB_SIZE
 
 pytestmark = pytest.mark.real
 SETTINGS = LearnerSettings(model=SMALL, head_chunk_tokens=7)

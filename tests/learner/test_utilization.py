@@ -13,10 +13,10 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[trai
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from agentloop.learner.policy import load_model
+from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.models import SMALL
-from agentloop.training.learner_settings import LearnerSettings
-from learner.policy import load_model
-from learner.utilization import Work, peak_tflops
+from agentloop.training.learner_client.settings import LearnerSettings
 
 pytestmark = pytest.mark.real
 LENGTH = 200

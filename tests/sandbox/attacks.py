@@ -13,7 +13,7 @@ from collections.abc import Callable
 import anyio
 import orjson
 
-from sandbox import CallResult, CallStatus, Pool
+from agentloop.sandbox import CallResult, CallStatus, Pool
 
 OK, ERROR, TIMEOUT = CallStatus.OK, CallStatus.ERROR, CallStatus.TIMEOUT
 OOM, KILLED, FLOOD = CallStatus.OOM, CallStatus.KILLED, CallStatus.OUTPUT_LIMIT

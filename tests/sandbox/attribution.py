@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from sandbox import CallResult, CallStatus, LostBy, Pool, PoolSettings, SessionLost
+from agentloop.sandbox import CallResult, CallStatus, LostBy, Pool, PoolSettings, SessionLost
 
 PROGRAM_TIMEOUT_S = 2.0
 NEIGHBOUR_TIMEOUT_S = 60.0  # a busy machine is not what is tested

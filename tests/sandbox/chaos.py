@@ -16,7 +16,7 @@ from pathlib import Path
 
 import anyio
 
-from sandbox import CallResult, CallStatus, Pool, PoolSettings
+from agentloop.sandbox import CallResult, CallStatus, Pool, PoolSettings
 
 TIMEOUT_S = 20.0  # no call takes as long, however slow the machine
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sandbox import Pool, PoolSettings
+from agentloop.sandbox import Pool, PoolSettings
 
 # Bare zygotes alone: the tests start many workers. No call takes as long as that, however slow the
 # machine; one that shall be late says when.

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.api import (
+from agentloop.sandbox.api import (
     MAX_BATCH,
     BatchRequest,
     RequestRefused,
@@ -21,8 +21,8 @@ from sandbox.api import (
     max_values,
     parse,
 )
-from sandbox.held import HeldBytes
-from sandbox.settings import MAX_KEPT_BYTES, OutputLimits
+from agentloop.sandbox.held import HeldBytes
+from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
 TEXT = st.text(st.sampled_from('a[]{},:"\\\n') | st.characters(exclude_categories=["Cs"]))
 JSON = st.recursive(

@@ -13,8 +13,8 @@ from typing import Any
 import anyio
 import pytest
 
-from sandbox import Pool, process
-from sandbox.isolation import missing_walls
+from agentloop.sandbox import Pool, process
+from agentloop.sandbox.isolation import missing_walls
 from tests.sandbox.attacks import (
     AFTER,
     ATTACKS,

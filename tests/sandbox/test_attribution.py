@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox import Pool
-from sandbox.isolation import missing_walls
+from agentloop.sandbox import Pool
+from agentloop.sandbox.isolation import missing_walls
 from tests.sandbox.attribution import attribute, programs
 from tests.sandbox.conftest import BARE
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from sandbox import Pool, PoolSettings
+from agentloop.sandbox import Pool, PoolSettings
 from tests.sandbox.chaos import (
     Tally,
     answers,

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import sandbox.connections
-from sandbox import Pool
-from sandbox.connections import Connections
-from sandbox.serve import SandboxServeSettings, load, main, serving
+from agentloop.sandbox import Pool, connections
+from agentloop.sandbox.connections import Connections
+from agentloop.sandbox.serve import SandboxServeSettings, load, main, serving
 from tests.sandbox.test_serve import Client, service, until_stat
 
 pytestmark = [pytest.mark.timeout(60)]  # real workers are started
@@ -195,7 +194,7 @@ async def test_descriptors_are_left_for_the_workers(
 async def test_an_answer_that_is_taken_slowly_arrives(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox.connections, "SWEEP_EVERY_S", 0.05)
+    monkeypatch.setattr(connections, "SWEEP_EVERY_S", 0.05)
     one = {"type": "python", "solution": "print('x' * 30_000)"}
     body = json.dumps({"type": "batch", "submissions": [one] * 200}).encode()
     async with service(pool, idle_timeout_s=0.1, io_timeout_s=1, code_judge_chars=65_536) as client:
@@ -221,7 +220,7 @@ async def test_an_answer_that_is_taken_slowly_arrives(
 async def test_an_answer_that_is_not_taken_is_given_up(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox.connections, "SWEEP_EVERY_S", 0.05)
+    monkeypatch.setattr(connections, "SWEEP_EVERY_S", 0.05)
     one = {"type": "python", "solution": "print('x' * 30_000)"}
     body = json.dumps({"type": "batch", "submissions": [one] * 200}).encode()
     async with service(pool, idle_timeout_s=0.2, io_timeout_s=5, code_judge_chars=65_536) as client:
@@ -242,7 +241,7 @@ def test_requests_are_at_most_half_of_the_connections(capfd: pytest.CaptureFixtu
 
 @pytest.mark.anyio
 async def test_a_port_that_is_taken_is_named(pool: Pool) -> None:
-    from sandbox import SandboxUnavailable
+    from agentloop.sandbox import SandboxUnavailable
 
     async with serving(pool, SandboxServeSettings(port=0)) as url:
         port = int(url.rpartition(":")[2])

@@ -16,10 +16,9 @@ import pytest
 from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
-import sandbox.engine
-from sandbox import Pool, PoolSettings, SandboxUnavailable
-from sandbox.engine import _unavailable, connect
-from sandbox.errors import NoEngine
+from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable
+from agentloop.sandbox.engine import _unavailable, connect
+from agentloop.sandbox.errors import NoEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
@@ -44,7 +43,7 @@ class FakeEngine:
 @pytest.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeEngine]:
     """Run a fake local engine, silent at first, with short timeouts."""
-    monkeypatch.setattr("sandbox.engine.ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("agentloop.sandbox.engine.ANSWER_TIMEOUT_S", 0.05)
     with tempfile.TemporaryDirectory() as folder:  # not pytest's: a socket's path must be short
         async with serving(FakeEngine(folder)) as fake:
             be_local(monkeypatch, fake.path)
@@ -66,7 +65,7 @@ async def serving(fake: FakeEngine) -> AsyncIterator[FakeEngine]:
 def be_local(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     for module in ("engine", "container"):
-        monkeypatch.setattr(f"sandbox.{module}.local_engine", lambda: f"unix://{path}")
+        monkeypatch.setattr(f"agentloop.sandbox.{module}.local_engine", lambda: f"unix://{path}")
 
 
 async def test_a_slow_engine_is_waited_for(engine: FakeEngine) -> None:
@@ -161,5 +160,5 @@ def test_what_is_wrong_is_said_in_words(code: int, kind: type[Exception], says: 
 
 async def test_the_name_of_an_engine_is_checked() -> None:
     with pytest.raises(SandboxUnavailable, match=r"an engine must be unix:///path or tcp"):
-        async with sandbox.engine.connect("ftp://box"):
+        async with connect("ftp://box"):
             pass

@@ -12,10 +12,10 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from sandbox import Pool, PoolSettings, SandboxUnavailable
-from sandbox.image import build
-from sandbox.image.build import Python, image_tag
-from sandbox.process import not_installed
+from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable
+from agentloop.sandbox.image import build
+from agentloop.sandbox.image.build import Python, image_tag
+from agentloop.sandbox.process import not_installed
 from tests.sandbox.conftest import BARE
 
 PYTHON = Python(python="3.13", machine="x86_64", glibc="2.36", target="/usr/lib/python3")

@@ -15,12 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sandbox.process
-from sandbox import Pool, PoolSettings, SandboxUnavailable
-from sandbox.__main__ import CONTROLS, for_terminal, main
-from sandbox.confine import why_refused
-from sandbox.container import LAYERS
-from sandbox.isolation import NEEDED, missing_walls
+from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable, process
+from agentloop.sandbox.__main__ import CONTROLS, for_terminal, main
+from agentloop.sandbox.confine import why_refused
+from agentloop.sandbox.container import LAYERS
+from agentloop.sandbox.isolation import NEEDED, missing_walls
 
 pytestmark = pytest.mark.timeout(60)  # real workers are started
 
@@ -41,10 +40,10 @@ def settings(**more: object) -> PoolSettings:
 def local_workers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Set the layers that every local worker reports; no engine listens."""
     monkeypatch.delenv("DOCKER_HOST", raising=False)
-    monkeypatch.setattr("sandbox.engine.local_engine", lambda: f"unix://{tmp_path}/none")
+    monkeypatch.setattr("agentloop.sandbox.engine.local_engine", lambda: f"unix://{tmp_path}/none")
     layers: dict[str, str] = {}
-    source = sandbox.process.CONFINE.read_text()
-    real = sandbox.process._memory_file
+    source = process.CONFINE.read_text()
+    real = process._memory_file
 
     def with_layers(spec: str) -> int:
         script = tmp_path / "confine.py"
@@ -52,8 +51,8 @@ def local_workers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[s
         script.write_text(source.replace('if __name__ == "__main__"', f"{wrong}\nif True"))
         return real(spec)
 
-    monkeypatch.setattr("sandbox.process._memory_file", with_layers)
-    monkeypatch.setattr("sandbox.process.CONFINE", tmp_path / "confine.py")
+    monkeypatch.setattr("agentloop.sandbox.process._memory_file", with_layers)
+    monkeypatch.setattr("agentloop.sandbox.process.CONFINE", tmp_path / "confine.py")
     return layers
 
 
@@ -127,7 +126,7 @@ def test_the_setting_that_refuses_namespaces_is_named(
 
 BIND = """
 import ctypes, os, sys
-from sandbox import confine
+from agentloop.sandbox import confine
 top, root = sys.argv[1:]
 confine.checked(confine.libc.unshare(confine.CLONE_NEWNS), "unshare")
 confine.mount("none", "/", flags=confine.MS_REC | confine.MS_PRIVATE)

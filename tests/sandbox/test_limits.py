@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable, SessionLost
-from sandbox.backend import REMAPPED_UIDS, UIDS, num_lanes, uid_range, worker_bytes
-from sandbox.container import host_config
-from sandbox.owner import remove_tree
-from sandbox.worker import kernel
-from sandbox.worker.kernel import remove_below
-from sandbox.worker.usage import audit, census, read_process
+from agentloop.sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable, SessionLost
+from agentloop.sandbox.backend import REMAPPED_UIDS, UIDS, num_lanes, uid_range, worker_bytes
+from agentloop.sandbox.container import host_config
+from agentloop.sandbox.owner import remove_tree
+from agentloop.sandbox.worker import kernel
+from agentloop.sandbox.worker.kernel import remove_below
+from agentloop.sandbox.worker.usage import audit, census, read_process
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import runs, wait_until
 
@@ -108,7 +108,7 @@ async def test_what_a_cell_left_running_counts_with_the_next(pool: Pool) -> None
 # A program that starts others and measures them all, as the worker does with a call.
 MEASURE = """
 import os, signal, sys, time
-from sandbox.worker.usage import audit, read_process
+from agentloop.sandbox.worker.usage import audit, read_process
 hoard = bytearray(b"1" * (60 << 20))
 here, there = os.pipe()
 pids = []
@@ -295,7 +295,7 @@ def test_workers_of_other_processes_have_other_uids() -> None:
     """This holds even with only two uids to choose from."""
     few = REMAPPED_UIDS[:128]
     code = (
-        "import sys\nfrom sandbox.backend import uid_range\n"
+        "import sys\nfrom agentloop.sandbox.backend import uid_range\n"
         "from tests.sandbox.conftest import BARE\n"
         f"with uid_range(BARE, {few!r}) as first:\n  print(first, flush=True)\n  input()"
     )
@@ -330,8 +330,8 @@ def test_uids_in_use_are_not_given_to_a_worker() -> None:
 # Lanes of a front that is not pid 1, and a call that stops and kills whatever it may.
 STRIKES_BACK = """
 import os, signal, time
-from sandbox.worker.lanes import Lanes
-from sandbox.worker.spec import Spec
+from agentloop.sandbox.worker.lanes import Lanes
+from agentloop.sandbox.worker.spec import Spec
 spec = Spec({"scratch": "/nowhere", "lanes": 2, "uid_base": 1_900_000_000, "kill_by": "uid"})
 lanes = Lanes(spec)
 ready, begun = os.pipe()

@@ -17,8 +17,8 @@ from typing import Any
 import anyio
 import pytest
 
-import sandbox
-from sandbox import (
+from agentloop import sandbox
+from agentloop.sandbox import (
     CallResult,
     CallStatus,
     LostBy,
@@ -27,12 +27,12 @@ from sandbox import (
     SandboxUnavailable,
     SessionLost,
 )
-from sandbox.backend import _read_worker
-from sandbox.link import MAX_SILENT_BEATS, Link
-from sandbox.pool import _SlotQueue, _Waiter, _Worker
-from sandbox.process import ProcessBackend
-from sandbox.protocol import FrameReader, encode
-from sandbox.worker.kernel import remove_below
+from agentloop.sandbox.backend import _read_worker
+from agentloop.sandbox.link import MAX_SILENT_BEATS, Link
+from agentloop.sandbox.pool import _SlotQueue, _Waiter, _Worker
+from agentloop.sandbox.process import ProcessBackend
+from agentloop.sandbox.protocol import FrameReader, encode
+from agentloop.sandbox.worker.kernel import remove_below
 from tests.sandbox.chaos import children, descendants, kill
 from tests.sandbox.conftest import BARE
 
@@ -363,7 +363,7 @@ class Vanishing:
 async def vanish(
     monkeypatch: pytest.MonkeyPatch, backend: Vanishing, num_workers: int
 ) -> CallResult:
-    monkeypatch.setattr("sandbox.pool.BACKOFF_S", (0.01,))
+    monkeypatch.setattr("agentloop.sandbox.pool.BACKOFF_S", (0.01,))
 
     async def choose(pool: Pool, stack: object) -> list[Any]:
         return [backend] * num_workers
@@ -446,7 +446,7 @@ def test_a_call_that_wants_to_run_alone_and_gives_up_leaves_the_workers_to_other
 
 
 async def test_an_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.link.BEAT_S", 0.3)
+    monkeypatch.setattr("agentloop.sandbox.link.BEAT_S", 0.3)
     others = set(children(os.getpid()))
     async with Pool(BARE) as pool:
         frozen = started_since(others)
@@ -462,7 +462,7 @@ async def test_an_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatc
 async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_beats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sandbox.link.BEAT_S", 0.01)
+    monkeypatch.setattr("agentloop.sandbox.link.BEAT_S", 0.01)
     link, asked = Link("x"), []
 
     def answer(data: bytes) -> None:
@@ -480,11 +480,11 @@ async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_bea
 def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Let the forked processes of workers do this instead of entering their directory."""
     sources = dict(_read_worker())
-    code = sources["sandbox.worker.child"]
+    code = sources["agentloop.sandbox.worker.child"]
     assert "    os.chdir(spec.home(lane))\n" in code
     code = code.replace("    os.chdir(spec.home(lane))\n", f"    {fault}\n")
-    sources["sandbox.worker.child"] = code
-    monkeypatch.setattr("sandbox.backend._read_worker", lambda: sources)
+    sources["agentloop.sandbox.worker.child"] = code
+    monkeypatch.setattr("agentloop.sandbox.backend._read_worker", lambda: sources)
 
 
 async def test_the_time_of_a_program_counts_from_when_it_begins(
@@ -535,7 +535,7 @@ async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: P
 
 
 async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.pool.GRACE_S", 0.3)
+    monkeypatch.setattr("agentloop.sandbox.pool.GRACE_S", 0.3)
     others = set(children(os.getpid()))
     async with Pool(BARE) as pool:
         async with anyio.create_task_group() as group:
@@ -644,11 +644,11 @@ def test_directories_that_a_call_has_closed_are_removed(tmp_path: Path) -> None:
         user = {"user": 65534, "group": 65534}
     readable = tmp_path / "readable"
     for name in ("owner.py", "worker/kernel.py"):
-        (readable / "sandbox" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(sandbox.__file__).parent / name, readable / "sandbox" / name)
+        (readable / "agentloop/sandbox" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(sandbox.__file__).parent / name, readable / "agentloop/sandbox" / name)
     code = (
         f"import sys; sys.path.insert(0, {str(readable)!r})\nfrom pathlib import Path\n"
-        f"from sandbox.owner import remove_tree\nremove_tree(Path({str(base)!r}))"
+        f"from agentloop.sandbox.owner import remove_tree\nremove_tree(Path({str(base)!r}))"
     )
     subprocess.run([shutil.which("python3", path="/usr/bin") or sys.executable, "-I", "-c", code],
                    check=True, cwd="/", **user)  # fmt: skip
@@ -662,7 +662,7 @@ async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
     next start."""
     os.chmod(tmp_path, 0o755)
     program = (
-        "import anyio, os, sandbox\n"
+        "import anyio, os\nfrom agentloop import sandbox\n"
         "async def main():\n"
         "    settings = sandbox.PoolSettings(backend='process', workers=1, preload=[])\n"
         "    async with sandbox.Pool(settings) as pool, anyio.create_task_group() as group:\n"

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from sandbox import ProtocolError
-from sandbox.protocol import HEADER, FrameReader, encode
+from agentloop.sandbox import ProtocolError
+from agentloop.sandbox.protocol import HEADER, FrameReader, encode
 
 
 def test_frames_survive_any_chunking() -> None:

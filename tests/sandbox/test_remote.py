@@ -16,7 +16,7 @@ import pydantic
 import pytest
 from pydantic import SecretStr
 
-from sandbox import (
+from agentloop.sandbox import (
     CallResult,
     CallStatus,
     LostBy,
@@ -26,9 +26,9 @@ from sandbox import (
     Session,
     SessionLost,
 )
-from sandbox.protocol import FrameReader, encode
-from sandbox.remote import HostLink
-from sandbox.serve import SandboxServeSettings, serving
+from agentloop.sandbox.protocol import FrameReader, encode
+from agentloop.sandbox.remote import HostLink
+from agentloop.sandbox.serve import SandboxServeSettings, serving
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
 from tests.sandbox.test_sessions import wait_until_lost
@@ -146,7 +146,7 @@ async def test_a_call_of_a_lost_host_runs_on_another() -> None:
 
 
 async def test_a_host_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.pool.BACKOFF_S", (0.1,))
+    monkeypatch.setattr("agentloop.sandbox.pool.BACKOFF_S", (0.1,))
     async with host() as first, over(first) as pool, anyio.create_task_group() as group:
         await first.stop()
         await wait_until(lambda: pool.stats()["workers"] == 0)

@@ -16,10 +16,10 @@ import anyio.abc
 import pytest
 from pydantic import SecretStr
 
-from sandbox import Pool
-from sandbox.guard import Guard
-from sandbox.protocol import encode
-from sandbox.serve import SandboxServeSettings, load, main, serving
+from agentloop.sandbox import Pool
+from agentloop.sandbox.guard import Guard
+from agentloop.sandbox.protocol import encode
+from agentloop.sandbox.serve import SandboxServeSettings, load, main, serving
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, wait_until
 
@@ -711,7 +711,7 @@ def test_the_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
     said = " ".join(capfd.readouterr().out.split())
     for internal in ("Secret", "null", "list[", "lambda", "factory", "%"):
         assert internal not in said
-    assert "usage: python -m sandbox.serve [--SETTING VALUE | SETTING=VALUE ...]" in said
+    assert "usage: python -m agentloop.sandbox.serve [--SETTING VALUE | SETTING=VALUE ...]" in said
     assert "--token TEXT Token that clients must send" in said
     assert "--pool.hosts TEXT,... Machines that run" in said
     assert '(default: [["numpy"], ["numpy", "sympy"]])' in said

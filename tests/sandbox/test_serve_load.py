@@ -10,9 +10,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from agentloop.sandbox import Pool
+from agentloop.sandbox.serve import SandboxServeSettings, serving
 from bench.sandbox import KINDS, Answer, Load, Target, measure_floor, open_pool, open_service, parse
-from sandbox import Pool
-from sandbox.serve import SandboxServeSettings, serving
 from tests.sandbox.conftest import BARE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started

@@ -15,12 +15,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from sandbox import CallResult, CallStatus, LostBy, Pool, Session, SessionLost
-from sandbox.link import Link, next_id
-from sandbox.process import ProcessBackend
-from sandbox.protocol import encode
-from sandbox.worker.kernel import descendants
-from sandbox.worker.usage import cpu_s
+from agentloop.sandbox import CallResult, CallStatus, LostBy, Pool, Session, SessionLost
+from agentloop.sandbox.link import Link, next_id
+from agentloop.sandbox.process import ProcessBackend
+from agentloop.sandbox.protocol import encode
+from agentloop.sandbox.worker.kernel import descendants
+from agentloop.sandbox.worker.usage import cpu_s
 from tests.sandbox.chaos import children, kill
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, started_since, wait_until
@@ -162,7 +162,7 @@ def test_an_interrupt_is_for_one_cell_alone() -> None:
     """An interrupt between two cells affects neither; a cell's own handler stays in place."""
     code = (
         "import mmap, os, signal\n"
-        "from sandbox.worker.child import run_lasting_cell\n"
+        "from agentloop.sandbox.worker.child import run_lasting_cell\n"
         "area, handler, scope = mmap.mmap(-1, 1 << 18), signal.default_int_handler, {}\n"
         "def cell(code):\n"
         "    global handler\n"

@@ -317,7 +317,7 @@
     }
 
     /** 0: neither; 1: forking; 2: a reflection, which is a forking token soon after a tool's result.
-     *  Tokens of a tool call are neither, as in `agentloop analyze entropy`. */
+     *  Tokens of a tool call are neither, as in `agentloop runs entropy`. */
     markOf(index, k) {
       const { turns } = this.record;
       if (uncertainty(turns[index], k) < this.threshold) return 0;

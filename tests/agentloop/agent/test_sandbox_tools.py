@@ -11,9 +11,17 @@ import pytest
 
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode, describe
 from agentloop.agent.tools import Tools
+from agentloop.sandbox import (
+    CallError,
+    CallResult,
+    LostBy,
+    Overloaded,
+    Pool,
+    PoolSettings,
+    SessionLost,
+)
+from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.trajectory import ToolCallStatus
-from sandbox import CallError, CallResult, LostBy, Overloaded, Pool, PoolSettings, SessionLost
-from sandbox import CallStatus as SandboxStatus
 
 pytestmark = pytest.mark.anyio
 

@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 
 from agentloop.api.guard import ApiGuard, ServeSettings
-from agentloop.api.http import bind, serving
-from agentloop.inference.sglang import http_session
-from sandbox.guard import is_loopback, url_at
+from agentloop.api.listen import bind, serving
+from agentloop.inference.sglang.client import http_session
+from agentloop.sandbox.guard import is_loopback, url_at
 
 LOCAL = ServeSettings()
 NAMED = ServeSettings(allowed_hosts=["Agent.example"])

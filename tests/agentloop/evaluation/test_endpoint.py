@@ -23,9 +23,9 @@ from agentloop.evaluation.endpoint import (
     retry_after_s,
 )
 from agentloop.evaluation.loop import EvaluatedSample
-from agentloop.groups.answers import final_answer
-from agentloop.groups.tasks import Task
-from agentloop.inference.sglang import Sampling
+from agentloop.inference.sglang.client import Sampling
+from agentloop.rewards.answers import final_answer
+from agentloop.tasks.sources import Task
 from agentloop.trajectory import StopReason
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
 from tests.support import eventually

@@ -14,8 +14,8 @@ import pytest
 
 from agentloop.errors import RequestError, SettingsError
 from agentloop.evaluation.loop import EvaluatedSample, Evaluation, EvaluationSettings, Outcome
-from agentloop.groups.reward import Grader, RewardSettings
-from agentloop.groups.tasks import Task
+from agentloop.rewards.reward import Grader, RewardSettings
+from agentloop.tasks.sources import Task
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.support import eventually

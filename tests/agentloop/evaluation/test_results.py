@@ -9,7 +9,7 @@ import pytest
 
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
 from agentloop.evaluation.results import figures_of, markdown, results, table, text
-from agentloop.groups.tasks import Task
+from agentloop.tasks.sources import Task
 
 SETTINGS = EvaluationSettings(num_samples=2)
 ABOUT = {

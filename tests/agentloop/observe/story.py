@@ -23,7 +23,7 @@ from agentloop.events import (
     TurnStarted,
     WeightsLoaded,
 )
-from agentloop.inference.placement import Decision
+from agentloop.inference.scheduling.placement import Decision
 from agentloop.trajectory import (
     StopReason,
     ToolCall,

@@ -32,7 +32,7 @@ from agentloop.events import (
     TurnStarted,
     WeightsLoaded,
 )
-from agentloop.inference.placement import Decision
+from agentloop.inference.scheduling.placement import Decision
 from agentloop.observe.board import Board
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 

@@ -21,7 +21,7 @@ from anyio.abc import ByteStream
 from yarl import URL
 
 from agentloop.api.guard import ApiGuard, ServeSettings
-from agentloop.api.http import bind, serving
+from agentloop.api.listen import bind, serving
 from agentloop.errors import NotThere, RequestError, ServerError
 from agentloop.observe import page as page_module
 from agentloop.observe.page import Page

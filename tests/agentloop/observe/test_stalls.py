@@ -19,7 +19,7 @@ from agentloop.events import (
     TurnPlaced,
     TurnStarted,
 )
-from agentloop.inference.placement import Decision
+from agentloop.inference.scheduling.placement import Decision
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 from tests.support import eventually

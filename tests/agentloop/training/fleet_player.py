@@ -14,11 +14,11 @@ import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.errors import ServerError
-from agentloop.groups.tasks import Task
-from agentloop.training.fleet_link import FleetSettings, RedisLink
-from agentloop.training.fleet_member import Member, heard
+from agentloop.tasks.sources import Task
+from agentloop.training.fleet.messages import FleetSettings, RedisLink
+from agentloop.training.fleet.worker import Member, heard
 from agentloop.training.rollouts import RolledOut, RollsOut
-from agentloop.training.weight_sync import Handover, InFolder, PublishedWeights
+from agentloop.training.weight_sync.sync import Handover, InFolder, PublishedWeights
 
 LEASE_S = 8.0  # a busy machine may stop us for seconds
 

@@ -18,30 +18,30 @@ from aiohttp import web
 
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tool_stream import decode_call
+from agentloop.analysis.run_list import RunState, summarize
+from agentloop.cli.runs.export import find
+from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
 from agentloop.errors import ModelError, RequestError, SettingsError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
-from agentloop.export import find
-from agentloop.groups.queue import GroupQueue
-from agentloop.groups.reward import Grader, RewardFunction, RewardSettings
-from agentloop.groups.roc import RocSettings
-from agentloop.groups.staleness import Slots
-from agentloop.groups.tasks import TaskSource, TasksSettings
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang import SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer, http_session
 from agentloop.observe.stalls import Stalls
-from agentloop.train import TrainSettings
+from agentloop.rewards.reward import Grader, RewardFunction, RewardSettings
+from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training import loop as loop_module
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
-from agentloop.training.learner import Learner, LearnerError, LearnerLost
+from agentloop.training.learner_client.client import Learner, LearnerError, LearnerLost
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
+from agentloop.training.queue import GroupQueue
+from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_list import RunState, summarize
 from agentloop.training.run_status import RunStatus, StatusWatch, Unwatched
+from agentloop.training.staleness import Slots
 from agentloop.training.undo import undo
-from agentloop.training.weight_sync import Served, WeightsSettings
+from agentloop.training.weight_sync.sync import Served, WeightsSettings
 from agentloop.trajectory import (
     StopReason,
     ToolCall,

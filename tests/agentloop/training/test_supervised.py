@@ -21,11 +21,11 @@ from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tools import RunTool, ToolOutput
 from agentloop.errors import DataError, SettingsError
 from agentloop.events import Event, Measured, ignore
-from agentloop.groups.tasks import TaskSource, TasksSettings
-from agentloop.groups.teacher import dialogues
 from agentloop.models import SMALL
-from agentloop.training.batch import Sample
-from agentloop.training.learner import KeptLearner, Learner, LearnerLost
+from agentloop.tasks.sources import TaskSource, TasksSettings
+from agentloop.tasks.teacher import dialogues
+from agentloop.training.learner_client.batch import Sample
+from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerLost
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
 from agentloop.training.supervised import (

@@ -17,8 +17,8 @@ import anyio.to_thread
 import pytest
 
 from agentloop.errors import SettingsError
-from agentloop.groups.queue import GroupQueue
-from agentloop.groups.tasks import Task
+from agentloop.tasks.sources import Task
+from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.undo import finish_undo, undo
 

@@ -1,0 +1,1 @@
+"""Plots, listings and statistics of finished runs."""

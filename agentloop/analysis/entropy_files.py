@@ -1,0 +1,252 @@
+"""The entropies of a run's rollouts, computed by a learner and cached in the run's folder.
+
+    trajectories/group-0000016.jsonl ──batch──> a learner ──> entropy/group-0000016.jsonl
+                                                              entropy/about.json
+
+A group's file has a line for each rollout, in the order of its trajectories: {"id": the rollout's
+id, "entropies": [[first turn's tokens], [second turn's], ...]}, in nats. For each group's number,
+about.json holds the weights that computed them, so that cached entropies can be reused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import orjson
+
+from agentloop.analysis.entropy import Sampled, k3
+from agentloop.errors import DataError, SettingsError
+from agentloop.tasks.sources import read_jsonl
+from agentloop.training.learner_client.batch import Sample, write_batch
+from agentloop.training.learner_client.client import Learner, LearnerError
+
+__all__ = [
+    "EntropyFolder",
+    "GroupScores",
+    "Origin",
+    "RecordedRollout",
+    "group_files",
+    "read_rollouts",
+    "score",
+]
+
+_GROUP = re.compile(r"group-(\d+)\.jsonl")
+_DIGITS = 6
+
+Entropies = list[list[float]]
+"""The entropies of a rollout: one tuple per turn, with a value per sampled token, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollout:
+    """A stored trajectory of T tokens, ready to be scored.
+
+    Attributes:
+        ids, mask, logprobs: [T], as in `agentloop.trajectory.Trajectory`.
+        turns: the turns, without entropies.
+        versions: number of tokens sampled under each version.
+    """
+
+    id: str
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    turns: tuple[Sampled, ...]
+    versions: Mapping[str, int]
+
+    @property
+    def sampled_logprobs(self) -> list[float]:
+        """The engine's log-probabilities of the sampled tokens."""
+        return [one for one, sampled in zip(self.logprobs, self.mask, strict=True) if sampled]
+
+    def with_entropies(self, entropies: Entropies) -> tuple[Sampled, ...]:
+        """Return the turns with their entropies."""
+        pairs = zip(self.turns, entropies, strict=True)
+        return tuple(replace(turn, entropies=found) for turn, found in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The weights and temperature that entropies are computed with; a key of the cache.
+
+    Attributes:
+        weights: the model's folder; `identity` distinguishes its weights from earlier ones there.
+        version: the version that this run published them as; None: they are not this run's.
+        temperature: divisor of the logits.
+    """
+
+    weights: str
+    identity: str
+    version: str | None
+    temperature: float
+
+    @classmethod
+    def of(cls, weights: Path, *, version: str | None, temperature: float) -> Origin:
+        """Identify the weights in a folder. Raises SettingsError if it cannot be read."""
+        try:
+            if (manifest := weights / "published.json").is_file():  # it has their checksums
+                told = manifest.read_bytes()
+            else:
+                files = sorted(weights.glob("*.safetensors"))
+                stats = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+                told = repr(stats).encode()
+        except OSError as error:
+            raise SettingsError(f"{weights}: {error.strerror or error}") from error
+        identity = hashlib.sha256(told).hexdigest()[:16]
+        return cls(str(weights.resolve()), identity, version, temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """The entropies of a group's rollouts, in order.
+
+    `mismatch_kl` is the mean over their tokens of the KL divergence, in nats, from the policy that
+    sampled them to the one that scored them.
+    """
+
+    entropies: list[Entropies]
+    mismatch_kl: float
+
+
+def group_files(run: Path) -> dict[int, Path]:
+    """Return the trajectory files of a run by group number, newest last."""
+    files = (run / "trajectories").glob("group-*.jsonl")
+    numbered = ((_GROUP.fullmatch(file.name), file) for file in files)
+    return dict(sorted((int(match[1]), file) for match, file in numbered if match))
+
+
+def read_rollouts(path: Path) -> list[RecordedRollout]:
+    """Read the rollouts of a group. Raises DataError naming the invalid line."""
+    rollouts = []
+    for number, row in read_jsonl(path):
+        try:
+            rollouts.append(_rollout(row["trajectory"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: line {number}: not a rollout: {error!r}") from error
+    return rollouts
+
+
+def _rollout(row: Mapping[str, Any]) -> RecordedRollout:
+    turns = []
+    answered = False
+    for turn in row["turns"]:
+        calls = tuple((call["start"], call["end"]) for call in turn["calls"])
+        turns.append(Sampled(turn["output_ids"], (), calls, answered))
+        answered = bool(turn["results"] and turn["observation_ids"])
+    versions = Counter(version for version in row["versions"] if version is not None)
+    made = RecordedRollout(
+        row["id"], row["ids"], row["mask"], row["logprobs"], tuple(turns), dict(versions)
+    )
+    num = sum(len(turn.ids) for turn in turns)
+    if not len(made.ids) == len(made.mask) == len(made.logprobs) or sum(made.mask) != num:
+        raise ValueError("ids, mask and logprobs differ in length")
+    return made
+
+
+class EntropyFolder:
+    """The cache of entropies: `entropy/` in a run's folder."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "entropy"
+
+    def kept(
+        self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin
+    ) -> GroupScores | None:
+        """Return the cached entropies of a group, or None if there are none that are complete and
+        match these rollouts and this origin."""
+        told = self._about().get(str(number))
+        if not isinstance(told, dict) or told.get("origin") != asdict(origin):
+            return None
+        try:
+            rows = [row for _, row in read_jsonl(self._file(number))]
+            found = GroupScores([row["entropies"] for row in rows], float(told["mismatch_kl"]))
+            there = [(row["id"], [len(turn) for turn in row["entropies"]]) for row in rows]
+        except (DataError, KeyError, TypeError, ValueError):
+            return None
+        wanted = [(one.id, [len(turn.ids) for turn in one.turns]) for one in rollouts]
+        return found if there == wanted else None
+
+    def keep(
+        self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin, found: GroupScores
+    ) -> None:
+        """Cache the entropies of a group. Raises SettingsError if they cannot be written."""
+        pairs = zip(rollouts, found.entropies, strict=True)
+        rows = [{"id": one.id, "entropies": entropies} for one, entropies in pairs]
+        about = self._about()
+        about[str(number)] = {"origin": asdict(origin), "mismatch_kl": found.mismatch_kl}
+        try:
+            self.path.mkdir(exist_ok=True)
+            # Write this file last: entropies that it does not list are computed again.
+            _write(self._file(number), b"".join(orjson.dumps(row) + b"\n" for row in rows))
+            _write(self.path / "about.json", orjson.dumps(about, option=orjson.OPT_INDENT_2))
+        except OSError as error:
+            raise SettingsError(f"{self.path}: {error.strerror or error}") from error
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"group-{number:07}.jsonl"
+
+    def _about(self) -> dict[str, Any]:
+        try:
+            about = json.loads((self.path / "about.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return about if isinstance(about, dict) else {}
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+async def score(
+    learner: Learner, rollouts: Sequence[RecordedRollout], folder: Path, *, timeout_s: float
+) -> GroupScores:
+    """Compute the entropies of rollouts with the learner's weights.
+
+    Batch and result are exchanged as temporary files in `folder`.
+
+    Raises:
+        LearnerError: the learner failed, or a result is not finite.
+        SettingsError: a file cannot be written.
+    """
+    some = [one for one in rollouts if any(one.mask)]
+    if not some:
+        return GroupScores([[[] for _ in one.turns] for one in rollouts], 0.0)
+    samples = [Sample(one.ids, one.mask, one.logprobs, 0.0, 0) for one in some]
+    with tempfile.TemporaryDirectory(prefix=".scoring-", dir=folder) as temporary:
+        batch, out = Path(temporary) / "batch", Path(temporary) / "scores"
+        await anyio.to_thread.run_sync(write_batch, batch, samples)
+        await learner.ask("logprobs", batch=str(batch), out=str(out), timeout_s=timeout_s)
+        return await anyio.to_thread.run_sync(_read_scores, out, rollouts)
+
+
+def _read_scores(path: Path, rollouts: Sequence[RecordedRollout]) -> GroupScores:
+    from safetensors.numpy import load
+
+    tensors = load(path.read_bytes())
+    mask = [one for rollout in rollouts if any(rollout.mask) for one in rollout.mask]
+    sampled = [index for index, one in enumerate(mask) if one]
+    logprobs = tensors["logprobs"][sampled].tolist()
+    entropies = tensors["entropies"][sampled].tolist()
+    if not all(map(math.isfinite, (*logprobs, *entropies))):
+        raise LearnerError("logprobs: the log-probability of a token is not finite")
+    engine = [one for rollout in rollouts for one in rollout.sampled_logprobs]
+    rounded = [round(max(0.0, one), _DIGITS) for one in entropies]
+    lengths = [len(turn.ids) for rollout in rollouts for turn in rollout.turns]
+    ends = accumulate(lengths, initial=0)
+    turns = iter([rounded[start:end] for start, end in pairwise(ends)])
+    found = [[next(turns) for _ in rollout.turns] for rollout in rollouts]
+    return GroupScores(found, k3(engine, logprobs))

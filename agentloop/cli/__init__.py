@@ -1,0 +1,1 @@
+"""Commands, one module each; no other module imports them."""

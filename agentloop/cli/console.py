@@ -1,0 +1,446 @@
+"""Helpers that all commands share: arguments, output, progress and signal handling."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import anyio
+
+from agentloop.errors import AgentLoopError, sole
+from agentloop.training.run_status import RunStatus, clock
+
+if TYPE_CHECKING:
+    import pydantic
+    from rich.console import RenderableType
+
+    from agentloop.runtime import Runtime, Settings
+
+__all__ = [
+    "Lines",
+    "ProgressLine",
+    "add_settings_arguments",
+    "interruptible",
+    "print_json",
+    "print_table",
+    "printable",
+    "run",
+    "settings_text",
+    "split_settings",
+    "started",
+]
+
+
+_interruptible: list[anyio.CancelScope] = []  # innermost last; a process runs one command
+_GAP = 2  # between the columns of a table
+_MIN_FIRST_WIDTH = 8  # cells; the first column takes the width that the others leave
+
+
+def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        default=[],  # otherwise argparse reports it as required
+        metavar="FILE.toml | key=value",
+        help="settings files, where later ones win, and overrides such as server.count=2",
+    )
+    parser.add_argument(
+        "--list-settings",
+        action="store_true",
+        help="print every setting with its default, and exit",
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="log for each turn the server chosen, the reason and the state of all candidates",
+    )
+
+
+def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments into files and overrides; an override contains an equals sign."""
+    files = [argument for argument in arguments if "=" not in argument]
+    return files, [argument for argument in arguments if "=" in argument]
+
+
+def settings_text(model: type[pydantic.BaseModel]) -> str:
+    """Return all settings, two lines each: `key = default`, then the description."""
+    from agentloop.config import describe_settings
+
+    lines = []
+    for key, default, description in describe_settings(model):
+        lines.append(f"{key} = {default or '(none)'}")
+        if description:
+            lines.append(f"    {description}")
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters, such as terminal escapes, spelled out."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    numbers: Collection[str] = (),
+    optional: Sequence[str] = (),
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Print a table on stdout: fitted to a terminal, otherwise as aligned text in full.
+
+    Args:
+        numbers: columns to align to the right.
+        optional: columns to omit on a narrow terminal, in the order of omission.
+        styles: rich styles for cells, by the cell's text.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    out, cells = Console(), [[printable(cell) for cell in row] for row in rows]
+    if not out.is_terminal:
+        print(_aligned([list(columns), *cells], [name in numbers for name in columns], title))
+        return
+    shown, headings = list(columns), list(columns)
+    if _total_width(headings, cells) > out.width:
+        headings = [name.replace(" ", "\n") for name in columns]
+    for name in optional:
+        if _total_width(headings, cells) > out.width:
+            at = shown.index(name)
+            cells = [[*row[:at], *row[at + 1 :]] for row in cells]
+            del shown[at], headings[at]
+    left_out = [name for name in optional if name not in shown]
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        caption=f"not shown here: {', '.join(left_out)}" if left_out else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, _GAP - 1, 0, 0),
+    )
+    first, *others = _widths([headings, *cells])
+    first = max(_MIN_FIRST_WIDTH, min(first, out.width - sum(others) - _GAP * len(shown)))
+    for name, heading, width in zip(shown, headings, (first, *others), strict=True):
+        justify: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(heading, justify=justify, overflow="fold", width=width)
+    for row in cells:
+        table.add_row(*(Text(cell, (styles or {}).get(cell, "")) for cell in row))
+    out.print(table)
+
+
+def _total_width(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    return sum(_widths([headings, *rows])) + _GAP * len(headings)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the width of each column in terminal cells."""
+    from rich.cells import cell_len
+
+    return [
+        max(cell_len(line) for cell in column for line in cell.split("\n"))
+        for column in zip(*rows, strict=True)
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -> str:
+    from rich.cells import cell_len
+
+    widths = _widths(rows)
+    lines = [title] if title else []
+    for row in rows:
+        padded = []
+        for cell, width, to_right in zip(row, widths, right, strict=True):
+            spaces = " " * (width - cell_len(cell))
+            padded.append(spaces + cell if to_right else cell + spaces)
+        lines.append((" " * _GAP).join(padded).rstrip())
+    return "\n".join(lines)
+
+
+class ProgressLine:
+    """ProgressLine lines on stderr; on a terminal with a spinner, a clock and a status panel.
+
+    Use it as a context manager and call it with the current activity; `stop()` ends it early.
+    """
+
+    def __init__(self, title: str, *, after_s: float = 0.0) -> None:
+        """
+        Args:
+            title: the first activity.
+            after_s: print nothing for this many seconds, for work that may be over soon; without
+                a terminal the pauses between lines then double. `say` always prints at once.
+        """
+        from rich.console import Console
+        from rich.live import Live
+
+        self._line = title
+        self._standing: RunStatus | None = None
+        self._begun = time.monotonic()
+        self._after_s, self._over = after_s, threading.Event()
+        self._console = Console(stderr=True)
+        self._plain = not self._console.is_terminal
+        self._live = Live(
+            get_renderable=self._picture, console=self._console, transient=True, auto_refresh=True
+        )
+
+    def __enter__(self) -> Self:
+        if not self._plain:
+            self._live.start()
+        elif self._after_s:
+            threading.Thread(target=self._print_occasionally, daemon=True).start()
+        else:
+            print(self._line, file=sys.stderr, flush=True)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def __call__(self, line: str) -> None:
+        if self._plain and not self._after_s and line != self._line:
+            print(line, file=sys.stderr, flush=True)
+        self._line = line
+
+    def say(self, line: str) -> None:
+        """Print a line that stays on the screen."""
+        if self._plain:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._console.print(line, highlight=False, markup=False)
+
+    def show(self, standing: RunStatus) -> None:
+        """Show this status in the panel until the next call. Has no effect without a terminal."""
+        self._standing = standing
+
+    @property
+    def line(self) -> str:
+        """The current activity."""
+        return self._line
+
+    @property
+    def standing(self) -> RunStatus | None:
+        """The status last shown, if any."""
+        return self._standing
+
+    def refresh(self) -> None:
+        """Redraw now instead of at the next tick."""
+        self._live.refresh()
+
+    def stop(self) -> None:
+        self._over.set()
+        if not self._plain:
+            self._live.stop()
+
+    def _print_occasionally(self) -> None:
+        printed, wait_s = "", self._after_s
+        while not self._over.wait(wait_s):
+            if self._line != printed:
+                printed = self._line
+                print(printed, file=sys.stderr, flush=True)
+            wait_s *= 2
+
+    def _picture(self) -> RenderableType:
+        from rich.console import Group
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        elapsed_s = time.monotonic() - self._begun
+        if elapsed_s < self._after_s:
+            return Text()
+        elapsed = clock(elapsed_s)
+        if self._standing is None:
+            return Spinner("dots", Text(f"{self._line}  {elapsed}"))
+        spinner = Spinner("dots", Text(f"{self._standing.waits}  {elapsed}"))
+        return Group(_panel(self._standing), spinner)
+
+
+def _panel(standing: RunStatus) -> RenderableType:
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    bar = Table.grid(padding=(0, 1))
+    left = "" if standing.left_s is None else f"about {clock(standing.left_s)} left"
+    bar.add_row(
+        f"{standing.unit} {standing.step} of {standing.num_steps}",
+        ProgressBar(total=standing.num_steps, completed=standing.step, width=30),
+        left,
+    )
+    values = [
+        Text.assemble((f"{name} ", "dim"), (value, "bold"))
+        for name, value in standing.values.items()
+    ]
+    content = Group(bar, Columns(values, padding=(0, 3))) if values else bar
+    return Panel(content, title=standing.stage, title_align="left", expand=False)
+
+
+@asynccontextmanager
+async def started(settings: Settings) -> AsyncIterator[Runtime]:
+    """Start a runtime, showing progress meanwhile, and stop it when the context is left."""
+    from agentloop.runtime import Runtime
+
+    with ProgressLine("Starting the agent") as progress:
+        async with Runtime(settings, progress=progress) as runtime:
+            progress.stop()
+            yield runtime
+
+
+def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
+    """Run a command on uvloop if it is installed; SIGINT and SIGTERM cancel it.
+
+    Args:
+        explain: log the router's decisions.
+
+    Returns:
+        The exit status: that of `main`, 130 or 143 after a signal, 2 after an AgentLoopError or a
+        SandboxError, which is printed.
+    """
+    from agentloop.sandbox import SandboxError
+
+    _configure_logging()
+    if explain:
+        logging.getLogger("agentloop.explain").setLevel(logging.INFO)
+    try:
+        return anyio.run(
+            partial(_until_signal, main), backend_options={"use_uvloop": _has_uvloop()}
+        )
+    except (AgentLoopError, SandboxError) as error:
+        print(f"agentloop: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _configure_logging() -> None:
+    """Log warnings and errors to stderr: in colour on a terminal, otherwise as JSON lines."""
+    import structlog
+
+    stamp = structlog.processors.TimeStamper(fmt="iso")
+    shared: list[Any] = [structlog.stdlib.add_log_level, stamp]
+    renderer: Any = structlog.processors.JSONRenderer()
+    if sys.stderr.isatty():
+        renderer = structlog.dev.ConsoleRenderer()
+    handler = _Stderr()
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *([] if sys.stderr.isatty() else [structlog.processors.format_exc_info]),
+                renderer,
+            ],
+        )
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class _Stderr(logging.StreamHandler[Any]):
+    """A handler that looks up `sys.stderr` at each record, since live displays replace it."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        pass
+
+
+@contextmanager
+def interruptible() -> Iterator[anyio.CancelScope]:
+    """Let Ctrl-C cancel this block instead of the whole command.
+
+    The scope's `cancelled_caught` tells afterwards whether it did. SIGTERM still ends the command.
+    """
+    with anyio.CancelScope() as scope:
+        _interruptible.append(scope)
+        try:
+            yield scope
+        finally:
+            _interruptible.remove(scope)
+
+
+class Lines:
+    """Lines of standard input, read without a thread so that waiting for one can be cancelled."""
+
+    def __init__(self, fd: int = 0) -> None:
+        self._fd = fd
+        self._buffer = b""
+        self._is_at_end = False
+
+    async def next(self) -> str | None:
+        """Return the next line without its line break, or None at the end of the input."""
+        while b"\n" not in self._buffer and not self._is_at_end:
+            # Files and /dev/null are always readable and cannot be registered with epoll.
+            with suppress(PermissionError):
+                await anyio.wait_readable(self._fd)  # no deadline: a person is typing
+            data = os.read(self._fd, 1 << 16)
+            self._buffer += data
+            self._is_at_end = not data
+        if not self._buffer:
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode("utf-8", "replace")
+
+
+async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
+    status = 0
+    working = anyio.CancelScope()
+
+    async def watch(signals: AsyncIterator[signal.Signals]) -> None:
+        nonlocal status
+        async for number in signals:  # no deadline: as long as the command runs
+            if number == signal.SIGINT and _interruptible and not status:
+                _interruptible[-1].cancel()
+                continue
+            # A second signal changes nothing: all cleanup has a deadline.
+            status = status or 128 + number
+            working.cancel()
+
+    try:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch, signals)
+                with working:
+                    status = await main()
+                tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise sole(group) from None
+    return status
+
+
+def _has_uvloop() -> bool:
+    try:
+        import uvloop  # noqa: F401
+    except ImportError:
+        return False
+    return True

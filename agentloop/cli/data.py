@@ -1,0 +1,329 @@
+"""`agentloop data`: make data files for training.
+
+`prepare` converts local files of a well-known problem set into one JSONL file; nothing is
+downloaded. The number of rows is checked, so that a truncated file or the wrong language or year
+is noticed before a training run. `filter` drops the problems that a policy already solves.
+`teacher` writes dialogues for a supervised start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentloop.cli import console
+from agentloop.errors import AgentLoopError, DataError
+from agentloop.tasks.sources import Task, TasksSettings, read_jsonl, read_tasks
+from agentloop.tasks.teacher import lessons
+
+__all__ = ["SETS", "Filtered", "filter_solved", "main", "prepare"]
+
+SETS = {
+    "dapo-en": (14_116, "DAPO-Math-17k in English: open-r1/DAPO-Math-17k-Processed, en"),
+    "aime-2024": (30, "AIME 2024, I and II"),
+    "aime-2025": (30, "AIME 2025, I and II"),
+    "math-500": (500, "500 of MATH's test problems"),
+    "hmmt-2025": (30, "HMMT, February 2025"),
+}
+"""Number of rows and description of each problem set."""
+
+Said = tuple[str, dict[str, Any]]
+"""The result of a command, as text and as data for JSON."""
+
+_COUNTS = ("num_tasks", "num_too_few", "num_without", "num_unknown")  # of `Filtered`
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        with console.ProgressLine(options.doing, after_s=2.0):
+            said, told = options.command(options)
+    except AgentLoopError as error:
+        print(f"agentloop: error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        console.print_json(told)
+    else:
+        print(said)
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> Said:
+    num_rows, tasks = prepare(
+        options.set, options.files, without=options.without, any_count=options.any_count
+    )
+    _write(map(_row, tasks), options.out)
+    said = f"{options.out}: {len(tasks)} problems of {num_rows} rows"
+    return said, {"out": str(options.out), "num_problems": len(tasks), "num_rows": num_rows}
+
+
+def _filter(options: argparse.Namespace) -> Said:
+    solved, rollouts = options.solved
+    found = filter_solved(options.tasks, options.trajectories, solved=solved, rollouts=rollouts)
+    _write(map(_row, found.tasks), options.out)
+    said = (
+        f"{options.out}: {len(found.tasks)} of {found.num_tasks} problems; "
+        f"{found.num_tasks - len(found.tasks)} were solved {solved} of {rollouts} times or more"
+    )
+    if found.num_too_few:
+        said += (
+            f"; {found.num_too_few} are kept that have fewer than {rollouts} rollouts with a "
+            f"reward, {found.num_without} of them none"
+        )
+    if found.num_unknown:
+        said += f"; {found.num_unknown} problems of the rollouts stand in no file of --tasks"
+    counts = {name: getattr(found, name) for name in _COUNTS}
+    return said, {"out": str(options.out), "num_problems": len(found.tasks), **counts}
+
+
+def _teacher(options: argparse.Namespace) -> Said:
+    _write(lessons(options.count, levels=options.levels, seed=options.seed), options.out)
+    said = f"{options.out}: {options.count} dialogues"
+    return said, {"out": str(options.out), "num_dialogues": options.count}
+
+
+def prepare(
+    name: str, files: Sequence[Path], *, without: Sequence[Path] = (), any_count: bool = False
+) -> tuple[int, list[Task]]:
+    """Return the number of rows in `files` and their distinct problems, minus those in `without`.
+
+    Raises:
+        DataError: a row is invalid, or, unless `any_count`, the number of rows is not the set's.
+    """
+    rows = list(_tasks(files))
+    expected, what = SETS[name]
+    if len(rows) != expected and not any_count:
+        raise DataError(
+            f"{name}: {len(rows)} rows, but {what} has {expected}; "
+            "use --any-count to accept them anyway"
+        )
+    measured = {task.id for task in _tasks(without)}
+    left: dict[str, Task] = {}
+    for task in rows:
+        if task.id not in measured:
+            left.setdefault(task.id, task)
+    return len(rows), list(left.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """The problems that remain after filtering, and counts.
+
+    Attributes:
+        num_tasks: distinct problems before filtering.
+        num_too_few: problems kept because they have too few rollouts.
+        num_without: those of them that have no rollout at all.
+        num_unknown: problems with rollouts that are not among the tasks.
+    """
+
+    tasks: list[Task]
+    num_tasks: int
+    num_too_few: int
+    num_without: int
+    num_unknown: int
+
+
+def filter_solved(
+    files: Sequence[Path], trajectories: Sequence[Path], *, solved: int, rollouts: int
+) -> Filtered:
+    """Drop the problems that were solved at least `solved` times in their last `rollouts` rollouts.
+
+    A rollout with a reward above 0 solves its problem; rollouts without a reward, which failed for
+    reasons of infrastructure, are ignored. The last rollouts are those of the newest policy: files
+    count in the order given, those of a run by step. A problem with fewer rollouts is kept.
+    (Source: arXiv 2508.20722, stage 3, with 8 of 8.)
+
+    Args:
+        trajectories: run folders, or files from their `trajectories/`.
+
+    Raises:
+        DataError: a row is invalid, none of the problems rolled out is in `files`, or no problem
+            is left.
+    """
+    last: dict[str, deque[float]] = {}
+    for path in _trajectory_files(trajectories):
+        for number, row in read_jsonl(path):
+            task, reward = _outcome(row, f"{path}: line {number}")
+            rewards = last.setdefault(task, deque(maxlen=rollouts))
+            if reward is not None:
+                rewards.append(reward)
+    tasks: dict[str, Task] = {}
+    for one in _tasks(files):
+        tasks.setdefault(one.id, one)
+    if not tasks.keys() & last.keys():
+        raise DataError(
+            f"--tasks: none of the {len(last)} problems of the rollouts is among these "
+            f"{len(tasks)} problems: pass the files that the run was trained on"
+        )
+    counts = {id: len(last.get(id, ())) for id in tasks}
+    left = [
+        task
+        for id, task in tasks.items()
+        if counts[id] < rollouts or sum(reward > 0 for reward in last[id]) < solved
+    ]
+    if not left:
+        raise DataError(f"no problem is left: all {len(tasks)} are solved")
+    return Filtered(
+        left,
+        num_tasks=len(tasks),
+        num_too_few=sum(count < rollouts for count in counts.values()),
+        num_without=sum(not count for count in counts.values()),
+        num_unknown=len(last.keys() - tasks.keys()),
+    )
+
+
+def _trajectory_files(paths: Iterable[Path]) -> Iterable[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+        elif files := sorted((path / "trajectories").glob("*.jsonl")):
+            yield from files
+        else:
+            raise DataError(f"{path}: no trajectories/*.jsonl: expected a run's folder")
+
+
+def _outcome(row: Any, where: str) -> tuple[str, float | None]:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: expected an object")
+    task, reward = row.get("task"), row.get("reward")
+    if not isinstance(task, str):
+        raise DataError(f"{where}: field 'task': expected a problem's id")
+    if "reward" not in row or not isinstance(reward, int | float | None):
+        raise DataError(f"{where}: field 'reward': expected a number or null")
+    return task, reward
+
+
+def _tasks(files: Iterable[Path]) -> Iterable[Task]:
+    for file in files:
+        kind: Any = "parquet" if file.suffix == ".parquet" else "jsonl"
+        yield from read_tasks(TasksSettings(kind=kind, paths=[file]))
+
+
+def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
+    """Write the rows as JSONL, atomically. Follow symbolic links; refuse devices.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    out = out.resolve()
+    if out.exists() and not out.is_file():
+        raise DataError(f"{out}: not a regular file: it cannot be replaced")
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        unfinished.replace(out)
+    except OSError as error:
+        raise DataError(f"{out}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()
+
+
+def _row(task: Task) -> dict[str, Any]:
+    field = "problem" if isinstance(task.prompt, str) else "messages"
+    row: dict[str, Any] = {field: task.prompt, "answer": task.answer, "source": task.source}
+    row |= {"level": task.level} if task.level else {}
+    return row | ({"extra_info": dict(task.extra)} if task.extra else {})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "agentloop data",
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="sets:\n"
+        + "\n".join(
+            f"  {name:<10} {count:>6} rows  {what}" for name, (count, what) in SETS.items()
+        ),
+    )
+    commands = parser.add_subparsers(required=True, metavar="prepare | filter | teacher")
+    prepare = commands.add_parser("prepare", help="convert a problem set into one JSONL file")
+    prepare.set_defaults(command=_prepare, doing="Reading the files")
+    prepare.add_argument("set", choices=SETS)
+    prepare.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .parquet")
+    prepare.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
+    prepare.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="leave out the problems in this file, such as those used for evaluation",
+    )
+    prepare.add_argument(
+        "--any-count", action="store_true", help="accept files with another number of rows"
+    )
+    hard = commands.add_parser("filter", help="leave out problems that the policy already solves")
+    hard.set_defaults(command=_filter, doing="Reading the rollouts")
+    hard.add_argument(
+        "trajectories",
+        nargs="+",
+        type=Path,
+        metavar="TRAJECTORIES",
+        help="a run's folder, or files from its trajectories/; each problem's last rollouts count",
+    )
+    hard.add_argument(
+        "--solved",
+        type=_share,
+        default=(8, 8),
+        metavar="K/N",
+        help="leave out problems solved at least K times in their last N rollouts (default: 8/8)",
+    )
+    hard.add_argument(
+        "--tasks",
+        action="append",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="file with the problems, .jsonl or .parquet; may be repeated",
+    )
+    hard.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
+    teacher = commands.add_parser(
+        "teacher", help="write synthetic arithmetic dialogues with frequent, corrected mistakes"
+    )
+    teacher.set_defaults(command=_teacher, doing="Writing the dialogues")
+    teacher.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
+    teacher.add_argument(
+        "--count", type=_from(1), default=10_000, help="dialogues (default: 10000)"
+    )
+    teacher.add_argument("--seed", type=_from(0), default=0, help="random seed (default: 0)")
+    teacher.add_argument(
+        "--levels",
+        type=_from(1),
+        nargs="+",
+        default=[2],
+        help="difficulty of the problems, as in the setting tasks.levels (default: 2)",
+    )
+    for command in (prepare, hard, teacher):
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _from(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise ValueError
+        return value
+
+    return number
+
+
+def _share(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8/8")
+    return int(found[1]), int(found[2])

@@ -1,0 +1,428 @@
+"""`agentloop evaluate`: estimate avg@k and pass@k of a model on tasks, with confidence intervals.
+
+tasks ──> the agent, or an external endpoint ──> the run's folder ──> results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pydantic
+
+from agentloop.cli import console
+from agentloop.cli.run_dashboard import RunDashboard
+from agentloop.config import load_known, load_settings, to_toml
+from agentloop.errors import SettingsError, sole
+from agentloop.evaluation.agent import Agent
+from agentloop.evaluation.endpoint import Endpoint, EndpointSettings
+from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Sampler
+from agentloop.evaluation.results import figures_of, markdown, notes, results, table, text
+from agentloop.events import (
+    Event,
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutStarted,
+    TokensSampled,
+)
+from agentloop.inference.processes.supervise import require_device
+from agentloop.models import SMALL
+from agentloop.rewards.reward import Grader, RewardSettings
+from agentloop.runtime import Runtime, Settings
+from agentloop.sandbox import Pool
+from agentloop.tasks.problems import GENERATORS
+from agentloop.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
+from agentloop.training.group_metrics import mean
+from agentloop.training.run_folder import RunFolder, RunSettings
+from agentloop.training.run_status import RunStatus
+
+__all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main"]
+
+_GENERATED = 64  # default number of tasks of a generator, which has no end
+_LINES = 20  # progress lines printed without a terminal
+_TICK_S = 0.5
+# Settings that may not change on --resume: otherwise the samples would be mixed.
+_FIXED = ("model", "chat", "tools", "tool_timeout_s", "sampling", "tasks", "reward")
+
+
+class EvaluateSettings(Settings):
+    """All settings of an evaluation, on top of those of a runtime."""
+
+    evaluate: EvaluationSettings = pydantic.Field(default_factory=lambda: EvaluationSettings())
+    endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
+    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
+    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
+    run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
+    page: bool = pydantic.Field(
+        True,
+        description="Whether to serve a web page of the run, at serve.host and serve.port, or at "
+        "a free port if that one is taken.",
+    )
+
+
+async def evaluate(
+    settings: EvaluateSettings, progress: console.ProgressLine, *, resume: Path | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """Run an evaluation, or continue the one at `resume`; return the run's folder and the results.
+
+    The results are also written to the folder, as results.json and results.md.
+
+    Raises:
+        AgentLoopError: a failure that the evaluation cannot recover from.
+    """
+    _check(settings)
+    if resume is not None:
+        _check_same(load_settings(EvaluateSettings, [resume / "config.toml"]), settings)
+    async with Grader(settings.reward) as grader:
+        await grader.ready()  # report missing packages before the servers start
+    tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
+    folder = _folder(settings, resume)
+    report = _ProgressReport(settings.evaluate, progress)
+    scene = RunDashboard(
+        folder,
+        progress,
+        readers=[report.seen],
+        kind="evaluate",
+        has_runtime=not settings.endpoint.url,
+    )
+    evaluation = Evaluation(
+        settings.evaluate,
+        tasks,
+        folder,
+        on_progress=report.done,
+        on_refused=lambda task, error: progress.say(f"Left out: task {task.id}: {error}"),
+        emit=scene.emit,
+    )
+    await evaluation.take_up()
+    if evaluation.todo:
+        path = folder.path
+        model = settings.endpoint.model or Path(settings.model or SMALL).name
+        elsewhere = scene.told_elsewhere(settings.otel, model=model)
+        with folder.noting_failure():
+            async with (
+                elsewhere,
+                scene.shown(settings.serve) if settings.page else nullcontext(),
+                _open_sampler(settings, tasks, scene, progress) as (sampler, grader, settings),
+            ):
+                folder.tell(to_toml(settings))
+                progress.say(f"If stopped, continue with: agentloop evaluate --resume {path}")
+                async with report.of(evaluation):
+                    await evaluation.run(sampler, grader)
+    else:
+        folder.tell(to_toml(settings))
+    about_it = {
+        "model": settings.endpoint.model or settings.model or "small",
+        "by": settings.endpoint.url or "agentloop",
+        "tools": [] if settings.endpoint.url else settings.tools,
+        "sampling": settings.sampling.model_dump(mode="json"),
+        "budget": settings.budget.model_dump(mode="json"),
+    }
+    told = results(evaluation.outcomes, settings.evaluate, about_it)
+    folder.write("results.json", json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    folder.write("results.md", markdown(told))
+    return folder.path, told
+
+
+def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
+    """Return the tasks to evaluate on.
+
+    These are the held-out tasks if `tasks.held_out` is set; otherwise the distinct tasks of the
+    files, in order, or the first tasks of a generator. If `evaluate.num_tasks` is smaller, that
+    many are drawn at random with `tasks.seed`.
+
+    Raises:
+        DataError: a task is invalid; the message names the file, the line or row, and the field.
+        SettingsError: there are no tasks, or a package is missing.
+    """
+    s, wanted = settings.tasks, settings.evaluate.num_tasks
+    if s.held_out:
+        tasks = TaskSource.open(s).held_out()
+    elif s.kind in GENERATORS:
+        source = TaskSource.open(s)
+        wanted = wanted or _GENERATED
+        tasks = [next(source) for _ in range(wanted)]
+    else:
+        first: dict[str, Task] = {}
+        for task in read_tasks(s):
+            first.setdefault(task.id, task)
+        tasks = list(first.values())
+    if wanted and wanted < len(tasks):
+        drawn = set(random.Random(s.seed).sample(range(len(tasks)), wanted))
+        tasks = [task for index, task in enumerate(tasks) if index in drawn]
+    if not tasks:
+        raise SettingsError("tasks: there are no tasks to evaluate on")
+    return tasks
+
+
+def _check(settings: EvaluateSettings) -> None:
+    """Raise SettingsError if settings contradict each other."""
+    if settings.endpoint.model and not settings.endpoint.url:
+        raise SettingsError("endpoint.model: set endpoint.url, too")
+    if settings.endpoint.url and settings.servers:
+        raise SettingsError("servers: not used with endpoint.url: set one of them")
+
+
+def _check_same(old: EvaluateSettings, new: EvaluateSettings) -> None:
+    """Raise SettingsError if a setting that may not change on --resume has changed."""
+    pairs = [(f"{name}", getattr(old, name), getattr(new, name)) for name in _FIXED]
+    pairs += [(f"endpoint.{name}", getattr(old.endpoint, name), getattr(new.endpoint, name))
+              for name in ("url", "model")]  # fmt: skip
+    pairs += [(f"budget.{name}", getattr(old.budget, name), getattr(new.budget, name))
+              for name in type(new.budget).model_fields if name != "timeout_s"]  # fmt: skip
+    for name, before, after in pairs:
+        if before != after:
+            raise SettingsError(
+                f"--resume: {name}: differs from the run's: its samples would be mixed; keep the "
+                "run's value or start a new run"
+            )
+    if new.evaluate.num_samples < old.evaluate.num_samples:
+        raise SettingsError(
+            f"--resume: evaluate.num_samples: the run already has {old.evaluate.num_samples}; "
+            "set at least as many"
+        )
+
+
+def _folder(settings: EvaluateSettings, resume: Path | None) -> RunFolder:
+    """Open the run's folder. `runs/latest` keeps pointing to a training run.
+
+    Raises:
+        SettingsError: the folder cannot be created or opened.
+    """
+    if resume is not None:
+        return RunFolder.again(resume)
+    name = settings.run.name or time.strftime("evaluate-%Y%m%d-%H%M%S")
+    path = (settings.run.folder.expanduser() / name).absolute()
+    return RunFolder(path, to_toml(settings))
+
+
+@asynccontextmanager
+async def _open_sampler(
+    settings: EvaluateSettings,
+    tasks: Sequence[Task],
+    scene: RunDashboard,
+    progress: console.ProgressLine,
+) -> AsyncIterator[tuple[Sampler, Grader, EvaluateSettings]]:
+    """Start the sampler and the scorer; yield them and the settings with the model's name."""
+    s = settings
+    if s.endpoint.url:
+        most = s.budget.max_response_tokens
+        opened = Endpoint.open(s.endpoint, s.sampling, max_response_tokens=most, emit=scene.emit)
+        async with AsyncExitStack() as stack:
+            endpoint = await stack.enter_async_context(opened)
+            pool = None
+            if any("reasoning_gym" in task.extra for task in tasks):  # scored in the sandbox
+                made = Pool(s.sandbox, on_progress=progress)
+                pool = await stack.enter_async_context(made)
+            grader = await stack.enter_async_context(Grader(s.reward, pool=pool))
+            named = s.endpoint.model_copy(update={"model": endpoint.model})
+            yield endpoint, grader, s.model_copy(update={"endpoint": named})
+        return
+    logged = s.model_copy(update={"log_dir": s.log_dir or scene.folder.path / "logs"})
+    async with Runtime(logged, progress=progress) as runtime:
+        scene.runtime = runtime
+        async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
+            tg.start_soon(scene.stalls.watch, s.serve.stall_after_s)
+            run_group = partial(runtime.run_group, on_event=scene.emit, with_text=False)
+            model = s.model or (runtime.router.model_path if s.servers else None)
+            agent = Agent(run_group, runtime.router.has_room)
+            try:
+                yield agent, grader, s.model_copy(update={"model": model})
+            finally:
+                scene.leave()
+            tg.cancel_scope.cancel()
+
+
+class _ProgressReport:
+    """Reports progress: continuously on a terminal, otherwise in a limited number of lines."""
+
+    def __init__(self, settings: EvaluationSettings, progress: console.ProgressLine) -> None:
+        self._settings = settings
+        self._progress = progress
+        self._evaluation: Evaluation | None = None
+        self._open: set[str] = set()
+        self._num_tokens = 0
+        self._begun_s = time.monotonic()
+        self._done_at_start = self._done = self._num_lines = 0
+        self._values: dict[str, str] = {}
+
+    def seen(self, event: Event) -> None:
+        match event:
+            case RolloutStarted():
+                self._open.add(event.rollout_id)
+            case RolloutFinished() | RolloutAbandoned():
+                self._open.discard(event.rollout_id)
+            case TokensSampled():
+                self._num_tokens += len(event.ids)
+
+    @asynccontextmanager
+    async def of(self, evaluation: Evaluation) -> AsyncIterator[None]:
+        """Report the progress of `evaluation` while the context is open."""
+        self._evaluation, self._begun_s = evaluation, time.monotonic()
+        self._done_at_start = len(evaluation.outcomes) - len(evaluation.todo)
+        self.done(self._done_at_start)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._tick)
+                yield
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise sole(group) from None
+
+    def done(self, num_done: int) -> None:
+        """Report that `num_done` tasks are done."""
+        assert self._evaluation is not None
+        self._done = num_done
+        outcomes = self._evaluation.outcomes
+        told = figures_of(outcomes, self._settings)
+        name = f"avg@{self._settings.num_samples}"
+        if told.avg_at_k is not None:
+            one = told.avg_at_k
+            self._values[name] = f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
+        missing = sum(one["reward"] is None for each in outcomes for one in each.rollouts)
+        self._values["missing"] = str(missing)
+        if _LINES * num_done // len(outcomes) > self._num_lines:
+            self._num_lines = _LINES * num_done // len(outcomes)
+            value = mean(told.avg_at_k.value if told.avg_at_k else None)
+            self._progress(f"{num_done} of {len(outcomes)} tasks, {name} {value}")
+        self._show()
+
+    async def _tick(self) -> None:
+        while True:
+            self._show()
+            await anyio.sleep(_TICK_S)
+
+    def _show(self) -> None:
+        assert self._evaluation is not None
+        elapsed_s = time.monotonic() - self._begun_s
+        total, fresh = len(self._evaluation.outcomes), self._done - self._done_at_start
+        waits = f"{len(self._open)} samples in flight"
+        if self._num_tokens and elapsed_s > 0:
+            waits += f", {self._num_tokens / elapsed_s:,.0f} tokens/s"
+        left_s = elapsed_s / fresh * (total - self._done) if fresh else None
+        self._progress.show(
+            RunStatus("evaluation", self._done, total, waits, self._values, left_s, unit="task")
+        )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="agentloop evaluate",
+        description="Sample each task k times and estimate avg@k and pass@k. Exits with status "
+        "1 if samples are missing; --resume retries them.",
+    )
+    console.add_settings_arguments(parser)
+    parser.add_argument(
+        "--tasks",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="a .jsonl or .parquet file, such as `agentloop data prepare` writes; may be repeated",
+    )
+    told = parser.add_mutually_exclusive_group()
+    told.add_argument(
+        "--run",
+        metavar="RUN",
+        type=Path,
+        help="evaluate the newest model of this run of `agentloop train`, such as runs/latest, "
+        "with the run's tasks, tools and budget",
+    )
+    told.add_argument(
+        "--resume",
+        metavar="RUN",
+        type=Path,
+        help="continue the evaluation in this folder; samples that have a reward are kept",
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as a JSON object")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be sampled, and exit"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if options.list_settings:
+        print(console.settings_text(EvaluateSettings))
+        return 0
+    read = partial(
+        _read_settings, options.settings, options.tasks or [], options.run, options.resume
+    )
+    if options.dry_run:
+        return console.run(lambda: _plan(read()))
+    work = partial(_evaluate, read, options.resume, options.json)
+    return console.run(work, explain=options.explain)
+
+
+def _read_settings(
+    arguments: list[str], paths: Sequence[Path], run: Path | None, resume: Path | None
+) -> EvaluateSettings:
+    """Return the settings of the command line, on top of those of the run. Raises SettingsError."""
+    files, overrides = console.split_settings(arguments)
+    base: dict[str, Any] = {}
+    if resume is not None:
+        if not (resume / "config.toml").is_file():
+            raise SettingsError(
+                f"--resume: {resume} is not a run (no config.toml). Try `agentloop runs list`."
+            )
+        files = [str(resume / "config.toml"), *files]
+    if run is not None:
+        base = load_known(EvaluateSettings, run / "config.toml")
+        for own in ("run", "log_dir", "evaluate"):
+            base.pop(own, None)
+        base |= {"model": str(RunFolder.model_in(run)), "servers": []}
+    if paths:
+        kinds = {"parquet" if path.suffix == ".parquet" else "jsonl" for path in paths}
+        if len(kinds) > 1:
+            raise SettingsError("--tasks: give files of one kind only, .jsonl or .parquet")
+        named = json.dumps([str(path) for path in paths], ensure_ascii=False)
+        overrides = [f"tasks.kind={kinds.pop()}", f"tasks.paths={named}", "tasks.held_out=0",
+                     *overrides]  # fmt: skip
+    return load_settings(EvaluateSettings, files, overrides, base=base)
+
+
+async def _plan(settings: EvaluateSettings) -> int:
+    _check(settings)
+    tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
+    k, most = settings.evaluate.num_samples, settings.budget.max_response_tokens
+    by = settings.endpoint.url or "agentloop"
+    print(f"tasks      {len(tasks)}, of {', '.join(sorted({task.source for task in tasks}))}")
+    print(f"samples    {k} of each: {len(tasks) * k:,}, by {by}")
+    print(f"tokens     {most:,} a sample at most: {len(tasks) * k * most:,}")
+    return 0
+
+
+async def _evaluate(read: Any, resume: Path | None, as_json: bool) -> int:
+    settings: EvaluateSettings = read()
+    if not settings.endpoint.url and not settings.servers:
+        require_device(settings.server)
+    with console.ProgressLine("Starting to evaluate") as progress:
+        if settings.sampling.temperature == 0 and settings.evaluate.num_samples > 1:
+            progress.say("At temperature 0 all samples of a task are practically the same")
+        folder, told = await evaluate(settings, progress, resume=resume)
+        progress.say(f"The run is in {folder}")
+    if as_json:
+        print(json.dumps(told, ensure_ascii=False))
+    elif sys.stdout.isatty():
+        _print_table(told)
+    else:
+        print(text(told), end="")
+    return 1 if told["all"]["num_missing"] else 0
+
+
+def _print_table(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    head, *rows = table(told)
+    drawn = Table(*head, title=f"{told['model']}, by {told['by']}")
+    for cells in rows:
+        drawn.add_row(*cells)
+    out = Console()
+    out.print(drawn)
+    for note in notes(told):
+        out.print(note, markup=False, highlight=False)

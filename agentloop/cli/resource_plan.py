@@ -1,0 +1,689 @@
+"""Estimate what a training run will need: tokens, memory, disk space, processes.
+
+    config.json (weights need not exist) + settings ──> Plan ──> text, with warnings
+
+P is the number of parameters, T that of trained parameters (P, or a LoRA's), R the number of ranks,
+w the bytes of `learner.dtype`. With DeepSpeed 0.19's ZeRO stages, each rank holds:
+
+                 1            2            3
+    weights      w P          w P          w P / R
+    gradients    w T          4 T / R      4 T / R
+    optimizer    12 T / R     12 T / R     12 T / R
+    checkpoint   (w + 12) T   (w + 12) T   12 T          all ranks together, on disk
+
+and in stage 3 also the gathered parameters, w min(P, stage3_max_live_parameters). The optimizer
+holds float32 weights and AdamW's two moments. When offloaded, these and the rank's share of the
+gradients are in the host's memory. Buffers are the gradient reduction bucket and the gathered
+parameters. Activations are the tensors that autograd saves in Qwen3's layers, per token:
+w (6 H + 5 Q + 4 K + 4 I), and in bfloat16 another 4 H + 2 Q + 2 K for norms in float32, where H, Q,
+K, I are the widths of a layer, its queries, its keys and its MLP; with activation checkpointing,
+w H per layer plus one whole layer. Logits are `head_chunk_tokens` rows, four times in float32 and
+once in w.
+
+Not covered: memory of torch, CUDA and NCCL themselves (a few GiB per GPU); fragmentation; gradients
+of activations; ZeRO's copy of a rank's gradients during the optimizer step, when activations are
+freed; CUDA graphs and activations of servers (and the 2 GiB of a server on a CPU); weights and
+activations of adapters. Upper bounds assume rollouts that use up their budget: prompts come on top,
+and most rollouts are shorter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentloop.agent.rollout import Budget
+from agentloop.errors import ModelError, SettingsError
+from agentloop.inference.cpu import has_accelerator
+from agentloop.inference.processes.supervise import ServerSettings
+from agentloop.models import SMALL, not_a_model
+from agentloop.training.learner_client.client import RanksSettings
+from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.roc import RocSettings
+from agentloop.training.run_folder import RunSettings
+
+__all__ = [
+    "Disk",
+    "LearnerMemory",
+    "Machine",
+    "ModelShape",
+    "Plan",
+    "PlanSettings",
+    "ServerMemory",
+    "plan",
+    "this_machine",
+]
+
+_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
+_COUNTABLE = ("llama", "mistral", "qwen2", "qwen3")
+_BYTES_PER_TRAJECTORY_TOKEN = 64  # in trajectories/*.jsonl, which hold ids and log-probs twice
+_MAX_HEADER_BYTES = 100 << 20
+
+
+class PlanSettings(Protocol):
+    """The settings that a plan needs, a subset of `TrainSettings`."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def servers(self) -> Sequence[str]: ...
+    @property
+    def server(self) -> ServerSettings: ...
+    @property
+    def budget(self) -> Budget: ...
+    @property
+    def learner(self) -> LearnerSettings: ...
+    @property
+    def ranks(self) -> RanksSettings: ...
+    @property
+    def loop(self) -> LoopSettings: ...
+    @property
+    def roc(self) -> RocSettings: ...
+    @property
+    def run(self) -> RunSettings: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The hardware of a machine. `gpu_bytes` is the memory of the smallest GPU; 0: unknown."""
+
+    ram_bytes: int
+    disk_free_bytes: int
+    num_gpus: int = 0
+    gpu_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The shape of a dense decoder, from its configuration.
+
+    Attributes:
+        counted: whether parameters were counted in the weights rather than computed from the
+            configuration.
+        query_size, kv_size: total width of all query heads, and of all key (or value) heads.
+    """
+
+    num_parameters: int
+    counted: bool
+    dtype: str
+    num_layers: int
+    hidden_size: int
+    query_size: int
+    kv_size: int
+    num_kv_heads: int
+    mlp_size: int
+    vocab_size: int
+    context_length: int
+
+    @classmethod
+    def read(cls, folder: Path, changes: Mapping[str, Any] | None = None) -> ModelShape:
+        """Read the shape of the model in a folder.
+
+        Parameters are counted in the weights if they exist and there are no `changes` to the
+        configuration.
+
+        Raises:
+            ModelError: the configuration is missing values or of an unsupported kind.
+        """
+        config = _read_config(folder) | dict(changes or {})
+        try:
+            heads = config["num_attention_heads"]
+            head_dim = config.get("head_dim") or config["hidden_size"] // heads
+            kv_heads = config.get("num_key_value_heads") or heads
+            tied = bool(config.get("tie_word_embeddings"))
+            counted = 0 if changes else _count_tensors(folder, tied=tied)
+            return cls(
+                num_parameters=counted or _count(config, heads * head_dim, kv_heads * head_dim),
+                counted=bool(counted),
+                dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+                num_layers=config["num_hidden_layers"],
+                hidden_size=config["hidden_size"],
+                query_size=heads * head_dim,
+                kv_size=kv_heads * head_dim,
+                num_kv_heads=kv_heads,
+                mlp_size=config["intermediate_size"],
+                vocab_size=config["vocab_size"],
+                context_length=config.get("max_position_embeddings") or 0,
+            )
+        except KeyError as error:
+            raise ModelError(
+                f"{folder}/config.json: {error} is missing: cannot plan for this kind of model"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMemory:
+    """The memory of a rank, in bytes.
+
+    Fields are on its device, except `offloaded`, on the host, and `loading`, on the host while all
+    ranks of a machine load the model, each of them completely.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+    logits: int
+    offloaded: int
+    loading: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.buffers + self.activations + self.logits
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """The memory of a server on each of its GPUs, or in the host's memory on a CPU, in bytes.
+
+    Attributes:
+        kv_token: one token in the KV cache.
+        rollout: a rollout that uses up its budget, without its prompt.
+        kv_cache: the whole KV cache; None: as much as fits.
+    """
+
+    weights: int
+    kv_token: int
+    rollout: int
+    kv_cache: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The disk space of a run's folder, in bytes: upper bounds.
+
+    Published weights count twice, since they are replaced atomically, and checkpoints include one
+    that is being written.
+    """
+
+    weights: int
+    checkpoint: int
+    checkpoints: int
+    trajectories_per_step: int
+    trajectories: int
+
+    @property
+    def total(self) -> int:
+        return 2 * self.weights + self.checkpoints + self.trajectories
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The estimated requirements of a run."""
+
+    settings: PlanSettings
+    folder: Path
+    shape: ModelShape
+    on_gpus: bool
+    learner: LearnerMemory
+    server: ServerMemory
+    disk: Disk
+    warnings: tuple[str, ...]
+
+    @property
+    def num_rollouts(self) -> int:
+        """Number of rollouts per step."""
+        return self.settings.loop.tasks_per_step * self.settings.loop.group_size
+
+    @property
+    def num_kept(self) -> int:
+        """Largest number of rollouts per step that are trained on."""
+        return _num_kept(self.settings)
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens in a step's rollouts, without prompts."""
+        return self.num_rollouts * self.settings.budget.max_response_tokens
+
+    @property
+    def max_kept_tokens(self) -> int:
+        return self.num_kept * self.settings.budget.max_response_tokens
+
+    @property
+    def num_processes(self) -> int:
+        """Number of servers and ranks. A server counts as one process."""
+        own = 0 if self.settings.servers else self.settings.server.count
+        return own + self.settings.ranks.count
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs used on this machine. Servers and ranks share GPUs, from the first on."""
+        return max(_server_gpus(self.settings), self.settings.ranks.count) if self.on_gpus else 0
+
+    def text(self) -> str:
+        return "\n".join(_lines(self)) + "\n"
+
+    def data(self) -> dict[str, Any]:
+        """Return the plan as plain data: bytes, tokens and counts."""
+        names = ("num_rollouts", "num_kept", "max_tokens", "max_kept_tokens")
+        return {
+            "model": {"folder": str(self.folder), **asdict(self.shape)},
+            "steps": self.settings.loop.steps,
+            "step": {name: getattr(self, name) for name in names},
+            "num_processes": self.num_processes,
+            "num_gpus": self.num_gpus,
+            "rank_bytes": {**asdict(self.learner), "total": self.learner.total},
+            "server_bytes": asdict(self.server),
+            "disk_bytes": {**asdict(self.disk), "total": self.disk.total},
+            "warnings": list(self.warnings),
+        }
+
+
+def plan(
+    settings: PlanSettings,
+    machine: Machine | None = None,
+    *,
+    changes: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Estimate what a run needs. Blocks for some tenths of a second.
+
+    Args:
+        machine: the machine to compare with; None: this one, queried with nvidia-smi.
+        changes: values that differ from those in the model's config.json.
+
+    Raises:
+        SettingsError: the model's folder has no config.json.
+        ModelError: as in `ModelShape.read`.
+    """
+    folder = Path(settings.model or SMALL).expanduser()
+    if not (folder / "config.json").is_file():
+        raise SettingsError(
+            f"model: {not_a_model(folder)}. (A plan only needs the configuration, no weights.)"
+        )
+    if machine is None:
+        machine = this_machine(settings.run.folder)
+    shape = ModelShape.read(folder, changes)
+    on_gpus = settings.server.device == "cuda" or (
+        settings.server.device == "auto" and has_accelerator()
+    )
+    learner = _learner_memory(shape, settings.learner, settings.ranks, on_gpus)
+    server = _server_memory(shape, settings, on_gpus)
+    disk = _disk(shape, settings)
+    return Plan(
+        settings=settings,
+        folder=folder,
+        shape=shape,
+        on_gpus=on_gpus,
+        learner=learner,
+        server=server,
+        disk=disk,
+        warnings=tuple(_warnings(settings, machine, shape, learner, server, disk, on_gpus)),
+    )
+
+
+def this_machine(folder: Path = Path()) -> Machine:
+    """Return this machine's memory, NVIDIA GPUs and free disk space at `folder`."""
+    place = folder.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    query = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        sizes = [int(line) << 20 for line in done.stdout.split()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        sizes = []  # there is no GPU, or its size is unknown
+    return Machine(ram, free, len(sizes), min(sizes, default=0))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}/config.json: {error}") from error
+    return config
+
+
+def _count(config: Mapping[str, Any], query: int, kv: int) -> int:
+    """Count the parameters of a dense decoder with gated MLPs; tied embeddings count once."""
+    kind = config.get("model_type")
+    if kind not in _COUNTABLE:
+        raise ModelError(
+            f"config.json: parameters of the model type {kind!r} can only be counted in its "
+            f"weights (from the configuration: {', '.join(_COUNTABLE)})"
+        )
+    hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    layer = 2 * hidden * (query + kv) + 3 * hidden * mlp + 2 * hidden
+    if kind == "qwen3":
+        layer += 2 * (config.get("head_dim") or hidden // config["num_attention_heads"])
+    if kind == "qwen2" or config.get("attention_bias"):
+        layer += query + 2 * kv
+    if kind != "qwen2" and config.get("attention_bias"):
+        layer += hidden
+    if config.get("mlp_bias"):
+        layer += 2 * mlp + hidden
+    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return int(config["num_hidden_layers"] * layer + embeddings + hidden)
+
+
+def _count_tensors(folder: Path, *, tied: bool) -> int:
+    """Count the elements of all tensors in a folder's safetensors files."""
+    sizes: dict[str, int] = {}
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            try:
+                header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+            except ValueError as error:
+                raise ModelError(f"{path}: not a safetensors file: {error}") from error
+        sizes |= {k: math.prod(v["shape"]) for k, v in header.items() if k != "__metadata__"}
+    if tied:
+        sizes.pop("lm_head.weight", None)
+    return sum(sizes.values())
+
+
+def _num_trained(shape: ModelShape, learner: LearnerSettings) -> int:
+    """Count the trained parameters: all, or a LoRA's rank x (in + out) per adapted layer."""
+    if not learner.lora.rank:
+        return shape.num_parameters
+    h, q, kv, mlp = shape.hidden_size, shape.query_size, shape.kv_size, shape.mlp_size
+    widths = {
+        "self_attn.q_proj": h + q,
+        "self_attn.k_proj": h + kv,
+        "self_attn.v_proj": h + kv,
+        "self_attn.o_proj": q + h,
+        "mlp.gate_proj": h + mlp,
+        "mlp.up_proj": h + mlp,
+        "mlp.down_proj": mlp + h,
+    }
+    targets = learner.lora.targets or tuple(widths)
+    chosen = (width for name, width in widths.items() if name.endswith(targets))
+    return shape.num_layers * learner.lora.rank * sum(chosen)
+
+
+def _learner_memory(
+    shape: ModelShape, learner: LearnerSettings, ranks: RanksSettings, on_gpus: bool
+) -> LearnerMemory:
+    p, t, w = shape.num_parameters, _num_trained(shape, learner), _WIDTHS[learner.dtype]
+    num_ranks = ranks.count * ranks.nodes
+    zero = learner.deepspeed.get("zero_optimization", {})
+    stage = learner.zero_stage
+    share = math.ceil(t / num_ranks)
+    weights = w * (math.ceil(p / num_ranks) if stage == 3 else p)
+    gradients = w * t if stage == 1 else 4 * share
+    optimizer = 12 * share
+    # On a GPU the buffer is allocated whole; on a CPU only pages written to count.
+    bucket = int(zero.get("reduce_bucket_size", 5e8))
+    buffers = w * (bucket if on_gpus else min(bucket, t))
+    if stage == 3:
+        buffers += w * min(p, int(zero.get("stage3_max_live_parameters", 1e9)))
+    offloaded = 0
+    if "optimizer" in learner.offload:
+        offloaded += optimizer + 4 * share
+        optimizer, gradients = 0, w * t if stage == 1 else 0
+    if "parameters" in learner.offload:
+        offloaded += weights
+        weights = 0
+    tokens = learner.micro_batch_tokens
+    layer = _saved_of_layer(shape, learner.dtype)
+    activations = tokens * layer * shape.num_layers
+    if learner.activation_checkpointing:
+        activations = tokens * (w * shape.hidden_size * shape.num_layers + layer)
+    return LearnerMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        buffers=buffers,
+        activations=activations,
+        logits=min(learner.head_chunk_tokens, tokens) * shape.vocab_size * (16 + w),
+        offloaded=offloaded,
+        loading=ranks.count * w * p,
+    )
+
+
+def _saved_of_layer(shape: ModelShape, dtype: str) -> int:
+    """Return the bytes per token that autograd saves in a Qwen3 layer (verified in
+    tests/learner)."""
+    hidden, query, kv = shape.hidden_size, shape.query_size, shape.kv_size
+    numbers = 6 * hidden + 5 * query + 4 * kv + 4 * shape.mlp_size
+    if dtype == "float32":
+        return 4 * numbers
+    return 2 * numbers + 4 * hidden + 2 * query + 2 * kv
+
+
+def _server_memory(shape: ModelShape, settings: PlanSettings, on_gpus: bool) -> ServerMemory:
+    server = settings.server
+    usual = shape.dtype if on_gpus else "float32"
+    w = _WIDTHS.get(server.dtype or usual, 2)
+    # KV heads are never split: with more GPUs than KV heads they are replicated.
+    kv_share = shape.kv_size // shape.num_kv_heads * math.ceil(shape.num_kv_heads / server.tp_size)
+    kv_token = 2 * shape.num_layers * kv_share * w
+    size = server.max_total_tokens
+    return ServerMemory(
+        weights=math.ceil(shape.num_parameters * w / server.tp_size),
+        kv_token=kv_token,
+        rollout=kv_token * settings.budget.max_response_tokens,
+        kv_cache=None if size is None else kv_token * size,
+    )
+
+
+def _disk(shape: ModelShape, settings: PlanSettings) -> Disk:
+    loop, learner = settings.loop, settings.learner
+    weights = 0 if learner.zero_stage == 3 else _WIDTHS[learner.dtype]
+    checkpoint = (weights + 12) * _num_trained(shape, learner)
+    every = loop.checkpoint_every or max(1, loop.steps)
+    num_checkpoints = math.ceil(loop.steps / every)
+    if learner.keep_checkpoints:
+        num_checkpoints = min(num_checkpoints, learner.keep_checkpoints + 1)
+    tokens = loop.tasks_per_step * loop.group_size * settings.budget.max_response_tokens
+    per_step = tokens * _BYTES_PER_TRAJECTORY_TOKEN
+    return Disk(
+        weights=_WIDTHS[learner.publish_dtype] * shape.num_parameters,
+        checkpoint=checkpoint,
+        checkpoints=num_checkpoints * checkpoint,
+        trajectories_per_step=per_step,
+        trajectories=loop.steps * per_step,
+    )
+
+
+def _num_kept(settings: PlanSettings) -> int:
+    size, target = settings.loop.group_size, settings.roc.down_sample_to_n
+    return settings.loop.tasks_per_step * (min(size, target) if target > 0 else size)
+
+
+def _server_gpus(settings: PlanSettings) -> int:
+    server = settings.server
+    return 0 if settings.servers else server.count * server.tp_size * server.dp_size
+
+
+def _mem_fraction(settings: PlanSettings) -> float | None:
+    """Return the fraction of a GPU's memory set for servers (SGLang: --mem-fraction-static)."""
+    words = [word for argument in settings.server.extra_args for word in argument.split("=", 1)]
+    for name, value in pairwise(words):
+        if name == "--mem-fraction-static":
+            return float(value)
+    return None
+
+
+def _warnings(
+    settings: PlanSettings,
+    machine: Machine,
+    shape: ModelShape,
+    learner: LearnerMemory,
+    server: ServerMemory,
+    disk: Disk,
+    on_gpus: bool,
+) -> Iterator[str]:
+    s = settings
+    longest = s.budget.max_response_tokens
+    if 0 < shape.context_length <= longest:
+        yield (
+            f"the model's context of {_number(shape.context_length)} tokens does not hold a prompt "
+            f"and budget.max_response_tokens ({_number(longest)})"
+        )
+    if s.learner.micro_batch_tokens <= longest:
+        yield (
+            f"learner.micro_batch_tokens ({_number(s.learner.micro_batch_tokens)}) does not hold a "
+            f"prompt and budget.max_response_tokens ({_number(longest)})"
+        )
+    cache = s.server.max_total_tokens
+    if cache is not None and not s.servers and cache <= longest:
+        yield f"server.max_total_tokens ({_number(cache)}) does not hold one rollout"
+    if s.learner.optimizer.warmup_steps >= s.loop.steps * s.learner.updates_per_batch > 0:
+        yield f"the warm-up of {s.learner.optimizer.warmup_steps} steps lasts the whole run"
+    if on_gpus:
+        yield from _gpu_warnings(s, machine, learner, server)
+    host = learner.loading
+    own = 0 if s.servers or on_gpus else s.server.count * s.server.dp_size
+    if not on_gpus:
+        host = s.ranks.count * learner.total + own * (server.weights + (server.kv_cache or 0))
+    host = max(host, learner.loading, s.ranks.count * learner.offloaded)
+    if host > machine.ram_bytes:
+        yield f"{_size(host)} of host memory are needed; there are {_size(machine.ram_bytes)}"
+    if disk.total > machine.disk_free_bytes:
+        yield (
+            f"up to {_size(disk.total)} will be written to {s.run.folder}, where "
+            f"{_size(machine.disk_free_bytes)} are free"
+        )
+
+
+def _gpu_warnings(
+    s: PlanSettings, machine: Machine, learner: LearnerMemory, server: ServerMemory
+) -> Iterator[str]:
+    server_gpus = _server_gpus(s)
+    needed = max(server_gpus, s.ranks.count)
+    if needed > machine.num_gpus:
+        available = machine.num_gpus or "none that nvidia-smi lists"
+        yield f"{_count_of(needed, 'GPU')} needed; this machine has {available}"
+    fraction = _mem_fraction(s)
+    if server_gpus and fraction is None:
+        yield (
+            "servers and ranks share GPUs, and a server takes most of their memory: limit it with "
+            'server.extra_args = ["--mem-fraction-static", "0.4"]'
+        )
+    if not machine.gpu_bytes:
+        return
+    if server_gpus and server.weights > (fraction or 1) * machine.gpu_bytes:
+        yield f"a server's weights take {_size(server.weights)} of each GPU: raise server.tp_size"
+    taken = (fraction or 0) * machine.gpu_bytes if server_gpus else 0
+    if learner.total + taken > machine.gpu_bytes:
+        share = f", and servers {_size(taken)}" if taken else ""
+        yield (
+            f"a rank takes {_size(learner.total)} of its GPU's {_size(machine.gpu_bytes)}{share}: "
+            "use more ranks, a higher learner.zero_stage, fewer micro_batch_tokens or checkpointing"
+        )
+
+
+def _lines(p: Plan) -> Iterator[str]:
+    s, loop, learner, shape = p.settings, p.settings.loop, p.settings.learner, p.shape
+    by = "counted in the weights" if shape.counted else "from the configuration"
+    yield f"model      {p.folder}: {_amount(shape.num_parameters)} parameters ({by})"
+    yield (
+        f"           {shape.num_layers} layers of {shape.hidden_size}, vocabulary "
+        f"{_number(shape.vocab_size)}, context {_number(shape.context_length)}"
+    )
+    tokens = _number(s.budget.max_response_tokens)
+    yield f"steps      {loop.steps}; each of them:"
+    yield (
+        f"  roll out {_number(loop.tasks_per_step)} tasks, {loop.group_size} times each: "
+        f"{_number(p.num_rollouts)} rollouts of at most {tokens} tokens and "
+        f"{s.budget.max_turns} turns, {_amount(p.max_tokens)} tokens in all"
+    )
+    yield (
+        f"  train    on at most {_number(p.num_kept)} of them, {_amount(p.max_kept_tokens)} "
+        f"tokens: at least {_number(_micro_batches(p))} micro-batches per rank, "
+        f"{_count_of(learner.updates_per_batch, 'optimizer step')}"
+    )
+    factor = 8 if learner.activation_checkpointing else 6
+    yield (
+        f"  compute  at most {_flops(2 * shape.num_parameters * p.max_tokens)} for rollouts, "
+        f"{_flops(factor * shape.num_parameters * p.max_kept_tokens)} for training, without "
+        "attention"
+    )
+    where = _count_of(s.server.count, "server")
+    if s.servers:
+        where = _count_of(len(s.servers), "external server")
+    yield f"  publish  {_size(p.disk.weights)} of weights for {where}"
+    if loop.evaluate_every:
+        yield f"  every {loop.evaluate_every} steps {loop.evaluate_tasks} held-out tasks, once each"
+    m = p.learner
+    device = "GPU" if p.on_gpus else "process"
+    nodes = f" on each of {s.ranks.nodes} nodes" if s.ranks.nodes > 1 else ""
+    yield (
+        f"learner    {_count_of(s.ranks.count, 'rank')}{nodes}, ZeRO {learner.zero_stage}, "
+        f"{learner.dtype}: {_size(m.total)} each {device}"
+    )
+    if learner.lora.rank:
+        yield f"  LoRA with {_amount(_num_trained(shape, learner))} trained parameters"
+    kept = "checkpointed" if learner.activation_checkpointing else "not checkpointed"
+    parts = (
+        ("weights", m.weights, ""),
+        ("gradients", m.gradients, ""),
+        ("optimizer", m.optimizer, ""),
+        ("buffers", m.buffers, "DeepSpeed's"),
+        ("activations", m.activations, f"{_number(learner.micro_batch_tokens)} tokens, {kept}"),
+        ("logits", m.logits, f"{_number(learner.head_chunk_tokens)} tokens at a time"),
+    )  # fmt: skip
+    for name, size, note in parts:
+        yield f"  {name:<12} {_size(size):>10}  {note}".rstrip()
+    if m.offloaded:
+        yield f"  offloaded    {_size(m.offloaded):>10}  of host memory, per rank"
+    yield f"  at the start {_size(m.loading):>10}  of host memory, for all ranks of a node"
+    own = "" if s.servers else f", tp {s.server.tp_size}, dp {s.server.dp_size}"
+    yield f"inference  {where}{own}; on each {device}:"
+    yield f"  weights      {_size(p.server.weights):>10}"
+    yield (
+        f"  KV cache     {_size(p.server.kv_token):>10}  per token, {_size(p.server.rollout)} per "
+        "rollout that uses up its budget"
+    )
+    if p.server.kv_cache is not None and not s.servers:
+        yield f"               {_size(p.server.kv_cache):>10}  in total"
+    d = p.disk
+    yield f"disk       {s.run.folder}: up to {_size(d.total)}"
+    yield f"  weights      {_size(d.weights):>10}  twice, while they are replaced"
+    yield f"  checkpoints  {_size(d.checkpoints):>10}  at most, {_size(d.checkpoint)} each"
+    per_step = _size(d.trajectories_per_step)
+    yield f"  trajectories {_size(d.trajectories):>10}  at most, {per_step} per step"
+    gpus = f", {_count_of(p.num_gpus, 'GPU')} of this machine" if p.on_gpus else ", no GPU"
+    yield f"processes  {p.num_processes} of servers and learner{gpus}"
+    for warning in p.warnings:
+        yield f"warning    {warning}"
+
+
+def _micro_batches(p: Plan) -> int:
+    tokens = p.settings.learner.micro_batch_tokens
+    ranks = p.settings.ranks
+    return math.ceil(p.max_kept_tokens / tokens / (ranks.count * ranks.nodes))
+
+
+def _size(num_bytes: float) -> str:
+    for unit, width in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= width:
+            value = num_bytes / width
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _count_of(number: int, noun: str) -> str:
+    return f"{_number(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def _amount(number: int) -> str:
+    for unit, width in (("billion", 10**9), ("million", 10**6)):
+        if number >= width:
+            return f"{number / width:.4g} {unit}"
+    return _number(number)
+
+
+def _number(number: int) -> str:
+    return f"{number:,}"
+
+
+def _flops(number: float) -> str:
+    for unit, width in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)):
+        if number >= width:
+            return f"{number / width:.3g} {unit}"
+    return f"{number / 1e9:.3g} GFLOP"

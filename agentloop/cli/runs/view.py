@@ -1,0 +1,157 @@
+"""`agentloop runs view RUN`: serve or export the web page of a run's folder, active or ended."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import anyio
+import pydantic
+from aiohttp import web
+
+from agentloop.cli import console
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.api.guard import ApiGuard, ServeSettings
+from agentloop.api.listen import bind, serving
+from agentloop.config import load_settings
+from agentloop.distribution import version
+from agentloop.errors import ModelError, NotThere, SettingsError
+from agentloop.models import SMALL
+from agentloop.observe.archive import Archive
+from agentloop.observe.one_file import one_file
+from agentloop.observe.page import Page
+from agentloop.training.run_folder import RunFolder
+from agentloop.analysis.run_list import summarize
+
+__all__ = ["ViewSettings", "main"]
+
+_NUM_EXPORTED = 500
+
+
+class ViewSettings(pydantic.BaseModel):
+    """The settings of `agentloop runs view`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    serve: ServeSettings = pydantic.Field(default_factory=ServeSettings)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="agentloop runs view",
+        description="Show a run as a web page: its curves, groups and trajectories.",
+    )
+    parser.add_argument("run", type=Path, help="the run's folder, such as runs/latest")
+    parser.add_argument(
+        "--export",
+        metavar="FILE.html",
+        type=Path,
+        help="write the page and its data into one HTML file, and exit",
+    )
+    parser.add_argument(
+        "--rollouts",
+        metavar="N",
+        type=int,
+        default=_NUM_EXPORTED,
+        help="with --export: include the texts of the newest N rollouts "
+        f"(default: {_NUM_EXPORTED})",
+    )
+    console.add_settings_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    if options.list_settings:
+        print(console.settings_text(ViewSettings))
+        return 0
+    if options.rollouts < 0:
+        parser.error(f"argument --rollouts: must be at least 0, not {options.rollouts}")
+    if options.export is not None:
+        return console.run(lambda: _export(options.run, options.export, options.rollouts))
+    return console.run(lambda: _view(options.run, options.settings))
+
+
+async def _view(run: Path, arguments: list[str]) -> int:
+    settings = load_settings(ViewSettings, *console.split_settings(arguments))
+    archive = await _opened(run)
+    with bind(settings.serve, or_free=True) as bound:
+        app = web.Application(middlewares=[ApiGuard(settings.serve).middleware])
+        Page(archive, io_timeout_s=settings.serve.io_timeout_s).add_to(app)
+        async with serving(app, bound) as url:
+            print(f"{archive.folder.name} is shown at {url}/; press Ctrl-C to stop.", flush=True)
+            await anyio.sleep_forever()  # no deadline: serves until it is stopped
+    return 0
+
+
+async def _export(run: Path, out: Path, num_rollouts: int) -> int:
+    with console.ProgressLine(f"Reading {run}", after_s=2.0) as progress:
+        archive = await _opened(run)
+        whole = await archive.frame()
+        bodies: dict[str, Any] = {"api/frame": whole, "api/runs": {"runs": []}}
+        bodies[f"api/curves?run={_quoted(archive.folder.name)}"] = {
+            "run": archive.folder.name,
+            "rows": whole["steps"],
+        }
+        for group in whole["groups"]:
+            bodies[f"api/groups/{_quoted(group['id'])}"] = await archive.group(group["id"])
+        keys = [row["id"] for row in whole["rollouts"]][-num_rollouts:] if num_rollouts else []
+        for number, key in enumerate(keys, 1):
+            progress(f"Reading rollout {number} of {len(keys)}")
+            with contextlib.suppress(NotThere):  # the rollout's record is damaged
+                bodies[f"api/rollouts/{_quoted(key)}"] = await archive.rollout(key)
+    num_texts = sum(path.startswith("api/rollouts/") for path in bodies)
+    html = await anyio.to_thread.run_sync(one_file, bodies)
+    try:
+        await anyio.Path(out).write_text(html, "utf-8")
+    except OSError as error:
+        raise SettingsError(f"--export: {out}: {error.strerror or error}") from error
+    print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {num_texts} rollouts with their texts")
+    return 0
+
+
+def _quoted(name: str) -> str:
+    """Quote a name as the page does, with JavaScript's `encodeURIComponent`."""
+    return quote(name, safe="!~*'()")
+
+
+async def _opened(run: Path) -> Archive:
+    """Open a run's folder. Raises SettingsError if it is not one."""
+    return await anyio.to_thread.run_sync(_open, run)
+
+
+def _open(run: Path) -> Archive:
+    folder = run.expanduser().resolve()
+    config = folder / "config.toml"
+    if not config.is_file():
+        raise SettingsError(f"{run} is not a run (no config.toml). Try `agentloop runs list`.")
+    about = {
+        "kind": "view",
+        "of": str(summarize(folder).kind),
+        "title": folder.name,
+        "version": f"agentloop {version()}",
+        "can_ask": False,
+        "controls": [],
+        "has_sandbox": False,
+    }
+    return Archive(folder, about, _chat_of(folder, config))
+
+
+def _chat_of(folder: Path, config: Path) -> ChatFormat | None:
+    """Return the chat format of the run's newest or initial model, or None if both are missing."""
+    try:
+        values: Mapping[str, Any] = tomllib.loads(config.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise SettingsError(f"{config}: {error}") from error
+    chat = ChatSettings.model_validate(values.get("chat", {}))
+    candidates = [values.get("model"), str(SMALL)]
+    with contextlib.suppress(SettingsError):
+        candidates.insert(0, str(RunFolder.model_in(folder)))
+    for model in candidates:
+        if isinstance(model, str) and Path(model).is_dir():
+            try:
+                return ChatFormat.load(model, chat)
+            except ModelError:
+                continue
+    return None

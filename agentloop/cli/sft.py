@@ -1,0 +1,267 @@
+"""`agentloop sft`: fine-tune a model on dialogues, to imitate the assistant in them."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Self, TypeVar
+
+import anyio
+import anyio.to_thread
+import pydantic
+
+from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.api.guard import ServeSettings
+from agentloop.cli import console
+from agentloop.cli.run_dashboard import RunDashboard
+from agentloop.config import load_settings, to_toml
+from agentloop.distribution import require
+from agentloop.errors import SettingsError
+from agentloop.events import Emit, ignore
+from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
+from agentloop.models import SMALL, not_a_model
+from agentloop.training.learner_client.batch import Sample
+from agentloop.training.learner_client.client import KeptLearner, RanksSettings
+from agentloop.training.learner_client.settings import (
+    LearnerSettings,
+    LossSettings,
+    OptimizerSettings,
+)
+from agentloop.training.run_folder import RunFolder, RunSettings, checkpoints_in
+from agentloop.training.supervised import (
+    DialoguesSettings,
+    FineTuning,
+    SupervisedSettings,
+    read_samples,
+)
+
+__all__ = [
+    "SftSettings",
+    "StartSettings",
+    "how_to_go_on",
+    "imitate",
+    "main",
+    "model_folder",
+    "require_learner",
+    "samples_of",
+    "sft",
+    "shown",
+    "told",
+]
+
+S = TypeVar("S", bound=pydantic.BaseModel)
+
+
+class StartSettings(pydantic.BaseModel):
+    """Settings of supervised fine-tuning: the dialogues and the training."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    data: DialoguesSettings = pydantic.Field(default_factory=DialoguesSettings)
+    loop: SupervisedSettings = pydantic.Field(default_factory=SupervisedSettings)
+    learner: LearnerSettings = pydantic.Field(default_factory=LearnerSettings)
+    ranks: RanksSettings = pydantic.Field(default_factory=RanksSettings)
+
+    @pydantic.model_validator(mode="after")
+    def _says_each_thing_once(self) -> Self:
+        if not self.data.paths and not self.data.teacher:
+            raise ValueError("data.paths: name a file of dialogues at least (or set data.teacher)")
+        if self.learner.loss not in (LossSettings(), LossSettings(kind="sft")):
+            raise ValueError("learner.loss: it is that of the kind sft, which has no settings")
+        for name, instead in (("model", "model"), ("chat_template", "chat.template")):
+            if getattr(self.learner, name) != getattr(LearnerSettings(), name):
+                raise ValueError(f"learner.{name}: set {instead} instead")
+        for name in ("lr", "warmup_steps"):
+            if getattr(self.learner.optimizer, name) != getattr(OptimizerSettings(), name):
+                raise ValueError(f"learner.optimizer.{name}: set loop.lr and loop.warmup instead")
+        return self
+
+
+class SftSettings(StartSettings):
+    """All settings of a supervised run."""
+
+    model: Path = pydantic.Field(
+        SMALL,
+        description="Folder of the model to start from; with learner.init = random only its "
+        "configuration and tokenizer are used.",
+    )
+    chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
+    run: RunSettings = pydantic.Field(default_factory=RunSettings)
+    serve: ServeSettings = pydantic.Field(default_factory=lambda: ServeSettings())
+    page: bool = pydantic.Field(
+        True,
+        description="Whether the run is shown as a page, at serve.host and serve.port, or at a "
+        "free port if that one is taken.",
+    )
+
+
+async def sft(
+    settings: SftSettings, progress: console.ProgressLine, *, resume: Path | None = None
+) -> Path:
+    """Fine-tune a model, or continue the run at `resume`; return the folder of the new model.
+
+    Raises:
+        AgentLoopError: a failure that the run cannot recover from.
+    """
+    model = model_folder(settings.model)
+    samples = await samples_of(settings, model, settings.chat, progress)
+    config = to_toml(settings)
+    folder = RunFolder.again(resume) if resume else RunFolder.of(settings.run, config)
+    with closing(folder):
+        tuning = await anyio.to_thread.run_sync(FineTuning, settings.loop, samples, folder)
+        if resume:
+            folder.tell(config)  # only now: rejected settings must leave the run unchanged
+        try:
+            scene = RunDashboard(folder, progress, kind="sft", has_runtime=False)
+            with folder.noting_failure():
+                async with scene.shown(settings.serve) if settings.page else nullcontext():
+                    return await imitate(
+                        settings, model, settings.chat, tuning, folder, progress, scene.emit
+                    )
+        except anyio.get_cancelled_exc_class():
+            progress.say(how_to_go_on("sft", folder.path))
+            raise
+
+
+def model_folder(path: Path | str) -> Path:
+    """Return the absolute path of a model folder. Raises SettingsError if it holds no model."""
+    folder = Path(path).expanduser().resolve()
+    if not (folder / "config.json").is_file():
+        raise SettingsError(f"model: {not_a_model(folder)}")
+    return folder
+
+
+def require_learner(settings: LearnerSettings) -> None:
+    """Check that the learner's packages are installed, and that there is a GPU if it needs one.
+
+    Raises:
+        SettingsError: something is missing; names it and what to do.
+    """
+    if settings.attention.startswith("flash_attention") and not has_accelerator():
+        raise SettingsError(
+            f"learner.attention: {settings.attention}, but {NO_ACCELERATOR}; or set it to packed"
+        )
+    modules = {"torch": "the learner", "deepspeed": "the learner", "matplotlib": "plots"}
+    if settings.lora.rank > 0:
+        modules["peft"] = "learner.lora"
+    require("train", modules)
+
+
+async def samples_of(
+    settings: StartSettings, model: Path, chat: ChatSettings, progress: console.ProgressLine
+) -> list[Sample]:
+    """Read the dialogues and encode them as samples for `model`. Raises DataError."""
+    progress("Reading the dialogues")
+    chat_format = await anyio.to_thread.run_sync(ChatFormat.load, model, chat)
+    read = partial(
+        read_samples, chat_format, settings.data, max_tokens=settings.learner.micro_batch_tokens
+    )
+    samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
+    left_out = f", {num_left_out} skipped as too long" if num_left_out else ""
+    progress.say(
+        f"{len(samples)} samples{left_out}, {sum(len(s.ids) for s in samples)} tokens, "
+        f"{sum(sum(s.mask) for s in samples)} of them trained on"
+    )
+    return samples
+
+
+async def imitate(
+    settings: StartSettings,
+    model: Path,
+    chat: ChatSettings,
+    tuning: FineTuning,
+    folder: RunFolder,
+    progress: console.ProgressLine,
+    emit: Emit = ignore,
+) -> Path:
+    """Train `model` on the samples of `tuning` and return the folder of the new model.
+
+    The learner is started and stopped here, and not started if the new model exists already.
+    `emit` is called with the metrics of each step.
+    """
+    if tuning.model is not None:
+        return tuning.model
+    learner_settings = settings.learner.model_copy(
+        update={
+            "model": model,
+            "chat_template": chat.template,
+            "loss": LossSettings(kind="sft"),
+        }
+    )
+    async with KeptLearner(
+        learner_settings.model_dump(mode="json"),
+        settings.ranks,
+        log_dir=folder.path / "logs",
+        on_progress=progress,
+    ) as learner:
+        restarts = settings.ranks.max_restarts
+        return await tuning.run(
+            learner, report=progress, kept=learner, max_restarts=restarts, emit=emit
+        )
+
+
+def how_to_go_on(command: str, path: Path) -> str:
+    """Return the message for a stopped run: its newest checkpoint and how to continue."""
+    found = {path: "", path / "start": " of the supervised start"}
+    steps = ((max(checkpoints_in(one), default=None), of) for one, of in found.items())
+    newest = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
+    return (
+        f"Stopped; there is {newest or 'no checkpoint yet'}. Continue with: "
+        f"agentloop {command} --resume {shown(path)}"
+    )
+
+
+def shown(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
+    """Load settings from `arguments`, on top of those of the run to resume, if there is one.
+
+    Raises:
+        SettingsError: a setting is invalid, or `resume` is not a run's folder.
+    """
+    files, overrides = console.split_settings(arguments)
+    if resume is not None:
+        config = resume / "config.toml"
+        if not config.is_file():
+            raise SettingsError(
+                f"--resume: {resume} is not a run (no config.toml). Try `agentloop runs list`."
+            )
+        files = [str(config), *files]
+    return load_settings(kind, files, overrides)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="agentloop sft",
+        description="Fine-tune a model on dialogues: on everything the assistant writes in them, "
+        "tool calls included.",
+    )
+    console.add_settings_arguments(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        type=Path,
+        help="continue the run in this folder with its settings; further arguments override them",
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if options.list_settings:
+        print(console.settings_text(SftSettings))
+        return 0
+    return console.run(lambda: _sft(options.settings, options.resume))
+
+
+async def _sft(arguments: list[str], resume: Path | None) -> int:
+    settings = told(SftSettings, arguments, resume)
+    model_folder(settings.model)  # files first: a missing package takes longer to put right
+    settings.data.require_files()
+    require_learner(settings.learner)
+    with console.ProgressLine("Starting to train") as progress:
+        model = await sft(settings, progress, resume=resume)
+    print(f"The model is in {model}")
+    return 0

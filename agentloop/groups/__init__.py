@@ -1,1 +1,0 @@
-"""Groups of rollouts of one task."""

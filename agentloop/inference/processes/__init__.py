@@ -1,0 +1,1 @@
+"""SGLang servers of our own: started, watched, restarted."""

@@ -1,0 +1,120 @@
+"""Restarts our own servers when they die; unresponsive ones are killed first.
+
+a process ends ──> exited ──> backoff ──> restarting ──> ready
+     ▲                            └─ too often: given up; if no other is left, raise
+     └─ killed: no answer for too long
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import anyio
+
+from agentloop.errors import ServerError, ServerStartError
+from agentloop.inference.processes.supervise import ServerProcess, ServerSettings
+
+__all__ = ["Clients", "Restarts", "keep_alive"]
+
+log = logging.getLogger(__name__)
+
+
+class Restarts:
+    """Pure: decides whether a dead server is restarted, and after which delay."""
+
+    def __init__(self, max_restarts: int, *, window_s: float = 600.0) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._when: deque[float] = deque()
+
+    def died(self, now: float) -> float | None:
+        """Return the delay in seconds until the restart: 0, 1, 2, 4, ... 30; None to give up."""
+        while self._when and now - self._when[0] >= self._window_s:
+            self._when.popleft()
+        if len(self._when) >= self._max_restarts:
+            return None
+        delay_s = 0.0 if not self._when else min(30.0, 2.0 ** (len(self._when) - 1))
+        self._when.append(now)
+        return delay_s
+
+
+class Clients(Protocol):
+    """The user of the servers, which knows their health: `agentloop.inference.router.Router`."""
+
+    def exited(self, url: str, reason: str) -> None:
+        """Record that the process is gone."""
+
+    def restarting(self, url: str) -> None:
+        """Record that a new process is being started."""
+
+    def is_dead(self, url: str) -> bool:
+        """Return whether the server is unresponsive; not called during a restart."""
+
+    def is_wanted(self, url: str) -> bool:
+        """Return whether the server should be restarted."""
+
+    def give_up(self, url: str) -> bool:
+        """Record that the server won't be restarted; return whether any other is left."""
+
+
+async def keep_alive(
+    servers: Sequence[ServerProcess], settings: ServerSettings, clients: Clients
+) -> None:
+    """Restart servers that die and kill unresponsive ones, until cancelled.
+
+    Raises:
+        ServerError: A server was given up and no other one is left, including those of others; the
+            message ends with the tail of its log.
+    """
+    starting: set[ServerProcess] = set()
+
+    async def kill_if_unresponsive(server: ServerProcess) -> None:
+        dead_since_s: float | None = None
+        while True:
+            await anyio.sleep(min(1.0, settings.unresponsive_s / 4))
+            now = time.monotonic()
+            if not server.alive or server in starting or not clients.is_dead(server.url):
+                dead_since_s = None
+            elif dead_since_s is None:
+                dead_since_s = now
+            elif now - dead_since_s >= settings.unresponsive_s:
+                log.error("%s is unresponsive: killing its process", server.url)
+                await server.stop()
+                dead_since_s = None
+
+    async def keep(server: ServerProcess) -> None:
+        restarts = Restarts(settings.max_restarts)
+        while True:
+            how = await server.wait_dead()
+            while True:
+                clients.exited(server.url, how.splitlines()[0])
+                if not clients.is_wanted(server.url):
+                    return
+                delay_s = restarts.died(time.monotonic())
+                if delay_s is None:
+                    log.error("giving up %s: %s", server.url, how)
+                    if not clients.give_up(server.url):
+                        raise ServerError(f"no server is left: {server.url}: {how}")
+                    return
+                log.error("%s died, restarting it: %s", server.url, how)
+                await anyio.sleep(delay_s)
+                clients.restarting(server.url)
+                starting.add(server)
+                try:
+                    await server.restart(log.info)
+                    break
+                except ServerStartError as error:
+                    how = str(error)
+                    await server.stop()
+                finally:
+                    starting.discard(server)
+            log.warning("%s is running again", server.url)
+
+    async with anyio.create_task_group() as tasks:
+        for server in servers:
+            tasks.start_soon(keep, server)
+            tasks.start_soon(kill_if_unresponsive, server)

@@ -1,0 +1,526 @@
+"""Starts and stops our own SGLang servers.
+
+    sglang_servers ──> one guardian per server ──> SGLang and its children
+         │  polls /ready, watches the guardian      (guardian.py says who kills what)
+         └─ at the end: closes each guardian's stdin, waits, kills
+
+A server that dies during its first start fails the start, with the tail of its log. One that dies
+later is restarted by keep_alive.py, a limited number of times.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import httpx
+import orjson
+from anyio.abc import Process
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
+
+from agentloop.errors import ModelError, ServerStartError, SettingsError
+from agentloop.inference.cpu import NO_ACCELERATOR, OVERLAY, PRIVATE, has_accelerator
+from agentloop.inference.processes.openmp import wait_policy
+from agentloop.inference.processes.server_log import NOT_INSTALLED, ServerLog
+from agentloop.models import not_a_model
+
+__all__ = [
+    "Launch",
+    "ServerProcess",
+    "ServerSettings",
+    "plan",
+    "require_device",
+    "running",
+    "sglang_servers",
+]
+
+_GUARDIAN = Path(__file__).with_name("guardian.py")
+_POLL_S = 0.1
+_GUARDIAN_GRACE_S = 15.0
+# Outside the range that kernels use for outgoing connections, so that a free port is still free
+# when the server binds it, many seconds later.
+_PORTS = range(20_000, 30_000)
+_CPU_KV_TOKENS = 65_536
+_CPU_KV_BYTES = 2 * 1024**3
+_RESERVED = (
+    *("--device", "--model-path", "--host", "--port", "--nccl-port"),
+    *("--tp-size", "--dp-size", "--base-gpu-id"),
+)
+
+
+class ServerSettings(BaseModel, extra="forbid", frozen=True):
+    """Settings of our own servers, which listen on loopback."""
+
+    count: PositiveInt = Field(
+        1, description="Number of servers, each with its own copy of the model."
+    )
+    port: int = Field(
+        0,
+        ge=0,
+        le=65_535,
+        description="Port of the first server, the others follow; 0 finds free ones.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda if there is an accelerator, else cpu."
+    )
+    dtype: str | None = Field(
+        None,
+        description="Type of weights and KV cache; none: float32 on a CPU, the model's on a GPU.",
+    )
+    max_total_tokens: PositiveInt | None = Field(
+        None, description="Size of the KV cache in tokens; none: as many as fit."
+    )
+    tp_size: PositiveInt = Field(1, description="Tensor parallelism: GPUs per data-parallel rank.")
+    dp_size: PositiveInt = Field(
+        1,
+        description="Data-parallel ranks per server, each with its own copy of the model and KV "
+        "cache.",
+    )
+    threads: PositiveInt = Field(
+        1, description="OpenMP threads per server on a CPU; more only help if cores are idle."
+    )
+    extra_args: tuple[str, ...] = Field(
+        (), description="Additional options of SGLang, at the end of its command line."
+    )
+    start_timeout_s: PositiveFloat = Field(
+        300.0, description="Maximum time from the start until a server is ready."
+    )
+    stop_timeout_s: float | None = Field(
+        None,
+        ge=0,
+        description="Time between asking a server to end and killing it; none: 0 on a CPU, where "
+        "there is nothing to release, and 15 on a GPU.",
+    )
+
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Maximum number of restarts of a server in ten minutes, before it is given up.",
+    )
+    unresponsive_s: PositiveFloat = Field(
+        60.0,
+        description="Time after which a server that is dead although its process lives is killed "
+        "and restarted.",
+    )
+
+    @field_validator("extra_args")
+    @classmethod
+    def _no_reserved_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in value:
+            if argument.split("=")[0] in _RESERVED:
+                raise ValueError(f"{argument} is set by the runtime, remove it")
+        return value
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything needed to start or restart one server."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(repr=False)
+    url: str
+    model_path: str
+    log_path: Path
+    start_timeout_s: float
+    stop_timeout_s: float
+
+
+class ServerProcess:
+    """A server that runs under its guardian."""
+
+    def __init__(self, launch: Launch, guardian: Process) -> None:
+        self.launch = launch
+        self._guardian = guardian
+        self._log = ServerLog(launch.log_path)
+        self._pid: int | None = None
+
+    @property
+    def url(self) -> str:
+        return self.launch.url
+
+    @property
+    def log_path(self) -> Path:
+        return self.launch.log_path
+
+    @property
+    def model_path(self) -> str:
+        return self.launch.model_path
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of SGLang's main process, which leads its session; None until it runs."""
+        return self._pid
+
+    @property
+    def alive(self) -> bool:
+        return self._guardian.returncode is None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status as a shell reports it (128 + signal); None while the server runs."""
+        code = self._guardian.returncode
+        return 128 - code if code is not None and code < 0 else code  # the guardian was killed
+
+    async def wait_dead(self) -> str:
+        """Wait until nothing of the server is left; return how it ended, with the tail of its
+        log."""
+        await self._guardian.wait()  # no deadline: as long as the server lives
+        return self._describe_end()
+
+    async def ready(self, on_progress: Callable[[str], None]) -> None:
+        """Wait until the server accepts requests.
+
+        Raises:
+            ServerStartError: It died, or `start_timeout_s` has passed.
+        """
+        started = anyio.current_time()
+        try:
+            with anyio.fail_after(self.launch.start_timeout_s):
+                await self._read_pid()
+                await self._poll(on_progress)
+        except TimeoutError as error:
+            raise ServerStartError(
+                f"{self.launch.name} was not ready within {self.launch.start_timeout_s:g} s "
+                f"(`start_timeout_s`).\n{self._log.tail()}"
+            ) from error
+        took_s = anyio.current_time() - started
+        on_progress(f"{self.launch.name}: ready at {self.url} after {took_s:.1f} s")
+
+    async def restart(self, on_progress: Callable[[str], None]) -> None:
+        """Restart a dead server and wait until it is ready.
+
+        The previous log is kept next to the new one, as `.previous`.
+
+        Raises:
+            ServerStartError: See `ready`.
+        """
+        # no deadline: the old one is dead, and a fork takes milliseconds
+        with anyio.CancelScope(shield=True):  # a cancellation would lose the new process
+            await self._guardian.aclose()
+            path = self.launch.log_path
+            with suppress(
+                OSError
+            ):  # a log that is missing or cannot be renamed must not prevent a start
+                path.replace(path.with_name(path.name + ".previous"))
+            self._pid = None
+            self._guardian = await _spawn(self.launch)
+        await self.ready(on_progress)
+
+    async def stop(self) -> None:
+        """End the server and all its processes, shielded from cancellation."""
+        guardian = self._guardian  # a restart may replace it meanwhile
+        with anyio.move_on_after(self.launch.stop_timeout_s + _GUARDIAN_GRACE_S, shield=True):
+            if guardian.stdin is not None:
+                await guardian.stdin.aclose()
+            await guardian.wait()
+        if guardian.returncode is None:
+            guardian.kill()  # the kernel then kills the server
+        with anyio.move_on_after(_GUARDIAN_GRACE_S, shield=True):
+            await guardian.aclose()
+
+    async def _read_pid(self) -> None:
+        assert self._guardian.stdout is not None
+        try:
+            self._pid = int(await self._guardian.stdout.receive())  # no deadline: ready() has one
+        except anyio.EndOfStream:
+            await self._guardian.wait()  # no deadline: ready() has one
+            raise ServerStartError(self._describe_end()) from None
+
+    async def _poll(self, on_progress: Callable[[str], None]) -> None:
+        stage = ""
+        async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
+            while not await _is_ready(client):
+                if not self.alive:
+                    raise ServerStartError(self._describe_end())
+                if (now := self._log.stage()) != stage:
+                    stage = now
+                    on_progress(f"{self.launch.name}: {stage}")
+                await anyio.sleep(_POLL_S)
+            # SGLang does this itself after a warm-up, which is skipped on a CPU. Without it, full
+            # garbage collections stall every stream.
+            with anyio.move_on_after(5), suppress(httpx.HTTPError):
+                await client.post("/freeze_gc")
+
+    def _describe_end(self) -> str:
+        return (
+            f"{self.launch.name} {self._log.ending(self.returncode)}\n"
+            f"Its command: {' '.join(self.launch.command)}\n{self._log.tail()}"
+        )
+
+
+@asynccontextmanager
+async def sglang_servers(
+    model_path: Path | str,
+    settings: ServerSettings,
+    *,
+    log_dir: Path,
+    on_progress: Callable[[str], None],
+) -> AsyncIterator[list[ServerProcess]]:
+    """Start servers concurrently; yield them when all are ready; stop them at the end.
+
+    Args:
+        model_path: A model folder, or a name that SGLang may download.
+        log_dir: Folder for one log per server; created if missing.
+        on_progress: Called with a sentence at every change.
+
+    Raises:
+        ModelError: `model_path` is a folder without a model.
+        ServerStartError: SGLang is not installed, a port is in use, or a server died or took too
+            long.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise ServerStartError(NOT_INSTALLED)
+    launches = plan(model_path, settings, log_dir=log_dir)
+    where = "CPU" if "cpu" in launches[0].command else "GPU"
+    on_progress(f"Starting {len(launches)} SGLang server(s) on the {where}; logs in {log_dir}")
+    async with running(launches, on_progress=on_progress) as servers:
+        yield servers
+
+
+@asynccontextmanager
+async def running(
+    launches: Iterable[Launch], *, on_progress: Callable[[str], None]
+) -> AsyncIterator[list[ServerProcess]]:
+    """Run any commands that answer `GET /ready`, like `sglang_servers`."""
+    servers: list[ServerProcess] = []
+    try:
+        for launch in launches:
+            # A cancellation between the fork and the append would lose the process.
+            with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
+                servers.append(ServerProcess(launch, await _spawn(launch)))
+        await _all_ready(servers, on_progress)
+        yield servers
+    finally:
+        await _stop_all(servers)
+
+
+async def _spawn(launch: Launch) -> Process:
+    """Start the guardian of a server.
+
+    Raises:
+        ServerStartError: The log cannot be written, or no process can be created.
+    """
+    try:
+        return await guarded(
+            launch.command,
+            launch.environment,
+            launch.log_path,
+            stop_timeout_s=launch.stop_timeout_s,
+        )
+    except OSError as error:
+        raise ServerStartError(f"{launch.name} cannot be started: {error}") from error
+
+
+async def guarded(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log_path: Path,
+    *,
+    stop_timeout_s: float,
+) -> Process:
+    """Run `command` under a guardian (guardian.py), which ends it with us, its children included.
+
+    Raises:
+        OSError: The log cannot be written, or no process can be created.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    guardian = (sys.executable, "-I", str(_GUARDIAN))
+    with log_path.open("wb") as log:
+        return await anyio.open_process(
+            [*guardian, "--stop-timeout-s", str(stop_timeout_s), "--", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**environment, **wait_policy(environment)},
+            start_new_session=True,  # Ctrl-C in a terminal is handled by the runtime
+        )
+
+
+async def _all_ready(servers: list[ServerProcess], on_progress: Callable[[str], None]) -> None:
+    failed: list[ServerStartError] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(server: ServerProcess) -> None:
+            try:
+                await server.ready(on_progress)
+            except ServerStartError as error:
+                failed.append(error)
+                tasks.cancel_scope.cancel()
+
+        for server in servers:
+            tasks.start_soon(wait, server)
+    if failed:
+        raise failed[0]
+
+
+async def _stop_all(servers: list[ServerProcess]) -> None:
+    with anyio.CancelScope(shield=True):  # no deadline: each has one
+        async with anyio.create_task_group() as tasks:
+            for server in servers:
+                tasks.start_soon(server.stop)
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready")).status_code == httpx.codes.OK
+    except httpx.HTTPError:  # includes invalid HTTP: another program may have the port
+        return False
+
+
+def require_device(settings: ServerSettings) -> None:
+    """Check that this machine has the device that the settings ask for.
+
+    Raises:
+        SettingsError: it has no GPU.
+    """
+    if settings.device == "cuda" and not has_accelerator():
+        raise SettingsError(f"server.device: cuda, but {NO_ACCELERATOR}; or set it to auto or cpu")
+
+
+def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> list[Launch]:
+    """Return the commands for these settings on this machine.
+
+    Raises:
+        ModelError, ServerStartError: See `sglang_servers`.
+    """
+    folder = _model_folder(model_path)
+    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not has_accelerator())
+    stop_timeout_s = 0.0 if on_cpu else 15.0
+    if settings.stop_timeout_s is not None:
+        stop_timeout_s = settings.stop_timeout_s
+    launches = []
+    for index, (port, side_port) in enumerate(_ports(settings)):
+        arguments = [
+            *("--model-path", str(folder or model_path)),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *_rank_arguments(settings, side_port),
+            *("--enable-metrics", "--incremental-streaming-output"),
+            *("--log-level-http", "warning"),
+            *(_cpu_arguments(folder, settings) if on_cpu else _gpu_arguments(index, settings)),
+            *settings.extra_args,
+        ]
+        launches.append(
+            Launch(
+                name=f"SGLang server {index + 1}",
+                command=(sys.executable, "-m", "sglang.launch_server", *arguments),
+                environment=_environment(settings, on_cpu=on_cpu, offline=folder is not None),
+                url=f"http://127.0.0.1:{port}",
+                model_path=str(folder or model_path),
+                log_path=log_dir / f"sglang-{index + 1}.log",
+                start_timeout_s=settings.start_timeout_s,
+                stop_timeout_s=stop_timeout_s,
+            )
+        )
+    return launches
+
+
+def _model_folder(model_path: Path | str) -> Path | None:
+    """Return the absolute path of the folder; None for the name of a model to download."""
+    folder = Path(model_path).expanduser()
+    if not folder.exists():
+        if isinstance(model_path, Path) or str(model_path).startswith(("/", ".", "~")):
+            raise ModelError(f"the model folder {folder} does not exist")
+        return None
+    if not (folder / "config.json").is_file():
+        raise ModelError(not_a_model(folder))
+    return folder.resolve()
+
+
+def _rank_arguments(settings: ServerSettings, side_port: int) -> list[str]:
+    if settings.dp_size == 1:
+        return ["--nccl-port", str(side_port)]
+    # Each rank needs a port of its own, but SGLang would use this one for all of them.
+    return ["--dp-size", str(settings.dp_size)]
+
+
+def _cpu_arguments(folder: Path | None, settings: ServerSettings) -> list[str]:
+    tokens = settings.max_total_tokens or _cpu_kv_tokens(folder)
+    return [
+        *("--device", "cpu", "--dtype", settings.dtype or "float32"),
+        *("--max-total-tokens", str(tokens)),
+        *("--tp-size", str(settings.tp_size)),
+        "--skip-server-warmup",
+        "--sleep-on-idle",  # otherwise an idle server keeps a core busy
+    ]
+
+
+def _gpu_arguments(index: int, settings: ServerSettings) -> list[str]:
+    arguments = ["--tp-size", str(settings.tp_size)]
+    arguments += ["--base-gpu-id", str(index * settings.tp_size * settings.dp_size)]
+    if settings.dtype is not None:
+        arguments += ["--dtype", settings.dtype]
+    if settings.max_total_tokens is not None:
+        arguments += ["--max-total-tokens", str(settings.max_total_tokens)]
+    return arguments
+
+
+def _cpu_kv_tokens(folder: Path | None) -> int:
+    """Return the tokens that fit into a fixed amount of memory, in float32.
+
+    By default SGLang would take nearly all memory.
+    """
+    if folder is None:
+        return _CPU_KV_TOKENS
+    config = orjson.loads((folder / "config.json").read_bytes())
+    config = config.get("text_config", config)
+    try:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        bytes_a_token = 2 * config["num_hidden_layers"] * kv_heads * head_dim * 4
+    except KeyError as error:
+        raise ModelError(f"{folder / 'config.json'} has no {error}") from error
+    return int(min(_CPU_KV_TOKENS, _CPU_KV_BYTES // bytes_a_token))
+
+
+def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> dict[str, str]:
+    environment = dict(os.environ)
+    # If pip has not compiled the packages, the first start has to save its bytecode.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment["PYTHONUNBUFFERED"] = "1"
+    if offline:
+        environment["HF_HUB_OFFLINE"] = "1"
+    if on_cpu:
+        path = [str(OVERLAY), str(PRIVATE), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        environment["OMP_NUM_THREADS"] = str(settings.threads)
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        if settings.dp_size > 1:  # SGLang needs one entry per rank; its default is per NUMA node
+            cores = sorted(os.sched_getaffinity(0))
+            bind = [str(cores[rank % len(cores)]) for rank in range(settings.dp_size)]
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bind))
+    return environment
+
+
+def _ports(settings: ServerSettings) -> list[tuple[int, int]]:
+    """Return, for each server, its port and one for SGLang's internal communication."""
+    candidates = iter(random.sample(_PORTS, len(_PORTS)))
+    free = (port for port in candidates if _is_free(port))
+    if settings.port == 0:
+        return [(next(free), next(free)) for _ in range(settings.count)]
+    asked = [settings.port + index for index in range(settings.count)]
+    for port in asked:
+        if not _is_free(port):
+            raise ServerStartError(f"port {port} is in use (`port` 0 finds free ones)")
+    return [(port, next(free)) for port in asked]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Pure decisions: capacity, placement, queueing, admission, health."""

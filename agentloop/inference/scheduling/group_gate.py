@@ -1,0 +1,148 @@
+"""Backpressure on groups of rollouts: no more at a time than the KV caches will hold.
+
+    task source ──has_room──> next task ──group──> its siblings start, all at once
+                                 ▲                    │ grow, end
+                                 └──── admission.py ──┘ (and the servers' reports)
+
+A source is asked for a task only when another group may start, so that backpressure reaches it. How
+many may start is decided by pure code (admission.py); this module keeps the queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from agentloop.inference.scheduling.admission import Admission
+
+__all__ = ["AdmittedGroup", "GroupGate"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedGroup:
+    """A group that was admitted; `keys` are the names that its trajectories must have."""
+
+    name: str
+    keys: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    name: str
+    size: int
+    num_prompt: int
+    since_s: float
+    keys: tuple[str, ...] = ()  # empty: only waits until a group could start
+    admitted: anyio.Event = field(default_factory=anyio.Event)
+
+
+class GroupGate:
+    """A first-come, first-served queue of groups."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        *,
+        capacity: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`capacity` returns the KV tokens of all available servers."""
+        self._admission = admission
+        self._capacity = capacity
+        self._clock = clock
+        self._waiting: deque[_Waiting] = deque()
+        self._names: set[str] = set()  # of groups that wait or are in flight
+        self._num_tokens: dict[str, int] = {}  # by trajectory, without the group's prompt
+
+    async def has_room(self, size: int) -> None:
+        """Wait until another group of `size` rollouts may start, judged without its prompt.
+
+        There is no deadline: the groups in flight have theirs.
+        """
+        await self._wait(_Waiting("the next task", size, 0, self._clock()))
+
+    @asynccontextmanager
+    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[AdmittedGroup]:
+        """Keep a group in flight within this context; entering it waits until the group may start.
+
+        Raises:
+            ValueError: A group of that name is waiting or in flight.
+        """
+        if name in self._names:
+            raise ValueError(f"a group {name!r} is already in flight")
+        keys = tuple(f"{name}.{index}" for index in range(size))
+        self._names.add(name)
+        try:
+            await self._wait(_Waiting(name, size, num_prompt, self._clock(), keys))
+            try:
+                yield AdmittedGroup(name, keys)
+            finally:
+                self._leave(keys)
+        finally:
+            self._names.discard(name)
+
+    def reached(self, key: str, num_tokens: int) -> None:
+        """Record that a rollout holds `num_tokens` besides its group's prompt; ignored if
+        unknown."""
+        before = self._num_tokens.get(key)
+        if before is not None and num_tokens > before:
+            self._num_tokens[key] = num_tokens
+            self._admission.forecast.grow(key, num_tokens - before)
+
+    def ended(self, key: str, *, whole: bool) -> None:
+        """Record that a rollout ended; only if it ended normally (`whole`) does its length
+        count."""
+        if self._num_tokens.pop(key, None) is not None:
+            self._admission.forecast.end(key, whole=whole)
+            self.admit()
+
+    def admit(self) -> None:
+        """Admit waiting groups that fit, in order; call it when capacity may have increased."""
+        while self._waiting:
+            first = self._waiting[0]
+            if not self._admission.may_start(self._capacity(), first.size, first.num_prompt):
+                return
+            self._waiting.popleft()
+            if first.keys:
+                self._admission.start()
+            for key in first.keys:
+                self._admission.forecast.start(key)
+                self._num_tokens[key] = 0
+            first.admitted.set()
+
+    def observe(self, now: float, num_retracted: int, reported_s: float) -> str:
+        """Pass the servers' reports to `Admission.observe` and admit groups that fit now."""
+        change = self._admission.observe(now, num_retracted, reported_s)
+        self.admit()
+        return change
+
+    def waits(self) -> list[tuple[str, float, str]]:
+        """Return the waiting groups in order: name, seconds waited, and reason."""
+        now = self._clock()
+        why = f"the {self._admission.num_in_flight} groups in flight will need all KV capacity"
+        return [(one.name, now - one.since_s, why) for one in self._waiting]
+
+    async def _wait(self, waiting: _Waiting) -> None:
+        self._waiting.append(waiting)
+        self.admit()
+        try:
+            await waiting.admitted.wait()  # no deadline: another group ends, and that has one
+        except BaseException:
+            if not waiting.admitted.is_set():
+                self._waiting.remove(waiting)
+            elif waiting.keys:  # it has just been admitted
+                self._leave(waiting.keys)
+            self.admit()
+            raise
+
+    def _leave(self, keys: tuple[str, ...]) -> None:
+        for key in keys:
+            if self._num_tokens.pop(key, None) is not None:
+                self._admission.forecast.end(key, whole=False)
+        self._admission.end()
+        self.admit()

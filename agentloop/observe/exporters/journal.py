@@ -1,0 +1,334 @@
+"""Write events to `events.jsonl` in a run's folder.
+
+    events ──seen──> queued lines, bounded ──every half second, in a thread──> events.jsonl
+                                                  when full: renamed to events.old.jsonl ─┘
+
+There is a line for each event of a rollout, turn, call, group, reward, metrics row or weight sync,
+but no tokens, and no text except the answer. The keys are `t` (Unix time in seconds), `event`, and
+those of the event; `rollout` is a rollout's id, and its times are seconds since its start.
+
+Lines that the disk is too slow or too full for are dropped and logged; once there is space again, a
+line `dropped` records their number. The run continues.
+
+A kill may lose the last half second. A disk that hangs is not handled.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import anyio.to_thread
+import pydantic
+
+from agentloop.errors import sole
+from agentloop.events import (
+    CallFinished,
+    Event,
+    GroupFinished,
+    GroupStarted,
+    Measured,
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutScored,
+    RolloutStarted,
+    TurnFinished,
+    TurnMoved,
+    TurnPlaced,
+    WeightsLoaded,
+)
+from agentloop.observe.exporters.drop_counter import DropCounter
+from agentloop.plain_json import dumps, loads
+
+__all__ = ["Journal", "JournalSettings", "read_events"]
+
+_NEW, _OLD = "events.jsonl", "events.old.jsonl"
+_CLOSE_S = 5.0
+_MAX_TEXT = 500  # characters of an answer, a reason or a tool name
+
+Line = dict[str, Any]
+
+
+class JournalSettings(pydantic.BaseModel):
+    """The event log of a run."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = pydantic.Field(True, description="Write events.jsonl to the run's folder.")
+    max_mib: int = pydantic.Field(
+        512,
+        ge=1,
+        description="Maximum size on disk; when it is reached, the oldest half is deleted.",
+    )
+    every_s: float = pydantic.Field(
+        0.5, gt=0, description="Interval between writes; a kill may lose this much."
+    )
+    max_waiting: int = pydantic.Field(
+        65_536, ge=1, description="Maximum number of queued lines; more are dropped and counted."
+    )
+
+
+class Journal:
+    """The event log of a run; pass every event to `seen`. Create it with `Journal.open`."""
+
+    def __init__(self, folder: Path, settings: JournalSettings | None = None) -> None:
+        self._settings = settings or JournalSettings()
+        self._file = _File(folder, self._settings.max_mib * 2**20 // 2)
+        self._waiting: list[Line] = []
+        self._num_unrecorded = 0  # dropped lines that the file does not mention yet
+        self._dropped = DropCounter(f"events of {self._file.path}")
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, folder: Path, settings: JournalSettings | None = None
+    ) -> AsyncIterator[Journal]:
+        """Open the log, appending to an existing file; on leaving, write the rest within 5 seconds.
+
+        Lines that cannot be written are dropped and logged; no error is raised.
+        """
+        journal = cls(folder, settings)
+        journal._add("opened", {})
+        try:
+            async with anyio.create_task_group() as tasks:
+                if journal._settings.enabled:
+                    tasks.start_soon(journal._keep_writing)
+                yield journal
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise sole(group) from None
+        finally:
+            num_left = len(journal._waiting)
+            with anyio.move_on_after(_CLOSE_S, shield=True) as late:
+                await journal._write(abandon=True)
+            if late.cancelled_caught:
+                journal._drop(num_left, f"not written within {_CLOSE_S:g} s at the end")
+            journal._dropped.tell()
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of lines dropped since the log was opened."""
+        return self._dropped.num
+
+    def seen(self, event: Event) -> None:
+        entry = _LINES.get(type(event))
+        if entry is not None:
+            name, line = entry
+            self._add(name, line(event))
+
+    def _add(self, name: str, line: Line) -> None:
+        if not self._settings.enabled:
+            return
+        if len(self._waiting) >= self._settings.max_waiting:
+            self._drop(1, f"{self._settings.max_waiting} lines are already queued")
+            return
+        self._waiting.append({"t": time.time(), "event": name, **line})
+
+    def _drop(self, num: int, why: str) -> None:
+        self._num_unrecorded += num
+        self._dropped.add(num, why)
+
+    async def _keep_writing(self) -> None:
+        while True:
+            await anyio.sleep(self._settings.every_s)
+            await self._write()
+
+    async def _write(self, *, abandon: bool = False) -> None:
+        lines, self._waiting = self._waiting, []
+        num_unrecorded, self._num_unrecorded = self._num_unrecorded, 0
+        if num_unrecorded:
+            lines.append({"t": time.time(), "event": "dropped", "num": num_unrecorded})
+        if not lines:
+            return
+        try:
+            await anyio.to_thread.run_sync(self._file.write, lines, abandon_on_cancel=abandon)
+        except OSError as error:
+            self._num_unrecorded += num_unrecorded  # the `dropped` line was not written either
+            self._drop(len(lines) - bool(num_unrecorded), error.strerror or str(error))
+
+
+class _File:
+    """The file of the log, written by one thread at a time; other processes may read it."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.path = folder / _NEW
+        self._max_bytes = max_bytes
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines and rotate the file if it is full.
+
+        Raises:
+            OSError: The lines could not all be written; the last one may be cut short.
+        """
+        data = b"".join(dumps(line) + b"\n" for line in lines)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(file).st_size
+            # The last line was cut short by a kill.
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                data = b"\n" + data
+            size += len(data)
+            while data:
+                data = data[os.write(file, data) :]
+        finally:
+            os.close(file)
+        if size > self._max_bytes:
+            self.path.replace(self.path.with_name(_OLD))
+
+
+def read_events(folder: Path) -> Iterator[Line]:
+    """Yield the events of the run in `folder`, oldest first, skipping lines that were cut short.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    with ExitStack() as stack:
+        files = []
+        for name in (_NEW, _OLD):  # in this order, so that a concurrent rename loses no lines
+            with suppress(FileNotFoundError):
+                files.append(stack.enter_context((folder / name).open("rb")))
+        if len({os.fstat(file.fileno()).st_ino for file in files}) < len(files):
+            files.pop()
+        for file in reversed(files):
+            for data in file:
+                with suppress(ValueError):
+                    line = loads(data)
+                    if isinstance(line, dict) and "event" in line:
+                        yield line
+
+
+# --- lines by type of event -----------------------------------------------------------------------
+
+
+def _rollout_started(event: RolloutStarted) -> Line:
+    record = event.record
+    return {
+        "rollout": record.id,
+        "group": event.group,
+        "created_unix_s": record.created_unix_s,
+        "num_prompt_tokens": len(record.prompt_ids),
+    }
+
+
+def _turn_placed(event: TurnPlaced) -> Line:
+    return {
+        "rollout": event.rollout_id,
+        "turn": event.turn,
+        "server": event.server,
+        "reason": event.reason,
+    }
+
+
+def _turn_moved(event: TurnMoved) -> Line:
+    reason = event.reason[:_MAX_TEXT]
+    return {"rollout": event.rollout_id, "server": event.server, "reason": reason}
+
+
+def _call_finished(event: CallFinished) -> Line:
+    result = event.result
+    return {
+        "rollout": event.rollout_id,
+        "turn": event.turn,
+        "call": result.call_id,
+        "name": result.name[:_MAX_TEXT],
+        "status": result.status,
+        "dispatched_s": result.dispatched_s,
+        "started_s": result.started_s,
+        "ended_s": result.ended_s,
+    }
+
+
+def _turn_finished(event: TurnFinished) -> Line:
+    turn = event.record
+    return {
+        "rollout": event.rollout_id,
+        "turn": event.turn,
+        "end": turn.end,
+        "num_tokens": len(turn.output_ids),
+        "num_cached_tokens": turn.cached_tokens,
+        "num_calls": len(turn.calls),
+        "servers": list(turn.servers),
+        "versions": list({span.version: None for span in turn.versions}),
+        "started_s": turn.started_s,
+        "first_token_s": turn.first_token_s,
+        "generated_s": turn.generated_s,
+        "ended_s": turn.ended_s,
+    }
+
+
+def _rollout_finished(event: RolloutFinished) -> Line:
+    trajectory = event.trajectory
+    return {
+        "rollout": event.rollout_id,
+        "stop_reason": trajectory.stop_reason,
+        "error": trajectory.error and trajectory.error[:_MAX_TEXT],
+        "num_turns": len(trajectory.turns),
+        "num_tokens": trajectory.num_sampled_tokens,
+        "elapsed_s": trajectory.elapsed_s,
+    }
+
+
+def _rollout_abandoned(event: RolloutAbandoned) -> Line:
+    return {"rollout": event.rollout_id}
+
+
+def _rollout_scored(event: RolloutScored) -> Line:
+    return {
+        "rollout": event.rollout_id,
+        "reward": event.reward,
+        "answer": event.answer and event.answer[:_MAX_TEXT],
+        "reason": event.reason[:_MAX_TEXT],
+        "seconds": event.seconds,
+    }
+
+
+def _group_started(event: GroupStarted) -> Line:
+    return {"group": event.group, "task": event.task_id, "size": event.size}
+
+
+def _group_finished(event: GroupFinished) -> Line:
+    return {
+        "group": event.group,
+        "kept": dict(event.kept),
+        "dropped": dict(event.dropped),
+        "mean_reward": event.mean_reward,
+        "teaches": event.teaches,
+    }
+
+
+def _measured(event: Measured) -> Line:
+    return {"row": dict(event.row)}
+
+
+def _weights_loaded(event: WeightsLoaded) -> Line:
+    return {
+        "version": event.version,
+        "seconds": event.seconds,
+        "loaded": list(event.loaded),
+        "failed": list(event.failed),
+    }
+
+
+# Tokens are omitted, and so are events whose data is repeated when a turn or call finishes.
+_LINES = cast(
+    dict[type, tuple[str, Callable[[Event], Line]]],
+    {
+        RolloutStarted: ("rollout_started", _rollout_started),
+        TurnPlaced: ("turn_placed", _turn_placed),
+        TurnMoved: ("turn_moved", _turn_moved),
+        CallFinished: ("call_finished", _call_finished),
+        TurnFinished: ("turn_finished", _turn_finished),
+        RolloutFinished: ("rollout_finished", _rollout_finished),
+        RolloutAbandoned: ("rollout_abandoned", _rollout_abandoned),
+        RolloutScored: ("rollout_scored", _rollout_scored),
+        GroupStarted: ("group_started", _group_started),
+        GroupFinished: ("group_finished", _group_finished),
+        Measured: ("measured", _measured),
+        WeightsLoaded: ("weights_loaded", _weights_loaded),
+    },
+)

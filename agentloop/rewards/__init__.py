@@ -1,0 +1,1 @@
+"""Rewards: rules, programs and processes that judge a trajectory."""

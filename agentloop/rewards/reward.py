@@ -1,0 +1,289 @@
+"""What a rollout is worth: its answer, held against the task's.
+
+    trajectory ──last turn──> answer ──the same number? ──> 1 or 0
+                                 ├──a puzzle: its own scorer, in the sandbox──────> 1 or 0
+                                 └──else: math-verify, in a process that can be killed──> 1 or 0
+
+A rollout that infrastructure broke has no reward: its value is None. It is never 0, which would
+teach the model that it was wrong. An answer that makes its own check hang or crash is wrong, or a
+model could learn to take back bad rollouts that way: see `_verified`, and puzzles.py for puzzles.
+For the same reason a rollout that ran out of time is scored if its own tool calls took the time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+import pydantic
+
+from agentloop.errors import RewardError, SettingsError
+from agentloop.rewards.answers import final_answer
+from agentloop.rewards.math_check import same_number
+from agentloop.rewards.process_pool import CallFailed, CallTimedOut, ProcessPool
+from agentloop.rewards.puzzles import is_solved
+from agentloop.sandbox import Pool
+from agentloop.tasks.sources import Task
+from agentloop.trajectory import StopReason, Trajectory
+
+__all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings"]
+
+_VERIFIED = "agentloop.rewards.math_check:verified"
+_MAX_ANSWER_CHARS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The reward of a rollout.
+
+    Attributes:
+        value: 1 for a right answer, 0 for a wrong one or none; a user's function may return any
+            number. None: unknown; the rollout must not be trained on.
+        answer: the answer that was found in it.
+        reason: an explanation for people.
+    """
+
+    value: float | None
+    answer: str | None
+    reason: str
+
+
+Verdict = Reward | float | None
+RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
+"""A reward function of the user's, sync or async. None says that there is no reward."""
+
+
+class RewardSettings(pydantic.BaseModel):
+    """Settings of how answers are checked."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    function: str = pydantic.Field(
+        "math",
+        description='"math": numbers exactly, the rest by math-verify; '
+        '"exact": numbers and equal text; or "module:function" of (trajectory, task).',
+    )
+    num_workers: int = pydantic.Field(
+        2, ge=1, description="Processes in which answers are checked, at most."
+    )
+    timeout_s: float = pydantic.Field(10.0, gt=0, description="For one check.")
+    retries: int = pydantic.Field(
+        1,
+        ge=0,
+        description="How often a check that hung, crashed or raised is made again. An answer that "
+        "breaks math-verify twice is wrong; so there it is made again at least once.",
+    )
+    memory_mib: int = pydantic.Field(
+        2048, ge=0, description="What a check may allocate, in MiB; 0: no limit."
+    )
+    start_timeout_s: float = pydantic.Field(
+        60.0, gt=0, description="For a process to start and to import what it calls."
+    )
+
+    @pydantic.field_validator("function")
+    @classmethod
+    def _is_a_function(cls, function: str) -> str:
+        module, _, name = function.partition(":")
+        if function not in ("math", "exact") and not (module and name):
+            raise ValueError(f'{function!r} is not "math", "exact" or "module:function"')
+        return function
+
+
+class Grader:
+    """Scores rollouts. Use as `async with Grader(...) as grader`."""
+
+    def __init__(
+        self,
+        settings: RewardSettings | None = None,
+        function: RewardFunction | None = None,
+        *,
+        pool: Pool | None = None,
+    ) -> None:
+        """
+        Args:
+            function: in place of the one in the settings. If it is not async it runs in a thread,
+                which cannot be killed: where it may hang, name it in the settings instead, and it
+                runs in a process.
+            pool: where reasoning-gym's puzzles are scored.
+        """
+        self._settings = settings or RewardSettings()
+        self._pool = pool
+        name = self._settings.function
+        self._check = self._check_answer if name in ("math", "exact") else self._ask_process
+        if function is not None:
+            self._check = partial(self._ask_function, function)
+        self._processes = ProcessPool(
+            self._settings.num_workers,
+            preload=["math_verify:verify" if name == "math" else name],
+            memory_mib=self._settings.memory_mib,
+            start_timeout_s=self._settings.start_timeout_s,
+        )
+        self._threads = anyio.CapacityLimiter(self._settings.num_workers)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self._processes)
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> bool | None:
+        return await self._stack.__aexit__(*exc_info)
+
+    async def ready(self) -> None:
+        """Start what a function of the user's runs in, once.
+
+        Raises:
+            SettingsError: it cannot be started, such as for want of the function.
+        """
+        if ":" not in self._settings.function:
+            return
+        try:
+            await self._processes.warm_up()
+        except CallFailed as error:
+            raise SettingsError(f"reward.function: {error}") from error
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Reward:
+        """Return the reward of `trajectory` as an answer to `task`.
+
+        Raises:
+            SettingsError: the task is a puzzle, and there is no pool to score it in.
+            RewardError: a user's function raised, took too long or returned nonsense at each
+                attempt.
+        """
+        if trajectory.stop_reason is StopReason.CANCELLED:
+            return Reward(None, None, "it was cancelled")
+        if trajectory.stop_reason.infrastructure:
+            return Reward(None, None, f"infrastructure: {trajectory.error or 'no error was given'}")
+        if trajectory.stop_reason is StopReason.TIME_BUDGET and not trajectory.used_its_time:
+            # How fast it went was up to the servers and the sandbox, not to the model.
+            return Reward(None, None, "it ran out of time, mostly waiting for servers and sandbox")
+        return await self._check(trajectory, task)
+
+    async def _check_answer(self, trajectory: Trajectory, task: Task) -> Reward:
+        answer = final_answer(trajectory.text)
+        if answer is None:
+            return Reward(0.0, None, "it gives no answer")
+        same = same_number(task.answer, answer)
+        if "reasoning_gym" in task.extra and not same:
+            return await self._check_puzzle(answer, task)
+        if same is not None:
+            verdict = "matches" if same else "is a different number than"
+            return Reward(float(same), answer, f"{verdict} the reference answer")
+        if self._settings.function == "exact":
+            return Reward(0.0, answer, "differs from the reference answer")
+        if len(answer) > _MAX_ANSWER_CHARS:
+            return Reward(0.0, answer, f"longer than {_MAX_ANSWER_CHARS} characters")
+        return await self._verified(answer, task)
+
+    async def _verified(self, answer: str, task: Task) -> Reward:
+        """Ask math-verify. Where it fails on the answer in two processes, the second a fresh one,
+        and not on the task's own answer, the answer is to blame and wrong."""
+        timeout_s = self._settings.timeout_s
+        call = partial(self._processes.call, _VERIFIED, task.answer, timeout_s=timeout_s)
+        failures: list[CallFailed] = []
+        for _ in range(1 + max(1, self._settings.retries)):
+            try:
+                same = await call(answer, fresh=bool(failures))
+            except CallFailed as error:
+                failures.append(error)
+            else:
+                verdict = "equal to" if same else "different from"
+                return Reward(float(same), answer, f"math-verify: {verdict} the reference answer")
+        why = f"math-verify: {failures[-1]} ({len(failures)} tries)"
+        if sum(not failure.from_outside for failure in failures) < 2:
+            return Reward(None, answer, why)
+        try:
+            await call(task.answer, fresh=True)
+        except CallFailed:
+            return Reward(None, answer, f"{why}; on the reference answer it fails, too")
+        return Reward(0.0, answer, f"{why}: the answer breaks the check, so it is wrong")
+
+    async def _check_puzzle(self, answer: str, task: Task) -> Reward:
+        if self._pool is None:
+            raise SettingsError(f"task {task.id}: puzzles are scored in a sandbox; there is none")
+        ask = partial(is_solved, self._pool, task.extra["reasoning_gym"], answer)
+        try:
+            solved, why = await self._tried(partial(ask, timeout_s=self._settings.timeout_s))
+        except CallFailed as error:
+            return Reward(None, answer, f"reasoning-gym: {error}")
+        return Reward(float(solved), answer, f"reasoning-gym: {why}")
+
+    async def _ask_process(self, trajectory: Trajectory, task: Task) -> Reward:
+        try:
+            verdict = await self._call(self._settings.function, trajectory, task)
+        except CallFailed as error:
+            raise RewardError(f"{self._settings.function}: task {task.id}: {error}") from error
+        if isinstance(verdict, Mapping) and verdict.keys() == Reward.__dataclass_fields__.keys():
+            verdict = Reward(**verdict)
+        return _reward(verdict, self._settings.function, task)
+
+    async def _ask_function(
+        self, function: RewardFunction, trajectory: Trajectory, task: Task
+    ) -> Reward:
+        name = getattr(function, "__qualname__", repr(function))
+        timeout_s = self._settings.timeout_s
+
+        async def attempt() -> Verdict:
+            try:
+                with anyio.fail_after(timeout_s) as deadline:
+                    return await self._called(function, trajectory, task)
+            except Exception as error:
+                if isinstance(error, TimeoutError) and deadline.cancelled_caught:
+                    raise CallTimedOut(f"no result after {timeout_s:g} s") from None
+                raise CallFailed(f"{type(error).__name__}: {error}") from error
+
+        try:
+            verdict = await self._tried(attempt)
+        except CallFailed as error:
+            raise RewardError(f"{name}: task {task.id}: {error}") from error
+        return _reward(verdict, name, task)
+
+    async def _called(
+        self, function: RewardFunction, trajectory: Trajectory, task: Task
+    ) -> Verdict:
+        found: Any
+        if inspect.iscoroutinefunction(function):
+            found = function(trajectory, task)
+        else:
+            found = await anyio.to_thread.run_sync(
+                function, trajectory, task, abandon_on_cancel=True, limiter=self._threads
+            )
+        verdict: Verdict = await found if inspect.isawaitable(found) else found
+        return verdict
+
+    async def _call(self, function: str, *arguments: object) -> Any:
+        timeout_s = self._settings.timeout_s
+        return await self._tried(
+            partial(self._processes.call, function, *arguments, timeout_s=timeout_s)
+        )
+
+    async def _tried(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the result of the first attempt that succeeds."""
+        for left in range(self._settings.retries, -1, -1):
+            try:
+                return await attempt()
+            except CallFailed as error:
+                if not left:
+                    tries = self._settings.retries + 1
+                    times = "" if tries == 1 else f" ({tries} tries)"
+                    raise CallFailed(f"{error}{times}") from error
+        raise AssertionError("unreachable")
+
+
+def _reward(verdict: object, name: str, task: Task) -> Reward:
+    if verdict is None:
+        return Reward(None, None, f"{name}: no reward")
+    reward = verdict
+    if isinstance(verdict, int | float):
+        reward = Reward(float(verdict), None, name)
+    if not isinstance(reward, Reward):
+        raise RewardError(f"{name}: task {task.id}: a number or a Reward, not {verdict!r:.100}")
+    if reward.value is not None and not math.isfinite(reward.value):
+        raise RewardError(f"{name}: task {task.id}: a finite number, not {reward.value}")
+    return reward

@@ -1,0 +1,1 @@
+"""Tasks: files, data sets, generators, and a teacher's dialogues."""

@@ -1,0 +1,1 @@
+"""The learner's processes as seen from the trainer."""

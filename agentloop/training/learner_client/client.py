@@ -1,0 +1,449 @@
+"""The learner, as the runtime sees it: processes that are started, asked and stopped.
+
+    started ──> guardians of ranks or of a launcher ──> python -m agentloop.learner (DeepSpeed)
+      │  one request at a time, JSON lines over a unix socket to rank 0, which tells the others;
+      │  batches and weights are passed as files
+      └─ a dead rank or a late response raises LearnerLost; leaving the context ends all ranks
+
+    KeptLearner ──> the same, with `restart`: new processes, which then load a checkpoint
+
+    LearnerError
+     ├─ LearnerRefused  the learner refused a request, and continues
+     ├─ LearnerLost     its processes died or do not respond: a restart may help
+     └─ LearnerEnded    it ended itself, e.g. for non-finite gradients: a restart would not help
+
+Torch is not imported here, only in the learner's processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import orjson
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from agentloop.errors import AgentLoopError, sole
+from agentloop.inference.processes.supervise import guarded
+from agentloop.training.learner_client.launch import (
+    RanksSettings,
+    Start,
+    free_port,
+    on_other_nodes,
+    starts,
+)
+
+__all__ = [
+    "KeptLearner",
+    "Learner",
+    "LearnerEnded",
+    "LearnerError",
+    "LearnerLost",
+    "LearnerProcesses",
+    "LearnerRefused",
+    "RanksSettings",
+    "started",
+]
+
+_COMMAND = (
+    sys.executable,
+    "-P",
+    "-m",
+    "agentloop.learner",
+)  # -P: ignore a learner.py in the working directory
+_MAX_ANSWER_BYTES = 1 << 24  # large enough for the checksums of all tensors
+_MAX_TAIL_BYTES = 1 << 16
+_NUM_TAIL_LINES = 80  # all ranks of a launcher share one log, with the launcher's own output
+_GOODBYE_S = 20.0
+_MAX_FOLDER_BYTES = 64  # a socket's path may have 103 bytes, including the file name
+_LAST_WORDS_S = 1.0  # for a dead rank's last response, such as that it ended on purpose
+_OTHERS_S = 5.0  # for the first failed rank to be noticed, possibly after those it took with it
+
+_BROKEN = (
+    anyio.EndOfStream,
+    anyio.IncompleteRead,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+)
+
+T = TypeVar("T")
+
+
+class LearnerError(AgentLoopError):
+    """The learner failed; the message names the request and, if it died, ends with its log."""
+
+
+class LearnerRefused(LearnerError):
+    """The learner refused a request, and continues."""
+
+
+class LearnerLost(LearnerError):
+    """A rank died or did not respond in time. All state since the last checkpoint is lost."""
+
+
+class LearnerEnded(LearnerError):
+    """The learner ended itself and would do so again: training diverged, or the model is bad."""
+
+
+class Learner(Protocol):
+    """A learner that takes requests."""
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """Send a request and return its response.
+
+        If this is cancelled, the next caller waits for the cancelled request's response first.
+
+        Raises:
+            LearnerRefused: the learner refused the request.
+            LearnerLost: a rank died or did not respond in time.
+            LearnerEnded: the learner has ended itself.
+        """
+        ...
+
+
+class _RankZero:
+    """A running learner, accessed through the connection to rank 0."""
+
+    def __init__(self, stream: anyio.abc.ByteStream, processes: LearnerProcesses) -> None:
+        self._stream = stream
+        self._lines = BufferedByteReceiveStream(stream)
+        self._processes = processes
+        self._asking = anyio.Lock()
+        self._num_owed = 0  # outstanding responses; the last one belongs to the last request
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        async with self._asking:  # no deadline: the request before has one
+            return await self._answer(op, {"op": op, **arguments}, timeout_s)
+
+    async def ready(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for the learner's message that all ranks are ready. Raises LearnerError."""
+        return await self._answer("start", None, timeout_s)
+
+    async def _answer(
+        self, op: str, request: Mapping[str, Any] | None, timeout_s: float
+    ) -> dict[str, Any]:
+        try:
+            with anyio.fail_after(timeout_s):
+                self._num_owed += 1
+                if request is not None:
+                    # Shielded, so that never half a line is sent; the learner reads it at once.
+                    with anyio.fail_after(timeout_s, shield=True):
+                        await self._stream.send(orjson.dumps(request) + b"\n")
+                while self._num_owed:
+                    answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
+                    self._num_owed -= 1
+        except TimeoutError as error:
+            late = f"{op}: no response within {round(timeout_s, 1):g} s"
+            raise LearnerLost(f"{late}; {self._processes.where()}") from error
+        except _BROKEN as error:
+            raise LearnerLost(f"{op}: {await self._processes.how_it_ended()}") from error
+        result: dict[str, Any] = orjson.loads(answer)
+        if not result.pop("ok"):
+            message = f"{op}: {result.get('error')}"
+            if not result.get("fatal", True):
+                raise LearnerRefused(message)
+            if result.get("on_purpose"):
+                raise LearnerEnded(f"{message}\nThe {self._processes.where()}")
+            # Often rank 0 only knows that another rank has died; that rank's log says why.
+            raise LearnerLost(f"{message}\n{await self._processes.how_it_ended(_OTHERS_S)}")
+        return result
+
+
+class LearnerProcesses:
+    """The learner's ranks on this machine, or the launcher that runs them."""
+
+    def __init__(self) -> None:
+        self._processes: list[anyio.abc.Process] = []
+        self._names: list[str] = []
+        self._log_paths: list[Path] = []
+
+    async def start(self, start: Start, log_path: Path) -> None:
+        """Start a process under a guardian. Shielded, so that no process is left unattended."""
+        with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
+            environment = {**os.environ, **start.environment}
+            process = await guarded(start.command, environment, log_path, stop_timeout_s=0)
+        self._processes.append(process)
+        self._names.append(start.name)
+        self._log_paths.append(log_path)
+
+    async def wait_dead(self) -> str:
+        """Wait until a rank has ended; return a description of how, with its log.
+
+        Other ranks end as a consequence; the one that stopped logging first is described.
+        """
+        async with anyio.create_task_group() as tasks:
+
+            async def wait(process: anyio.abc.Process) -> None:
+                await (
+                    process.wait()
+                )  # no deadline: waits for its end, which sets one for the others
+                scope = tasks.cancel_scope
+                scope.deadline = min(scope.deadline, anyio.current_time() + _OTHERS_S)
+
+            for process in self._processes:
+                tasks.start_soon(wait, process)
+        return self._describe_end()
+
+    async def while_alive(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work` while all ranks live, and return its result.
+
+        Raises:
+            LearnerLost: a rank died first.
+            Exception: an error of `work`, which still has a moment to fail after a rank has died.
+        """
+        found: list[T] = []
+        died: list[str] = []
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def die() -> None:
+                    # Do not raise: the request to the dead rank fails, too, with a better error.
+                    died.append(await self.wait_dead())
+                    tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_S
+
+                async def do() -> None:
+                    found.append(await work())
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(die)
+                tasks.start_soon(do)
+        except BaseExceptionGroup as group:
+            raise sole(group) from None
+        if found:
+            return found[0]
+        raise LearnerLost(died[0])
+
+    async def how_it_ended(self, within_s: float = 10.0) -> str:
+        """Like `wait_dead`, after a connection broke, but for at most `within_s` seconds."""
+        with anyio.move_on_after(within_s):
+            return await self.wait_dead()
+        return self._describe_end()
+
+    def where(self) -> str:
+        """Return a phrase that names the folder of the logs."""
+        return f"logs in {self._log_paths[0].parent}"
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """End all processes, after `grace_s` seconds in which they may end by themselves.
+
+        Closing a guardian's stdin ends its process. Shielded from cancellation.
+        """
+        with anyio.move_on_after(grace_s, shield=True):
+            for process in self._processes:
+                await process.wait()
+        with anyio.move_on_after(20, shield=True):
+            for process in self._processes:
+                if process.stdin is not None:
+                    await process.stdin.aclose()
+            for process in self._processes:
+                await process.wait()
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+            with anyio.move_on_after(5, shield=True):
+                await process.aclose()
+
+    def _describe_end(self) -> str:
+        """Describe the rank that ended first, which has the oldest log.
+
+        If none has ended, describe rank 0 or the launcher, which takes longer to end.
+        """
+        ended = [i for i, process in enumerate(self._processes) if process.returncode is not None]
+        index = min(ended or [0], key=lambda index: _last_written(self._log_paths[index]))
+        status, log_path = self._processes[index].returncode, self._log_paths[index]
+        try:
+            tail = _end_of(log_path).decode("utf-8", "replace").splitlines()[-_NUM_TAIL_LINES:]
+        except OSError as error:
+            tail = [f"(its log cannot be read: {error})"]
+        lines = "\n".join(f"  {line[:300]}" for line in tail)
+        name = self._names[index]
+        how = f"{name} ended with exit status {status}." if ended else f"{name} is still running."
+        return f"{how} The {self.where()}; the end of {log_path.name}:\n{lines}"
+
+
+@asynccontextmanager
+async def started(
+    settings: Mapping[str, Any],
+    ranks_settings: RanksSettings,
+    *,
+    log_dir: Path,
+    on_progress: Callable[[str], None],
+) -> AsyncIterator[tuple[Learner, LearnerProcesses]]:
+    """Start a learner; yield it when all ranks are ready.
+
+    Args:
+        settings: a dumped `agentloop.training.learner_client.settings.LearnerSettings`.
+        log_dir: folder for logs and for the settings, which all nodes read from there.
+
+    Raises:
+        LearnerLost: a rank died, or the learner was not ready in time.
+        LearnerEnded: the learner cannot start; the message says why.
+    """
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="agentloop-learner-", dir=_short_folder())
+        )
+        path = Path(folder) / "socket"
+        listener = await anyio.create_unix_listener(path)
+        stack.push_async_callback(listener.aclose)
+        settings_path = anyio.Path(log_dir) / "learner.json"
+        await settings_path.parent.mkdir(parents=True, exist_ok=True)
+        await settings_path.write_bytes(orjson.dumps(dict(settings)))
+        command = (*_COMMAND, str(settings_path))
+        port = ranks_settings.port or free_port()
+        ranks = LearnerProcesses()
+        # Ranks on other nodes cannot be killed from here: they end when rank 0 tells them to.
+        grace_s = _GOODBYE_S if ranks_settings.nodes > 1 else 0.0
+        stack.push_async_callback(ranks.stop, grace_s)
+        for start in starts(ranks_settings, command, socket_path=path, port=port):
+            await ranks.start(start, log_dir / f"learner-{start.name.removeprefix('rank ')}.log")
+        num_ranks = ranks_settings.count * ranks_settings.nodes
+        on_progress(f"Starting the learner, {num_ranks} rank(s); logs in {log_dir}")
+        if others := on_other_nodes(ranks_settings, command, port):
+            listed = settings_path.with_name("learner-nodes.txt")
+            await listed.write_text("".join(f"{other}\n" for other in others), "utf-8")
+            on_progress(f"On each of the other nodes, start its command from {listed}")
+        learner = await ranks.while_alive(
+            partial(_ready, listener, ranks, ranks_settings.start_timeout_s, stack)
+        )
+        on_progress("The learner is ready")
+        yield learner, ranks
+
+
+class KeptLearner:
+    """A learner that can be restarted. The caller decides when, and loads a checkpoint afterwards.
+
+        async with KeptLearner(settings, ranks_settings, ...) as learner:
+            try:
+                await learner.ask("step", ...)
+            except LearnerLost:
+                await learner.restart()
+                await learner.ask("load", ...)
+
+    Attributes:
+        num_starts: number of starts, including the first.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        ranks_settings: RanksSettings,
+        *,
+        log_dir: Path,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """Take the arguments of `started`."""
+        self._start = partial(
+            started, settings, ranks_settings, log_dir=log_dir, on_progress=on_progress
+        )
+        self._log_dir = log_dir
+        self._life = AsyncExitStack()
+        self._restarting, self._up = anyio.Lock(), anyio.Event()
+        self.num_starts = 0
+
+    async def __aenter__(self) -> Self:
+        """Start the learner. Raises the errors of `started`."""
+        await self._begin()
+        self._up.set()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._life.aclose()
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """Implement `Learner`. Wait for a restart in progress; fail as soon as any rank dies."""
+        begun = anyio.current_time()
+        with anyio.move_on_after(timeout_s):
+            while not self._up.is_set():
+                await self._up.wait()
+        left_s = timeout_s - (anyio.current_time() - begun)
+        if not self._up.is_set():
+            raise LearnerLost(f"{op}: the learner was not restarted within {timeout_s:g} s")
+        ask = partial(self._learner.ask, op, timeout_s=left_s, **arguments)
+        return await self._processes.while_alive(ask)
+
+    async def lost(self) -> str:
+        """Wait, without a deadline, until a rank dies unexpectedly; return a description of how."""
+        while True:
+            await self._up.wait()  # no deadline: a learner may live for weeks
+            life = self._processes
+            how = await life.wait_dead()
+            if self._up.is_set() and life is self._processes:
+                return how
+
+    async def restart(self) -> None:
+        """End all ranks and start new ones with the weights that the settings name.
+
+        Requests made meanwhile wait. If the restart fails, all requests fail until one succeeds.
+
+        Raises:
+            LearnerLost, LearnerEnded: as in `started`.
+        """
+        async with self._restarting:
+            self._up = anyio.Event()
+            try:
+                await self._life.aclose()
+                await self._begin()
+            finally:
+                self._up.set()
+
+    async def _begin(self) -> None:
+        if self.num_starts:
+            await anyio.to_thread.run_sync(_keep_logs, self._log_dir)
+        self.num_starts += 1
+        life = AsyncExitStack()
+        self._learner, self._processes = await life.enter_async_context(self._start())
+        self._life = life
+
+
+def _keep_logs(folder: Path) -> None:
+    """Keep the logs of the processes before, which show why they ended, as *.previous."""
+    for log in folder.glob("learner-*.log"):
+        with suppress(OSError):  # not worth failing the start
+            log.replace(log.with_name(f"{log.name}.previous"))
+
+
+async def _ready(
+    listener: anyio.abc.SocketListener,
+    ranks: LearnerProcesses,
+    timeout_s: float,
+    stack: AsyncExitStack,
+) -> _RankZero:
+    """Accept rank 0's connection and wait until all ranks are ready. Raises LearnerError."""
+    begun = anyio.current_time()
+    with anyio.move_on_after(timeout_s):
+        stream = await listener.accept()
+        stack.push_async_callback(stream.aclose)
+        learner = _RankZero(stream, ranks)
+        await learner.ready(timeout_s - (anyio.current_time() - begun))
+        return learner
+    late = f"the learner was not ready after {timeout_s:g} s (ranks.start_timeout_s)"
+    raise LearnerLost(f"{late}; {ranks.where()}")
+
+
+def _end_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _MAX_TAIL_BYTES))
+        return file.read(_MAX_TAIL_BYTES)
+
+
+def _last_written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _short_folder() -> str | None:
+    """Return the parent folder for a socket: /tmp if the default (None) has too long a path."""
+    usual = os.fsencode(tempfile.gettempdir())
+    return None if len(usual) <= _MAX_FOLDER_BYTES else "/tmp"

@@ -1,0 +1,436 @@
+"""A durable queue of groups: admitted, finished, leased to a training step, trained on.
+
+    admit ──> open ──finish──> finished ──lease──> leased to a step ──acknowledge──> trained
+                └──give_back──> given back            └ the step is in a checkpoint ┘
+
+The journal is one SQLite file in WAL mode. Each method is one transaction, which is durable when
+the method returns. The rollouts of a group are in a separate file, which is complete before the
+journal refers to it; the journal holds its path and its metrics.
+
+A step leases its groups before the learner sees them and acknowledges them once the step is in a
+checkpoint. After a crash the learner therefore resumes from its last checkpoint with the same
+batches in the same order, and no group is in two batches.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+
+from agentloop.errors import SettingsError
+from agentloop.plain_json import dumps, loads
+from agentloop.tasks.sources import Task
+
+__all__ = ["GroupQueue", "Lease", "QueuedGroup"]
+
+_FORMAT = 1
+_SCHEMA = f"""
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY,
+    task TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    state TEXT NOT NULL DEFAULT 'open'
+        CHECK (state IN ('open', 'finished', 'given back', 'leased', 'trained')),
+    path TEXT,
+    num_bytes INTEGER NOT NULL DEFAULT 0,
+    figures TEXT NOT NULL DEFAULT '{{}}',
+    step INTEGER,
+    place INTEGER
+) STRICT;
+CREATE INDEX groups_by_state ON groups (state);
+CREATE INDEX groups_by_step ON groups (step);
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY,
+    notes TEXT NOT NULL,
+    result TEXT
+) STRICT;
+CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+PRAGMA user_version = {_FORMAT};
+"""
+_BUSY_S = 10.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedGroup:
+    """An admitted task.
+
+    Attributes:
+        number: Order of admission over the whole run, starting at 1.
+        version: Version of the weights that were live at admission.
+        path: File of its rollouts, relative to the run folder; None while the group is open.
+        figures: Metrics of the group, as passed to `finish`.
+    """
+
+    number: int
+    task: Task
+    version: int
+    path: str | None = None
+    num_bytes: int = 0
+    figures: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The batch of a step, in order.
+
+    Attributes:
+        notes: Data needed to repeat the step.
+        result: Result of the step, or None if it is unknown.
+        replaced: Groups that were given back since the previous step.
+    """
+
+    step: int
+    groups: Sequence[QueuedGroup]
+    notes: Mapping[str, Any]
+    result: Mapping[str, Any] | None
+    replaced: Sequence[QueuedGroup] = ()
+
+
+class GroupQueue:
+    """A queue of groups in an SQLite file; create it with `GroupQueue.open`.
+
+    Transactions run one at a time in a worker thread. A cancelled method has either completed its
+    transaction or done nothing.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+        self._lock = anyio.Lock()
+        self._num_bytes = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, path: Path) -> AsyncIterator[GroupQueue]:
+        """Open the file, creating it if necessary.
+
+        Raises:
+            SettingsError: The file cannot be read or written, or was written by an incompatible
+                version of agentloop.
+        """
+        connection = await anyio.to_thread.run_sync(_connect, path)
+        with closing(connection):
+            queue = cls(connection, path)
+            queue._num_bytes = await queue._transaction(_finished_bytes)
+            yield queue
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of the files of groups that are finished but not leased."""
+        return self._num_bytes
+
+    async def admit(self, task: Task, *, version: int, cursor: Mapping[str, Any]) -> QueuedGroup:
+        """Admit the next group and record `cursor`, the position of the task source after it."""
+
+        def work(db: sqlite3.Connection) -> QueuedGroup:
+            row = (_json(asdict(task)), version)
+            found = db.execute("INSERT INTO groups (task, version) VALUES (?, ?)", row).lastrowid
+            _note(db, "cursor", cursor)
+            assert found is not None
+            return QueuedGroup(found, task, version)
+
+        return await self._transaction(work)
+
+    async def finish(
+        self, number: int, *, path: str | None, num_bytes: int, figures: Mapping[str, Any]
+    ) -> None:
+        """Mark a group as finished, with its rollouts in the file at `path`.
+
+        Args:
+            path: None if the task could not be run and has no rollouts.
+
+        Raises:
+            ValueError: The group is not open.
+        """
+        row = (path, num_bytes, _json(figures), number)
+        set_ = "state = 'finished', path = ?, num_bytes = ?, figures = ?"
+        await self._transaction(
+            partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
+        )
+        self._num_bytes += num_bytes
+
+    async def give_back(self, number: int, *, path: str | None, figures: Mapping[str, Any]) -> None:
+        """Mark a group as one that will not be trained on.
+
+        Raises:
+            ValueError: The group is not open.
+        """
+        row = (path, _json(figures), number)
+        set_ = "state = 'given back', path = ?, figures = ?"
+        await self._transaction(
+            partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
+        )
+
+    async def lease(self, step: int, numbers: Sequence[int], notes: Mapping[str, Any]) -> Lease:
+        """Make these groups the batch of `step`.
+
+        Raises:
+            ValueError: A group is not finished, or the step already has a batch.
+        """
+
+        def work(db: sqlite3.Connection) -> Lease:
+            taken = "step = ?, place = ?, state = 'leased' WHERE state = 'finished' AND number = ?"
+            for place, number in enumerate(numbers):
+                _update_group(taken, (step, place, number), db)
+            try:
+                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(notes)))
+            except sqlite3.IntegrityError:
+                raise ValueError(f"step {step} already has a batch") from None
+            since = "state = 'given back' AND step IS NULL"
+            db.execute(f"UPDATE groups SET step = ? WHERE {since}", (step,))
+            return _lease(db, step, notes, None)
+
+        lease = await self._transaction(work)
+        self._num_bytes -= sum(group.num_bytes for group in lease.groups)
+        return lease
+
+    async def done(self, step: int, result: Mapping[str, Any]) -> None:
+        """Record the result of a step that is not in a checkpoint yet."""
+
+        def work(db: sqlite3.Connection) -> None:
+            row = (_json(result), step)
+            db.execute("UPDATE steps SET result = ? WHERE step = ?", row)
+
+        await self._transaction(work)
+
+    async def acknowledge(self, step: int) -> None:
+        """Mark the groups of all steps up to `step` as trained: a checkpoint contains them."""
+
+        def work(db: sqlite3.Connection) -> None:
+            where = "state = 'leased' AND step <= ?"
+            db.execute(f"UPDATE groups SET state = 'trained' WHERE {where}", (step,))
+
+        await self._transaction(work)
+
+    async def rewind(self, step: int) -> list[Lease]:
+        """Return the batches after `step`, in order, for a learner that resumes from that step.
+
+        Batches up to `step` become trained even if they were never acknowledged; later ones are
+        leased reopened even if they were.
+        """
+
+        def work(db: sqlite3.Connection) -> list[Lease]:
+            held = "state = 'leased' AND step <= ?"
+            db.execute(f"UPDATE groups SET state = 'trained' WHERE {held}", (step,))
+            where = "state = 'trained' AND step > ?"
+            db.execute(f"UPDATE groups SET state = 'leased' WHERE {where}", (step,))
+            steps = "SELECT step, notes, result FROM steps WHERE step > ? ORDER BY step"
+            return [
+                _lease(db, number, loads(notes), None if result is None else loads(result))
+                for number, notes, result in db.execute(steps, (step,)).fetchall()
+            ]
+
+        return await self._transaction(work)
+
+    async def begin_stage(
+        self,
+        number: int,
+        *,
+        step: int,
+        tasks: Sequence[Mapping[str, Any]] | None,
+        cursor: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Record that a stage begins after `step`.
+
+        Args:
+            number: Number of the stage.
+            step: The last step before the stage.
+            tasks: Tasks of the stage; None: those of the source.
+            cursor: Position of the task source.
+
+        Returns:
+            The note stored as `stage NUMBER`: `begun` (the step), `tasks`, and for `undo` the
+                `last` group
+            number and the cursor `before` the stage.
+        """
+
+        def work(db: sqlite3.Connection) -> dict[str, Any]:
+            (last,) = db.execute("SELECT coalesce(max(number), 0) FROM groups").fetchone()
+            before = _noted(db, "cursor")
+            stage = {"begun": step, "tasks": tasks, "last": last, "before": before}
+            _note(db, f"stage {number}", stage)
+            _note(db, "cursor", cursor)
+            return stage
+
+        return await self._transaction(work)
+
+    async def undo(self, step: int) -> None:
+        """Undo all steps after `step`: the weights that sampled their rollouts no longer exist.
+
+        Groups of stages that continue become open again, including those that were given back. A
+        stage that began after `step` starts over: its groups and those of later stages are deleted,
+        and the task source returns to its position at the beginning of the stage.
+
+        The files of these groups are recorded in the note `undone`, which the caller clears after
+        moving them away.
+        """
+
+        def work(db: sqlite3.Connection) -> None:
+            since = "(state IN ('leased', 'trained', 'given back') AND coalesce(step > ?, TRUE))"
+            undone_groups = f"state = 'finished' OR {since}"
+            found = db.execute(
+                f"SELECT path FROM groups WHERE path NOT NULL AND ({undone_groups})", (step,)
+            )
+            undone = {
+                "step": step,
+                "name": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+                "files": [path for (path,) in found.fetchall()],
+            }
+            reopened = "state = 'open', step = NULL, place = NULL, path = NULL, figures = '{}'"
+            db.execute(
+                f"UPDATE groups SET {reopened}, num_bytes = 0 WHERE {undone_groups}", (step,)
+            )
+            db.execute("DELETE FROM steps WHERE step > ?", (step,))
+            stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
+            for key, value in sorted(stages, key=lambda row: _stage_number(row[0]), reverse=True):
+                stage = loads(value)
+                if stage["begun"] > step:
+                    db.execute("DELETE FROM notes WHERE key = ?", (key,))
+                    if stage.get("before") is not None:  # missing in files of earlier versions
+                        db.execute("DELETE FROM groups WHERE number > ?", (stage["last"],))
+                        _note(db, "cursor", stage["before"])
+            _note(db, "undone", undone)
+
+        await self._transaction(work)
+        self._num_bytes = 0
+
+    async def open_groups(self) -> list[QueuedGroup]:
+        """Return the groups to roll out after a restart: neither finished nor given back."""
+        return await self._transaction(lambda db: _groups(db, "state = 'open' ORDER BY number", ()))
+
+    async def finished_groups(self) -> list[QueuedGroup]:
+        """Return the groups that are finished and not in a batch."""
+        return await self._transaction(
+            lambda db: _groups(db, "state = 'finished' ORDER BY number", ())
+        )
+
+    async def reopen(self, numbers: Sequence[int], *, version: int) -> None:
+        """Mark groups as open again, to be rolled out with the weights of `version`."""
+
+        def work(db: sqlite3.Connection) -> int:
+            reopened = "state = 'open', version = ?, path = NULL, num_bytes = 0, figures = '{}'"
+            where = "WHERE state IN ('open', 'finished') AND number = ?"
+            for number in numbers:
+                _update_group(f"{reopened} {where}", (version, number), db)
+            return _finished_bytes(db)
+
+        self._num_bytes = await self._transaction(work)
+
+    async def note(self, key: str, value: Any) -> None:
+        """Store `value` under `key`; None deletes the value."""
+        await self._transaction(lambda db: _note(db, key, value))
+
+    async def noted(self, key: str) -> Any:
+        """Return the value stored under `key`, such as `cursor`, or None."""
+        return await self._transaction(lambda db: _noted(db, key))
+
+    async def counts(self) -> dict[str, int]:
+        """Return the number of groups in each state."""
+        query = "SELECT state, count(*) FROM groups GROUP BY state"
+        return await self._transaction(lambda db: dict(db.execute(query).fetchall()))
+
+    async def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` in a transaction.
+
+        Raises:
+            SettingsError: The disk is full, the file is damaged, or SQLite failed otherwise.
+        """
+
+        def transact() -> T:
+            with self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                return work(self._connection)
+
+        async with self._lock:  # no deadline: each transaction has one, _BUSY_S
+            try:  # takes milliseconds, at most _BUSY_S; cancellation waits for it
+                return await anyio.to_thread.run_sync(transact)
+            except (sqlite3.Error, json.JSONDecodeError) as error:
+                raise SettingsError(f"run.folder: {self._path}: {error}") from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        connection = sqlite3.connect(
+            path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")  # survive a power cut
+            (format_,) = connection.execute("PRAGMA user_version").fetchone()
+            if not format_:
+                connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+            elif format_ != _FORMAT:
+                raise SettingsError(
+                    f"{path}: written by an incompatible version of agentloop (format {format_}, "
+                    f"not {_FORMAT})"
+                )
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as error:
+        raise SettingsError(f"run.folder: {path}: {error}") from error
+    return connection
+
+
+def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> None:
+    """Update one group, whose number is last in `row`.
+
+    Raises:
+        ValueError: The group is in another state.
+    """
+    if db.execute(f"UPDATE groups SET {update}", row).rowcount != 1:
+        found = db.execute("SELECT state FROM groups WHERE number = ?", row[-1:]).fetchone()
+        raise ValueError(f"group {row[-1]} is {found[0] if found else 'not there'}")
+
+
+def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
+    db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, _json(value)))
+
+
+def _noted(db: sqlite3.Connection, key: str) -> Any:
+    row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
+    return None if row is None else loads(row[0])
+
+
+def _stage_number(stage: str) -> int:
+    """Return the stage number in the name of its note, such as 10 for `stage 10`."""
+    return int(stage.split()[1])
+
+
+def _json(value: Any) -> str:
+    """Serialize to JSON; dates and other values of data sets become strings."""
+    return dumps(value).decode()
+
+
+def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[QueuedGroup]:
+    columns = "number, task, version, path, num_bytes, figures"
+    found = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
+    return [
+        QueuedGroup(number, Task(**loads(task)), version, path, num_bytes, loads(figures))
+        for number, task, version, path, num_bytes, figures in found
+    ]
+
+
+def _lease(
+    db: sqlite3.Connection, step: int, notes: Mapping[str, Any], result: Mapping[str, Any] | None
+) -> Lease:
+    batch = _groups(db, "step = ? AND state != 'given back' ORDER BY place", (step,))
+    replaced = _groups(db, "step = ? AND state = 'given back' ORDER BY number", (step,))
+    return Lease(step, batch, notes, result, replaced)
+
+
+def _finished_bytes(db: sqlite3.Connection) -> int:
+    query = "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state = 'finished'"
+    return int(db.execute(query).fetchone()[0])

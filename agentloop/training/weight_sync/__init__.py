@@ -1,0 +1,1 @@
+"""New weights to the servers, and the proof that they arrived."""

@@ -1,0 +1,185 @@
+"""Plots of runs."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentloop.analysis.plots import PANELS, labels_of, plot_runs, smoothed
+from agentloop.errors import SettingsError
+
+
+def run(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(lines, "utf-8")
+    return folder
+
+
+def steps(num: int, **more: Any) -> list[dict[str, Any]]:
+    """Return rows as training writes them, with an evaluation before the first step."""
+    measured = {"step": 0, "held_out/reward": 0.4, "held_out/tool_errors_in_correct": None}
+    times = {"step_s": 2.0, "wait_s": 1.0, "learn_s": 0.5, "hand_over_s": None}
+    return [
+        measured,
+        *(
+            {
+                "step": step,
+                "reward": step / num,
+                "tool_errors_in_correct": None,
+                "num_sampled_tokens": 100,
+                "learner/entropy": 0.5,
+                **times,
+                **more,
+            }
+            for step in range(1, num + 1)
+        ),
+    ]
+
+
+def words(path: Path) -> list[str]:
+    """Return the texts in an SVG file."""
+    root = ElementTree.parse(path).getroot()
+    return [text for one in root.iter("{http://www.w3.org/2000/svg}text") if (text := one.text)]
+
+
+def titles(path: Path) -> set[str]:
+    return {panel.title for panel in PANELS.values()} & set(words(path))
+
+
+def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
+    whole, empty = run(tmp_path / "whole", steps(70)), run(tmp_path / "empty", [])
+    png, svg = tmp_path / "plots.png", tmp_path / "plots.svg"
+    plot_runs([whole, empty], png, svg)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert titles(svg) == {
+        "reward",
+        "sampled tokens per second",
+        "entropy, nats per token",
+        "seconds per step",
+    }
+    assert {"whole", "empty", "with markers: held-out tasks"} <= set(words(svg))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "empty",
+        "plots.png",
+        "plots.svg",
+        "whole",
+    ]
+
+
+def test_of_a_single_run_it_is_told_where_the_time_goes(tmp_path: Path) -> None:
+    one, other = run(tmp_path / "one", steps(3)), run(tmp_path / "other", steps(3))
+    parts = {"waiting for rollouts", "learning", "loading weights"}
+    plot_runs([one], tmp_path / "a.svg", what=["times"])
+    assert parts <= set(words(tmp_path / "a.svg"))
+    plot_runs([one, other], tmp_path / "b.svg", what=["times"])
+    assert not parts & set(words(tmp_path / "b.svg"))
+
+
+def test_one_draws_what_one_asks_for(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", steps(3, **{"learner/grad_norm": 0.1}))
+    out = tmp_path / "plots.svg"
+    plot_runs([folder], out, what=["learner/grad_norm", "reward"])
+    assert titles(out) == {"reward"}
+    assert "learner/grad_norm" in words(out)
+    with pytest.raises(SettingsError, match=r"--what: rewards: .* available: reward"):
+        plot_runs([folder], out, what=["rewards"])
+    with pytest.raises(SettingsError, match="--what: tool_errors: these runs have no such metric"):
+        plot_runs([folder], out, what=["tool_errors"])
+
+
+def test_a_supervised_run_has_a_loss(tmp_path: Path) -> None:
+    rows = [{"step": 1, "learner/loss": 0.5, "learner/entropy": 1.0, "step_s": 1.0}]
+    plot_runs([run(tmp_path / "run", rows)], tmp_path / "plots.svg")
+    assert titles(tmp_path / "plots.svg") == {"loss", "entropy, nats per token"}
+
+
+def test_a_run_that_has_nothing_yet_is_drawn_empty(tmp_path: Path) -> None:
+    plot_runs([run(tmp_path / "run", [])], tmp_path / "plots.png")
+    assert (tmp_path / "plots.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_runs_give_the_same_picture(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", steps(3))
+    for name in ("a.svg", "b.svg"):
+        plot_runs([folder], tmp_path / name, what=["reward"])
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["_hidden", "$x^2$", "a$b$", "<&>", "\u8dd1"])
+def test_a_name_is_no_markup(tmp_path: Path, name: str) -> None:
+    plot_runs([run(tmp_path / name, steps(1))], tmp_path / "plots.svg", what=["reward"])
+    assert name in {word.strip() for word in words(tmp_path / "plots.svg")}
+
+
+def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nothing to plot: .*metrics\.jsonl"):
+        plot_runs([tmp_path], tmp_path / "plots.png")
+
+
+def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", steps(2))
+    whole = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(whole + '{"step": 3, "rew')
+    assert plot_runs([folder], tmp_path / "plots.svg", what=["reward"]) == []
+    expected = (tmp_path / "plots.svg").read_bytes()
+    for damage in ("{\n", '{"reward": 1}\n', "[]\n"):
+        (folder / "metrics.jsonl").write_text(damage + whole)
+        (told,) = plot_runs([folder], tmp_path / "plots.svg", what=["reward"])
+        assert f"{folder}: metrics.jsonl: " in told
+        assert (tmp_path / "plots.svg").read_bytes() == expected
+        (folder / "metrics.jsonl").write_text(damage)
+        with pytest.raises(SettingsError, match=r"nothing to plot: .*metrics\.jsonl: "):
+            plot_runs([folder], tmp_path / "plots.svg")
+
+
+def test_places_that_are_none_are_named(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", steps(1))
+    with pytest.raises(
+        SettingsError, match=r"plots\.pdf: the file name must end in \.png or \.svg"
+    ):
+        plot_runs([folder], tmp_path / "plots.pdf")
+    with pytest.raises(SettingsError, match="nowhere"):
+        plot_runs([folder], tmp_path / "nowhere" / "plots.png", what=["reward"])
+
+
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return there(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SettingsError, match=r"matplotlib: pip install 'agentloop-rl\[train\]'"):
+        plot_runs([run(tmp_path / "run", steps(1))], tmp_path / "plots.png")
+
+
+def test_labels_are_as_long_as_they_must_be(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a/run", "b/run", "other")]
+    assert labels_of(paths) == ["a/run", "b/run", "other"]
+    assert labels_of([paths[0], paths[0]]) == ["run", "run (2)"]
+    assert labels_of([Path("/")]) == ["/"]
+    (tmp_path / "a" / "run").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to("a/run")
+    assert labels_of([tmp_path / "latest"]) == ["run"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6)), st.integers(0, 10))
+def test_smoothing_is_a_mean_of_neighbours(values: list[float], window: int) -> None:
+    found = smoothed(values, window)
+    assert len(found) == len(values)
+    for index, one in enumerate(found):
+        near = values[max(0, index - window) : index + window + 1]
+        assert one == pytest.approx(math.fsum(near) / len(near), abs=1e-3)

@@ -1,0 +1,253 @@
+"""Summaries of runs from the files in their folders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop.analysis.run_list import RunKind, RunState, find_runs, summarize
+from agentloop.cli.evaluate import EvaluateSettings
+from agentloop.cli.sft import SftSettings
+from agentloop.cli.train import TrainSettings
+from agentloop.config import to_toml
+from agentloop.training.loop_settings import StageSettings
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.supervised import DialoguesSettings
+
+TRAIN = to_toml(TrainSettings())  # of 510 steps
+SFT = to_toml(SftSettings(data=DialoguesSettings(paths=[Path("dialogues.jsonl")])))
+STAGES = to_toml(
+    TrainSettings(stages={"short": StageSettings(steps=3), "long": StageSettings(steps=4)})
+)
+EVALUATE = to_toml(EvaluateSettings())
+
+
+def rows(path: Path, *found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    return {"step": number, "stage": 1, "reward": number / 10, **more}
+
+
+def made(path: Path, config: str, *found: dict[str, Any]) -> Path:
+    """Create a run that has ended or was stopped, without a lock."""
+    folder = RunFolder(path, config)
+    for row in found:
+        folder.add_metrics(row)
+    return path
+
+
+def later(path: Path, than: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    when = than.stat().st_mtime + 1
+    os.utime(path, (when, when))
+
+
+def test_a_run_that_goes_on_is_told_from_one_that_does_not(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", TRAIN)
+    folder.add_metrics(step(1))
+    assert summarize(folder.path).state is RunState.GOING_ON
+    path = folder.path
+    del folder
+    assert summarize(path).state is RunState.STOPPED
+    assert RunFolder.again(path).path == path  # it was not disturbed
+
+
+def test_the_figures_are_of_the_last_steps_that_have_them(tmp_path: Path) -> None:
+    path = made(
+        tmp_path / "run",
+        TRAIN,
+        {"step": 0, "held_out/reward": 0.2},
+        step(1, tool_errors_in_correct=0.25),
+        step(2, tool_errors_in_correct=None),
+        {"step": 2, "held_out/reward": 0.5},
+        step(3, reward=None),
+    )
+    (path / "checkpoints" / "step-00002").mkdir()
+    (path / "checkpoints" / "step-00002" / "state.json").write_text('{"state": {"step": 2}}')
+    (path / "checkpoints" / "step-00003").mkdir()  # not whole
+    found = summarize(path)
+    assert (found.kind, found.step, found.num_steps) == (RunKind.TRAIN, 3, 510)
+    assert (found.reward, found.held_out_reward, found.tool_errors) == (0.2, 0.5, 0.25)
+    assert (found.checkpoints, found.stage, found.problems) == ((2,), "", ())
+
+
+def test_stages_add_up(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", STAGES, step(3), step(4, stage=2))
+    found = summarize(path)
+    assert (found.stage, found.step, found.num_steps) == ("2/2 long", 4, 7)
+    assert found.state is RunState.STOPPED
+    RunFolder.again(path).add_metrics(step(7, stage=2))
+    assert summarize(path).state is RunState.ENDED
+
+
+def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", STAGES)
+    assert (summarize(path).stage, summarize(path).step) == ("1/2 short", None)
+    rows(path / "start" / "metrics.jsonl", {"step": 40, "epoch": 1})
+    assert (summarize(path).stage, summarize(path).step) == ("start", 40)
+
+
+@pytest.mark.parametrize(
+    ("config", "sign", "state"),
+    [
+        (TRAIN, "ended", RunState.ENDED),  # a stage may have had nothing left to learn
+        (TRAIN, "plots.png", RunState.STOPPED),  # it may be drawn at any time
+        (TRAIN, "collapse.md", RunState.COLLAPSED),
+        (SFT, "model/config.json", RunState.ENDED),
+        (SFT, "plots.png", RunState.STOPPED),
+        (EVALUATE, "results.md", RunState.STOPPED),
+    ],
+)
+def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
+    tmp_path: Path, config: str, sign: str, state: RunState
+) -> None:
+    path = made(tmp_path / "run", config, step(1))
+    assert summarize(path).state is RunState.STOPPED
+    later(path / sign, path / "metrics.jsonl")
+    assert summarize(path).state is state
+    later(path / "metrics.jsonl", path / sign)  # it went on
+    assert summarize(path).state is RunState.STOPPED
+
+
+def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    with pytest.raises(ZeroDivisionError), RunFolder.again(path).noting_failure():
+        _ = 1 / 0
+    found = summarize(path)
+    assert (found.state, found.problems) == (RunState.FAILED, ("division by zero",))
+    with pytest.raises(asyncio.CancelledError), RunFolder.again(path).noting_failure():
+        raise asyncio.CancelledError
+    RunFolder.again(path).tell(TRAIN)
+    assert summarize(path).state is RunState.STOPPED
+
+
+def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    RunFolder.again(path).end()
+    assert summarize(path).state is RunState.ENDED
+    RunFolder.again(path).tell(TRAIN)  # stopped before it wrote anything down
+    assert summarize(path).state is RunState.STOPPED
+
+
+def test_a_supervised_run_has_steps_and_no_reward(tmp_path: Path) -> None:
+    found = summarize(made(tmp_path / "run", SFT, {"step": 7, "learner/loss": 0.5}))
+    assert (found.kind, found.step, found.num_steps, found.reward) == (RunKind.SFT, 7, None, None)
+
+
+def test_an_evaluation_is_told_by_its_tasks(tmp_path: Path) -> None:
+    task = {"source": "s", "tool_errors_in_correct": 0.5}
+    path = made(
+        tmp_path / "run",
+        EVALUATE,
+        {"step": 1, "group": 1, "reward": 0.0, **task},
+        {"step": 2, "group": 2, "reward": 1.0, **task},
+        {"step": 3, "group": 1, "reward": 0.5, **task},  # again, with what was missing
+    )
+    found = summarize(path)
+    assert (found.kind, found.step, found.num_steps) == (RunKind.EVALUATE, 2, None)
+    assert (found.reward, found.tool_errors) == (0.75, 0.5)
+    told = {"num_tasks": 2, "avg_at_k": {"value": 0.7, "low": 0, "high": 1}}
+    (path / "results.json").write_text(json.dumps({"all": told}))
+    later(path / "results.json", path / "metrics.jsonl")
+    found = summarize(path)
+    assert (found.state, found.num_steps, found.reward) == (RunState.ENDED, 2, 0.7)
+    (path / "results.json").write_text("[]")
+    assert summarize(path).problems[0].startswith("results.json: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("config.toml", b"[loop", "config.toml: "),
+        ("config.toml", b"\xff\xfe", "config.toml: "),
+        ("config.toml", None, "config.toml: No such file"),
+        ("config.toml", b"[roc]\n", "config.toml: the number of steps"),
+        ("config.toml", b"stages = 3\n[roc]\n", "config.toml: the number of steps"),
+        ("config.toml", b"[roc]\n[stages.one]\nsteps = 'x'\n", "config.toml: the number of steps"),
+        ("metrics.jsonl", b'{"st\n{"step": 2}\n', "metrics.jsonl: line 1 cannot be read"),
+        ("metrics.jsonl", b'[1]\n\xff\n{"step": 2}\n', "line 1 and 1 more cannot be read"),
+    ],
+)
+def test_what_is_damaged_is_told_beside_what_is_not(
+    tmp_path: Path, name: str, damage: bytes | None, problem: str
+) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1), step(2))
+    if damage is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes(damage)
+    found = summarize(path)
+    assert problem in found.problems[0]
+    assert found.step == 2
+
+
+def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    found = summarize(path)
+    assert (found.step, found.problems) == (1, ())
+
+
+@pytest.mark.parametrize("value", ["1", True, None, [1], {}, 10**30])
+def test_values_of_another_kind_are_no_figures(tmp_path: Path, value: Any) -> None:
+    path = made(tmp_path / "run", STAGES, step(1))
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": value, "stage": value, "reward": value}) + "\n")
+    found = summarize(path)
+    assert found.problems == ()
+    assert found.stage in ("1/2 short", "")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    (path / "metrics.jsonl").unlink()
+    (path / "metrics.jsonl").mkdir()
+    assert summarize(path).problems == ("metrics.jsonl: Is a directory",)
+
+
+def test_the_size_is_what_the_disk_gives_for_it(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    before = summarize(path).num_bytes
+    (path / "weights" / "1").mkdir()
+    (path / "weights" / "1" / "model").write_bytes(b"x" * 1_000_000)
+    os.link(path / "weights" / "1" / "model", path / "weights" / "same")  # takes nothing more
+    found = summarize(path).num_bytes - before
+    assert 1_000_000 <= found < 1_100_000
+
+
+def test_entropies_do_not_make_a_run_younger(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", TRAIN, step(1))
+    changed = summarize(path).changed_unix_s
+    later(path / "entropy" / "about.json", path / "metrics.jsonl")
+    assert summarize(path).changed_unix_s == changed
+    later(path / "plots.png", path / "metrics.jsonl")
+    assert summarize(path).changed_unix_s == changed + 1
+
+
+def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
+    """Parts of a run are not runs of their own, nor are the targets of links."""
+    for name in ("b", "a", "deep/er/c"):
+        rows(tmp_path / name / "metrics.jsonl", step(1))
+    rows(tmp_path / "a" / "start" / "metrics.jsonl", step(1))
+    rows(tmp_path / ".hidden" / "metrics.jsonl", step(1))
+    (tmp_path / "latest").symlink_to("a")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "config.toml").touch()
+    RunFolder(tmp_path / "c", TRAIN)  # it has not come to anything
+    (tmp_path / "file.toml").touch()
+    found = [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)]
+    assert found == ["a", "b", "c", "deep/er/c"]
+    assert list(find_runs(tmp_path / "latest")) == [tmp_path / "latest"]
+    with pytest.raises(OSError, match="nowhere"):
+        list(find_runs(tmp_path / "nowhere"))

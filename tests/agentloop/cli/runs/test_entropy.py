@@ -1,0 +1,267 @@
+"""`agentloop runs entropy`: which rollouts are scored with which weights, and its output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop import (distribution)
+from agentloop.cli.runs import entropy as analyze
+from agentloop.__main__ import main
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.config import to_toml
+from agentloop.cli.evaluate import EvaluateSettings
+from agentloop.models import SMALL
+from agentloop.cli.train import TrainSettings
+from agentloop.training.learner_client.client import LearnerProcesses
+from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.run_folder import RunFolder
+from agentloop.trajectory import (
+    ToolCall,
+    ToolCallStatus,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnEnd,
+    VersionSpan,
+)
+from tests.agentloop.analysis.test_entropy_files import Learner
+
+CHAT = ChatFormat.load(SMALL)
+THOUGHT, CALL, ANSWER = (
+    CHAT.tokenizer.encode(text, add_special_tokens=False).ids
+    for text in ("I compute", "<tool_call>{}</tool_call>", "The result is 4")
+)
+
+
+def rollout(name: str, version: str) -> Trajectory:
+    """A rollout that reasons, makes a call and answers."""
+
+    def turn(ids: list[int], **more: Any) -> Turn:
+        spans = [VersionSpan(version, 0, len(ids))]
+        return Turn(ids, [-1.0] * len(ids), spans, TurnEnd.STOP, **more)
+
+    called = turn(
+        THOUGHT + CALL,
+        calls=[ToolCall("c", "python", {}, "", len(THOUGHT), len(THOUGHT + CALL))],
+        results=[ToolResult("c", "python", ToolCallStatus.OK, "4", 0, 0, 0)],
+        observation_ids=CALL,
+    )
+    return Trajectory(name, [1, 2], [called, turn(ANSWER)])
+
+
+def weights(folder: Path) -> Path:
+    """Create a model folder; its weights do not matter here."""
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (SMALL / name).is_file():
+            shutil.copyfile(SMALL / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Create a run with four groups of two, sampled under versions 1 to 4, that keeps weights 2
+    and 5."""
+    folder = RunFolder(tmp_path / "run", to_toml(TrainSettings()))
+    for number in range(1, 5):
+        rows = [
+            {"trajectory": rollout(f"{number}.{index}", str(number)).to_dict()}
+            for index in range(2)
+        ]
+        folder.add_group(number, rows)
+    for version in ("2", "5"):
+        weights(folder.path / "weights" / version)
+    return folder.path
+
+
+class Starts:
+    """Records the settings of learners instead of starting processes."""
+
+    def __init__(self) -> None:
+        self.settings: list[LearnerSettings] = []
+        self.learner = Learner(off=-0.5)
+
+    @asynccontextmanager
+    async def __call__(
+        self, settings: Mapping[str, Any], ranks: Any, *, log_dir: Path, on_progress: Any
+    ) -> AsyncIterator[Any]:
+        self.settings.append(LearnerSettings.model_validate(settings))
+        self.log_dir = log_dir
+        yield self.learner, LearnerProcessesThatLive()
+
+
+class LearnerProcessesThatLive(LearnerProcesses):
+    async def while_alive(self, work: Any) -> Any:
+        return await work()
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    found = Starts()
+    monkeypatch.setattr(analyze, "started", found)
+    monkeypatch.setattr(analyze, "require", lambda *_: None)  # the learner's packages
+    return found
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["runs", "entropy", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_nearest_weights_that_are_kept_score(
+    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told(capsys, str(run), "--groups", "3")
+    assert found["groups"] == [2, 3, 4]
+    assert (found["version"], found["weights"]) == ("2", str(run / "weights" / "2"))
+    assert found["versions"].keys() == {"2", "3", "4"}
+    assert found["share_of_version"] == pytest.approx(1 / 3)
+    assert found["mismatch_kl"] == pytest.approx(0.1065, abs=1e-4)
+    assert starts.settings[0].model == run / "weights" / "2"
+    assert starts.log_dir == run / "entropy" / "logs"  # not those of a run that goes on
+    assert told(capsys, str(run), "--groups", "1")["version"] == "5"
+
+
+def test_text_and_what_follows_a_result_are_told_apart(
+    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told(capsys, str(run), "--top", "100")
+    kinds = found["kinds"]
+    assert found["num_rollouts"] == 8
+    nums = {name: one["num_tokens"] for name, one in kinds.items()}
+    assert nums == {
+        "forking": 8 * len(THOUGHT),
+        "call": 8 * len(CALL),
+        "reflection": 8 * len(ANSWER),
+    }
+    assert sum(one["share_of_marked"] for one in kinds.values()) == pytest.approx(1)
+    texts = {one["text"] for one in kinds["forking"]["tokens"]}
+    assert texts == {CHAT.decode([id]) for id in THOUGHT}
+    by_id = {one["id"]: one for one in kinds["reflection"]["tokens"]}
+    last = by_id[ANSWER[-1]]
+    assert last["mean_entropy"] == pytest.approx(ANSWER[-1] / 100)
+    assert last["example"] == {
+        "rollout": "1.0",
+        "turn": 1,
+        "token": len(ANSWER) - 1,
+        "before": CHAT.decode(ANSWER[-7:-1]),
+    }
+    assert found["num_marked"] == found["num_tokens"]
+    assert len(told(capsys, str(run), "--tokens", "1")["kinds"]["call"]["tokens"]) == 1
+
+
+def test_what_was_found_is_not_asked_for_again(
+    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (str(run), "--weights", str(run / "weights" / "5"))
+    first = told(capsys, *arguments, "--groups", "2")
+    assert len(starts.learner.asked) == 2
+    assert told(capsys, *arguments, "--groups", "2") == first
+    assert len(starts.settings) == 1
+    told(capsys, *arguments, "--groups", "3")
+    assert len(starts.learner.asked) == 3
+    told(capsys, *arguments, "--groups", "3", "sampling.temperature=0.5")
+    assert len(starts.learner.asked) == 6
+    assert starts.settings[-1].temperature == 0.5
+    assert first["version"] is None  # whatever their folder is called
+
+
+def test_the_page_reads_what_is_kept(
+    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told(capsys, str(run), "--groups", "1")
+    lines = (run / "entropy" / "group-0000004.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert first["id"] == "4.0"
+    lengths = [len(turn) for turn in first["entropies"]]
+    assert lengths == [len(THOUGHT + CALL), len(ANSWER)]
+
+
+def test_people_get_tables(run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "entropy", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert f"scored   by version 2, {run}/weights/2; temperature 1" in out
+    assert "sampled  under version 1, 2, 3, 4, 25% of the tokens under the same; KL" in out
+    assert "reflection tokens: text right after a tool's result" in out
+    assert err.splitlines()[-2:] == ["Scoring group 4, 4 of 4", "Counting"]
+
+
+def test_long_rollouts_fit(run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, str(run), "learner.micro_batch_tokens=2")
+    length = 2 + len(THOUGHT) + 2 * len(CALL) + len(ANSWER)
+    assert starts.settings[0].micro_batch_tokens == length
+
+
+def test_an_evaluation_is_scored_by_its_model(
+    run: Path, starts: Starts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The servers of an evaluation keep their initial weights, which have no version number."""
+    shutil.rmtree(run / "weights")
+    shutil.rmtree(run / "trajectories")
+    model = weights(tmp_path / "model")
+    (run / "config.toml").write_text(to_toml(EvaluateSettings(model=str(model))))
+    (run / "trajectories").mkdir()
+    row = {"trajectory": rollout("1.0", "default").to_dict()}
+    (run / "trajectories" / "group-0000001.jsonl").write_text(json.dumps(row) + "\n")
+    found = told(capsys, str(run))
+    assert (found["version"], found["weights"]) == (None, str(model))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["nowhere"], "nowhere is not a run (no config.toml)"),
+        (["{run}", "--weights", "{run}"], "--weights: {run} is not a model folder"),
+        (["{run}", "ranks.counts=2"], "unknown setting 'ranks.counts'"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    told = [argument.format(run=run) for argument in arguments]
+    assert main(["runs", "entropy", *told]) == 2
+    assert error.format(run=run) in capsys.readouterr().err
+
+
+def test_a_run_without_rollouts_is_named(
+    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "trajectories")
+    assert main(["runs", "entropy", str(run)]) == 2
+    assert "no trajectories/group-*.jsonl" in capsys.readouterr().err
+    (run / "trajectories").mkdir()
+    row = {"trajectory": Trajectory("1.0", [1]).to_dict()}
+    (run / "trajectories" / "group-0000001.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["runs", "entropy", str(run)]) == 2
+    assert "no tokens were sampled" in capsys.readouterr().err
+
+
+def test_without_the_learner_it_says_what_to_install(
+    run: Path,
+    starts: Starts,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told(capsys, str(run), "--groups", "1")
+    monkeypatch.setattr(analyze, "require", distribution.require)
+    monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
+    told(capsys, str(run), "--groups", "1")  # all of it was found before
+    assert main(["runs", "entropy", str(run)]) == 2
+    assert "pip install 'agentloop-rl[train]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [["--top", "0"], ["--top", "x"], ["--groups", "0"], ["--top", "101"]]
+)
+def test_bad_numbers_are_refused(run: Path, option: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["runs", "entropy", str(run), *option])

@@ -1,0 +1,170 @@
+"""`agentloop runs view`: folders with a run, an incomplete one, and none; the page as one file."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+
+from agentloop.cli.runs import view
+from agentloop.__main__ import main
+from agentloop.models import SMALL
+from agentloop.training.run_folder import RunFolder
+from tests.agentloop.observe.test_archive import rollout
+from tests.support import eventually
+
+
+def run_in(folder: Path, *, model: str = "") -> Path:
+    """Create a run that has ended, with one group and one step."""
+    made = RunFolder(folder, f'model = "{model}"\n')
+    hostile = rollout("1-a/b: c.0") | {"answer": "</script><script>alert(1)</script><!--"}
+    made.add_group(1, [{"group": 1, "version": 0, **hostile}])
+    made.add_metrics({"step": 1, "reward": 0.5})
+    del made
+    gc.collect()  # it holds a lock
+    return folder
+
+
+def bodies(html: Path) -> dict[str, Any]:
+    """Return the data that an exported page contains."""
+    found = re.search(
+        r'<script id="run" type="application/json">(.*?)</script>', html.read_text(), re.DOTALL
+    )
+    assert found is not None
+    told: dict[str, Any] = json.loads(found[1])
+    return told
+
+
+@pytest.mark.parametrize("there", ["nothing", "folder", "file", "folder for config"])
+def test_where_no_run_is_it_is_said(
+    tmp_path: Path, there: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    if there.startswith("folder"):
+        run.mkdir()
+    if there == "folder for config":
+        (run / "config.toml").mkdir()
+    if there == "file":
+        run.write_text("")
+    assert main(["runs", "view", str(run)]) == 2
+    assert main(["runs", "view", str(run), "--export", str(tmp_path / "out.html")]) == 2
+    said = capsys.readouterr().err
+    assert f"{run} is not a run (no config.toml)" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.parametrize("config", ["model = ", "\x00", b"\xff\xfe"])
+def test_settings_that_cannot_be_read_are_named(
+    tmp_path: Path, config: str | bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = config if isinstance(config, bytes) else config.encode()
+    (tmp_path / "config.toml").write_bytes(data)
+    assert main(["runs", "view", str(tmp_path), "--export", str(tmp_path / "out.html")]) == 2
+    assert "config.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [str(SMALL), "/no/such/model"])
+def test_a_run_becomes_one_file(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = run_in(tmp_path / "a run", model=model), tmp_path / "out.html"
+    assert main(["runs", "view", str(run), "--export", str(out)]) == 0
+    assert "1 rollouts with their texts" in capsys.readouterr().out
+    told = bodies(out)
+    # By the paths that the page asks for, encoded as JavaScript does it.
+    assert {*told} == {
+        "api/frame", "api/runs", "api/curves?run=a%20run", "api/groups/1-a%2Fb%3A%20c",
+        "api/rollouts/1-a%2Fb%3A%20c.0",
+    }  # fmt: skip
+    assert told["api/frame"]["about"]["kind"] == "view"
+    assert told["api/frame"]["about"]["title"] == "a run"
+    assert told["api/rollouts/1-a%2Fb%3A%20c.0"]["answer"].startswith("</script>")
+    html = out.read_text()
+    assert "<script>alert" not in html
+    assert not re.search(r'(?:src|href)="(?:page/|https?:)', html)
+
+
+def test_a_run_without_anything_in_it_is_an_empty_page(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    out = tmp_path / "out.html"
+    assert main(["runs", "view", str(tmp_path), "--export", str(out)]) == 0
+    assert bodies(out)["api/frame"]["rollouts"] == []
+
+
+def test_one_that_is_damaged_is_left_out_of_the_file(tmp_path: Path) -> None:
+    run, out = run_in(tmp_path / "run"), tmp_path / "out.html"
+    broken = rollout("2-x.0") | {"group": 2}
+    broken["trajectory"]["turns"][0]["end"] = "nowhere"
+    lines = [json.dumps(broken), json.dumps(rollout("2-x.1") | {"group": 2}), "{"]
+    (run / "trajectories" / "group-0000002.jsonl").write_text("\n".join(lines))
+    assert main(["runs", "view", str(run), "--export", str(out)]) == 0
+    told = bodies(out)
+    assert "api/rollouts/2-x.1" in told
+    assert "api/rollouts/2-x.0" not in told
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_so_many_texts_are_in_the_file_the_newest(tmp_path: Path, number: int) -> None:
+    run, out = run_in(tmp_path / "run"), tmp_path / "out.html"
+    lines = [json.dumps(rollout("2-x.1", created_s=500.0) | {"group": 2})]
+    (run / "trajectories" / "group-0000002.jsonl").write_text("\n".join(lines))
+    assert main(["runs", "view", str(run), "--export", str(out), "--rollouts", str(number)]) == 0
+    texts = [path for path in bodies(out) if path.startswith("api/rollouts/")]
+    assert texts == ["api/rollouts/2-x.1"][:number]
+
+
+def test_without_a_terminal_little_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = run_in(tmp_path / "run"), tmp_path / "out.html"
+    lines = [json.dumps(rollout(f"2-x.{number}") | {"group": 2}) for number in range(50)]
+    (run / "trajectories" / "group-0000002.jsonl").write_text("\n".join(lines))
+    assert main(["runs", "view", str(run), "--export", str(out)]) == 0
+    assert len(capsys.readouterr().err.splitlines()) < 10
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_in(tmp_path / "run")
+    assert main(["runs", "view", str(run), "--export", str(tmp_path / "no" / "out.html")]) == 2
+    assert "--export: " in capsys.readouterr().err
+
+
+def test_a_number_below_0_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["runs", "view", str(tmp_path), "--rollouts", "-1"])
+
+
+@pytest.mark.anyio
+async def test_a_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_in(tmp_path / "run", model="/no/such/model")
+    said = ""
+
+    def is_shown() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return "is shown at" in said
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(view._view, tmp_path / "run", ["serve.port=0"])
+        await eventually(is_shown)
+        found = re.search(r"http://\S+?(?=/;)", said)
+        assert found is not None
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"{found[0]}/") as response:
+                assert response.status == 200
+            async with http.get(f"{found[0]}/api/frame") as response:
+                frame = await response.json()
+            assert (frame["about"]["can_ask"], frame["about"]["controls"]) == (False, [])
+            for path, body in (("ask", {"question": "?"}), ("control", {"do": "pause"})):
+                async with http.post(f"{found[0]}/api/{path}", json=body) as response:
+                    assert response.status in (400, 403)
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,279 @@
+"""Helpers of all commands: arguments, progress, and exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentloop.cli import console
+from agentloop.cli.console import (
+    Lines,
+    ProgressLine,
+    add_settings_arguments,
+    interruptible,
+    print_table,
+    printable,
+    settings_text,
+    split_settings,
+)
+from agentloop.errors import SettingsError
+from agentloop.sandbox import SandboxUnavailable
+from agentloop.training.run_status import RunStatus
+
+
+@pytest.fixture(autouse=True)
+def _same_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_files_and_overrides_are_told_apart() -> None:
+    arguments = ["a.toml", "server.count=2", "folder/b.toml", "model=x"]
+    assert split_settings(arguments) == (
+        ["a.toml", "folder/b.toml"],
+        ["server.count=2", "model=x"],
+    )
+
+
+def test_settings_are_arguments_of_every_command() -> None:
+    parser = argparse.ArgumentParser()
+    add_settings_arguments(parser)
+    options = parser.parse_args(["a.toml", "x=1", "--list-settings"])
+    assert options.settings == ["a.toml", "x=1"]
+    assert options.list_settings
+
+
+def test_every_setting_is_listed() -> None:
+    class Settings(pydantic.BaseModel):
+        port: int = pydantic.Field(8000, description="Where it listens.")
+        model: str | None = None
+
+    assert settings_text(Settings).splitlines() == [
+        "port = 8000",
+        "    Where it listens.",
+        "model = (none)",
+    ]
+
+
+def test_progress_without_a_terminal_is_a_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine("Starting") as progress:
+        for line in ("Loading", "Loading", "Ready"):
+            progress(line)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.split() == ["Starting", "Loading", "Ready"]
+
+
+def test_what_is_over_soon_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine("Counting", after_s=1e6) as progress:
+        progress("Counting on")
+        progress.say("Halfway")
+    assert capsys.readouterr().err == "Halfway\n"
+
+
+def test_what_takes_long_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()  # capsys loses what another thread writes while it is read
+    monkeypatch.setattr(sys, "stderr", written)
+    with ProgressLine("Counting", after_s=0.001) as progress:
+        while written.getvalue() != "Counting\n":
+            time.sleep(0.001)
+        progress("Counting on")
+        while written.getvalue() != "Counting\nCounting on\n":
+            time.sleep(0.001)
+
+
+ROWS = [("a", "1.5", "ended"), ("a long name", "12.25", "going on")]
+COLUMNS = ("name", "mean reward", "state")
+
+
+def test_a_table_without_a_terminal_is_aligned_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(COLUMNS, ROWS, numbers=["mean reward"], title="runs", optional=COLUMNS)
+    assert capsys.readouterr().out.splitlines() == [
+        "runs",
+        "name         mean reward  state",
+        "a                    1.5  ended",
+        "a long name        12.25  going on",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 32, 26, 18])
+def test_a_table_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    """Headings are folded first, then columns are left out, then cells are folded."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(COLUMNS, ROWS, numbers=["mean reward"], optional=["state"], styles={"ended": "red"})
+    out = capsys.readouterr().out
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    assert all(len(line) <= width for line in plain.splitlines())
+    assert ("mean reward" in plain) == (width == 80)
+    assert ("going on" in plain) == (width >= 32)
+    assert ("not shown here: state" in " ".join(plain.split())) == (width < 32)
+    assert ("a long name" in plain) == (width > 18)
+    assert "12.25" in plain
+    if width == 80:
+        assert "\x1b[31mended" in out
+
+
+def test_a_cell_cannot_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("a",), [("\x1b[2J\n\u202e[bold]",)])
+    assert capsys.readouterr().out == "a\n\\x1b[2J\\n\\u202e[bold]\n"
+
+
+@given(st.text())
+def test_printable_text_is_one_line_of_text(text: str) -> None:
+    found = printable(text)
+    assert found.isprintable()
+    assert found == text or not text.isprintable()
+
+
+def test_on_a_terminal_a_panel_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    standing = RunStatus(
+        "stage 2 of 3: longer", 3, 15, "the learner waits", {"reward": "0.812"}, left_s=95
+    )
+    with ProgressLine("Starting") as progress:
+        progress.show(standing)
+        progress.say("step 3 of 15")
+        progress.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue())
+    for part in ("stage 2 of 3: longer", "about 1:35 left", "reward 0.812", "the learner waits"):
+        assert part in text
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_command_ends_with_its_status(status: int) -> None:
+    async def main() -> int:
+        return status
+
+    assert console.run(main) == status
+
+
+@pytest.mark.parametrize("error", [SettingsError("port: bad"), SandboxUnavailable("port: bad")])
+def test_an_error_with_a_name_is_one_line(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> int:
+        raise error
+
+    assert console.run(main) == 2
+    assert capsys.readouterr().err == "agentloop: error: port: bad\n"
+
+
+def test_a_programmers_error_is_not_hidden() -> None:
+    async def main() -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        console.run(main)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_a_signal_lets_a_command_clean_up(number: signal.Signals, status: int) -> None:
+    cleaned = []
+
+    async def main() -> int:
+        try:
+            os.kill(os.getpid(), number)
+            await anyio.sleep_forever()
+        finally:
+            with anyio.move_on_after(5, shield=True):
+                await anyio.lowlevel.checkpoint()
+                cleaned.append(number)
+        return 0
+
+    before = signal.getsignal(number)
+    assert console.run(main) == status
+    assert cleaned == [number]
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_after_the_end_does_not_change_the_status() -> None:
+    async def main() -> int:
+        await anyio.lowlevel.checkpoint()
+        return 3
+
+    assert console.run(main) == 3
+
+
+def test_lines_come_as_they_were_written() -> None:
+    reader, writer = os.pipe()
+
+    async def main() -> int:
+        lines = Lines(reader)
+        os.write(writer, b"one\n\ntwo\nthr")
+        found = [await lines.next() for _ in range(3)]
+        with anyio.move_on_after(0.01) as waited:
+            await lines.next()
+        os.write(writer, "ée".encode())
+        os.close(writer)
+        found += [await lines.next(), await lines.next()]
+        assert (found, waited.cancelled_caught) == (["one", "", "two", "thrée", None], True)
+        return 0
+
+    with open(reader, "rb"):
+        assert console.run(main) == 0
+
+
+@pytest.mark.parametrize(("data", "expected"), [(b"a\nb", ["a", "b", None]), (b"", [None])])
+def test_lines_of_a_file(tmp_path: Path, data: bytes, expected: list[str | None]) -> None:
+    (tmp_path / "questions").write_bytes(data)
+
+    async def main() -> int:
+        lines = Lines(file.fileno())
+        assert [await lines.next() for _ in expected] == expected
+        assert await Lines(null.fileno()).next() is None
+        return 0
+
+    with open(tmp_path / "questions", "rb") as file, open(os.devnull, "rb") as null:
+        assert console.run(main) == 0
+
+
+def test_ctrl_c_ends_only_what_may_be_interrupted() -> None:
+    interrupted = []
+
+    async def main() -> int:
+        for _ in range(2):
+            with interruptible() as scope:
+                os.kill(os.getpid(), signal.SIGINT)
+                await anyio.sleep_forever()
+            interrupted.append(scope.cancelled_caught)
+        os.kill(os.getpid(), signal.SIGINT)
+        await anyio.sleep_forever()
+        raise AssertionError("not reached")
+
+    assert console.run(main) == 130
+    assert interrupted == [True, True]
+
+
+def test_sigterm_ends_the_command_wherever_it_is() -> None:
+    async def main() -> int:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.sleep_forever()
+        raise AssertionError("not reached")
+
+    assert console.run(main) == 143

@@ -1,0 +1,354 @@
+"""`agentloop evaluate` as a whole: sampling, errors, and results."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import anyio
+import httpx
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from agentloop.cli import console
+from agentloop.cli.evaluate import EvaluateSettings, chosen_tasks, evaluate, main
+from agentloop.config import load_settings
+from agentloop.training.run_status import RunStatus
+from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
+from tests.support import eventually
+
+
+class Said:
+    """Records progress lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.standings: list[RunStatus] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def show(self, standing: RunStatus) -> None:
+        self.standings.append(standing)
+
+    @property
+    def line(self) -> str:
+        return self.lines[-1] if self.lines else ""
+
+    @property
+    def standing(self) -> RunStatus | None:
+        return self.standings[-1] if self.standings else None
+
+
+def write(path: Path, *answers: str) -> Path:
+    rows = [{"problem": f"What is {n} in {path.stem}?", "answer": a} for n, a in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def told(*overrides: str) -> EvaluateSettings:
+    return load_settings(EvaluateSettings, overrides=overrides)
+
+
+@pytest.fixture
+def portal() -> Iterator[BlockingPortal]:
+    with start_blocking_portal() as portal:
+        yield portal
+
+
+@pytest.fixture
+def fake(portal: BlockingPortal) -> Iterator[FakeEndpoint]:
+    """Run a fake server in a thread with its own event loop."""
+    with portal.wrap_async_context_manager(FakeEndpoint().serving()) as fake:
+        yield fake
+
+
+def overrides_for(fake: FakeEndpoint, path: Path, *more: str) -> list[str]:
+    return [
+        f"endpoint.url={fake.url}",
+        "endpoint.backoff_s=1e-6",
+        "endpoint.max_tries=1",
+        "evaluate.num_samples=4",
+        "reward.function=exact",
+        f"run.folder='{path}/runs'",
+        "run.name=one",
+        "page=false",
+        *more,
+    ]
+
+
+def test_two_sets_are_measured_and_written_down(
+    fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path / "easy.jsonl", "1", "1"), write(tmp_path / "hard.jsonl", "1", "2")]
+    arguments = [*overrides_for(fake, tmp_path), *(f"--tasks={file}" for file in files)]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["all"]["avg_at_k"]["value"] == 0.75
+    assert found["sets"]["easy"]["avg_at_k"]["value"] == 1
+    assert found["sets"]["hard"]["pass_at_k"]["4"]["value"] == 0.5
+    assert (found["model"], found["by"]) == ("fake", fake.url)
+    folder = tmp_path / "runs" / "one"
+    assert json.loads((folder / "results.json").read_text("utf-8")) == found
+    assert "| avg@4 | 1.000" in (folder / "results.md").read_text("utf-8")
+    assert len(list((folder / "trajectories").glob("group-*.jsonl"))) == 4
+    assert len((folder / "metrics.jsonl").read_text("utf-8").splitlines()) == 4
+    assert not (tmp_path / "runs" / "latest").exists()  # what was trained last is there
+    assert len(fake.requests) == 16
+
+
+def test_without_a_terminal_the_table_is_plain_text(
+    fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "set.jsonl", "1", "2")
+    assert main([*overrides_for(fake, tmp_path), f"--tasks={file}"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[2].split()[:2] == ["avg@4", "0.500"]
+    assert "\x1b" not in out + err
+    assert "2 of 2 tasks, avg@4 0.500" in err
+
+
+def test_what_is_missing_is_told_and_resuming_takes_it_alone(
+    fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.script = deque([Answer(503)] * 3)
+    file = write(tmp_path / "set.jsonl", "1", "1")
+    arguments = overrides_for(fake, tmp_path, "evaluate.retries=0", "endpoint.max_concurrent=1")
+    assert main([*arguments, f"--tasks={file}", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["all"]["num_missing"], found["all"]["avg_at_k"]["value"]) == (3, 1)
+    assert sum(found["missing"].values()) == 3
+    assert "503" in next(iter(found["missing"]))
+    num_asked = len(fake.requests)
+    gc.collect()  # its lock
+    folder = str(tmp_path / "runs" / "one")
+    assert main(["--resume", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["all"]["num_missing"] == 0
+    assert len(fake.requests) == num_asked + 3
+    gc.collect()
+    assert main(["--resume", folder, "evaluate.pass_at=[3]", "--json"]) == 0
+    assert [*json.loads(capsys.readouterr().out)["all"]["pass_at_k"]] == ["3"]
+    assert len(fake.requests) == num_asked + 3  # nobody was asked
+
+
+def test_a_resumed_run_goes_on_with_the_model_that_it_has_found(
+    fake: FakeEndpoint, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "set.jsonl", "1")
+    assert main([*overrides_for(fake, tmp_path), f"--tasks={file}"]) == 0
+    gc.collect()
+    fake.models = ["another"]
+    folder = str(tmp_path / "runs" / "one")
+    assert main(["--resume", folder, "evaluate.num_samples=5"]) == 0
+    assert fake.requests[-1]["model"] == "fake"
+
+
+def test_the_key_is_of_the_environment_and_never_written_down(
+    fake: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTLOOP_ENDPOINT__API_KEY", "sk-of-mine")
+    file = write(tmp_path / "set.jsonl", "1")
+    assert main([*overrides_for(fake, tmp_path), f"--tasks={file}"]) == 0
+    assert set(fake.keys) == {"Bearer sk-of-mine"}
+    folder = tmp_path / "runs" / "one"
+    written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    assert len(written) > 4
+    assert not any(b"sk-of-mine" in one for one in written)
+
+
+def test_a_refused_key_ends_it_at_once(
+    fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.script = deque([Answer(401, {"error": {"message": "no such key"}})] * 99)
+    file = write(tmp_path / "set.jsonl", *["1"] * 40)
+    arguments = overrides_for(fake, tmp_path, "endpoint.max_concurrent=2")
+    assert main([*arguments, f"--tasks={file}"]) == 2
+    assert f"endpoint.api_key: {fake.url}: 401 no such key" in capsys.readouterr().err
+    assert len(fake.requests) < 40
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("sampling.temperature=0.1", "--resume: sampling: differs from the run's"),
+        ("budget.max_turns=1", "--resume: budget.max_turns"),
+        ("tasks.seed=4", "--resume: tasks"),
+        ("reward.function=math", "--resume: reward"),
+        ("endpoint.model=other", "--resume: endpoint.model"),
+        ("evaluate.num_samples=2", "--resume: evaluate.num_samples: the run already has 4"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another_one(
+    fake: FakeEndpoint,
+    tmp_path: Path,
+    override: str,
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = write(tmp_path / "set.jsonl", "1")
+    assert main([*overrides_for(fake, tmp_path), f"--tasks={file}"]) == 0
+    gc.collect()
+    folder = tmp_path / "runs" / "one"
+    before = (folder / "config.toml").read_bytes()
+    assert main(["--resume", str(folder), override]) == 2
+    assert named in capsys.readouterr().err
+    assert (folder / "config.toml").read_bytes() == before
+
+
+def test_a_run_of_that_name_is_not_written_over(
+    fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "set.jsonl", "1")
+    arguments = [*overrides_for(fake, tmp_path), f"--tasks={file}"]
+    assert main(arguments) == 0
+    gc.collect()
+    assert main(arguments) == 2
+    assert "run.name: there already is a run at" in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_where_it_stands_is_shown(tmp_path: Path) -> None:
+    file = write(tmp_path / "set.jsonl", "1", "1", "2")
+    progress = Said()
+    async with FakeEndpoint().serving() as fake:
+        overrides = overrides_for(fake, tmp_path, "tasks.kind=jsonl", f'tasks.paths=["{file}"]')
+        await evaluate(told(*overrides), cast(console.ProgressLine, progress))
+    last = progress.standings[-1]
+    assert (last.step, last.num_steps, last.unit) == (3, 3, "task")
+    assert last.values["avg@4"].startswith("0.667 [")
+    assert last.values["missing"] == "0"
+    assert any("samples in flight" in one.waits for one in progress.standings)
+
+
+@pytest.mark.anyio
+async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
+    file = write(tmp_path / "set.jsonl", "1", "2")
+    progress = Said()
+    more = ["tasks.kind=jsonl", f'tasks.paths=["{file}"]', "page=true", "serve.port=0"]
+    async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
+        settings = told(*overrides_for(fake, tmp_path, *more))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(evaluate, settings, cast(console.ProgressLine, progress))
+            await eventually(lambda: fake.num_in_flight == 8)
+            (line,) = [one for one in progress.lines if one.startswith("Watch it: ")]
+            async with httpx.AsyncClient(base_url=line.split()[2], trust_env=False) as http:
+                frame = (await http.get("api/frame")).json()
+                group = (await http.get(f"api/groups/{frame['groups'][0]['id']}")).json()
+            assert fake.gate is not None
+            fake.gate.set()
+    about = frame["about"]
+    assert (about["kind"], about["can_ask"], about["controls"]) == ("evaluate", False, [])
+    assert [row["state"] for row in frame["rollouts"]] == ["live"] * 8
+    assert {one["id"] for one in frame["groups"]} == {row["group"] for row in frame["rollouts"]}
+    assert len(group["rollouts"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["endpoint.model=m"], "endpoint.model: set endpoint.url, too"),
+        (
+            ["endpoint.url=http://a/v1", "servers=['http://a:1']"],
+            "servers: not used with endpoint.url",
+        ),
+        (
+            ["evaluate.num_samples=2", "evaluate.pass_at=[3]"],
+            "pass_at: 3 requires at least as many samples",
+        ),
+        (["endpoint.url=a"], "endpoint.url: 'a' does not have the form"),
+        (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
+        (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),
+        (["--resume", "/no/such/run"], "--resume: /no/such/run is not a run (no config.toml)"),
+        (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: give files of one kind"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(overrides) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_generator_gives_some_and_files_all(tmp_path: Path) -> None:
+    assert len(chosen_tasks(told())) == 64
+    assert len(chosen_tasks(told("evaluate.num_tasks=5"))) == 5
+    file = write(tmp_path / "set.jsonl", *map(str, range(20)))
+    kind = ("tasks.kind=jsonl", f"tasks.paths=['{file}']")
+    assert [task.answer for task in chosen_tasks(told(*kind))] == [*map(str, range(20))]
+
+
+def test_problems_that_stand_there_twice_count_once(tmp_path: Path) -> None:
+    file = write(tmp_path / "set.jsonl", "1", "2")
+    twice = told("tasks.kind=jsonl", f"tasks.paths=['{file}', '{file}']")
+    assert len(chosen_tasks(twice)) == 2
+
+
+def test_a_part_is_drawn_by_the_seed(tmp_path: Path) -> None:
+    file = write(tmp_path / "set.jsonl", *map(str, range(50)))
+
+    def drawn(seed: int) -> list[int]:
+        s = told("tasks.kind=jsonl", f"tasks.paths=['{file}']", "evaluate.num_tasks=10",
+                 f"tasks.seed={seed}")  # fmt: skip
+        return [int(task.answer) for task in chosen_tasks(s)]
+
+    assert len(drawn(1)) == 10
+    assert drawn(1) == sorted(drawn(1))
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_held_out_tasks_are_those_that_training_leaves_out(tmp_path: Path) -> None:
+    file = write(tmp_path / "set.jsonl", *map(str, range(50)))
+    kind = ("tasks.kind=jsonl", f"tasks.paths=['{file}']")
+    held_out = {task.id for task in chosen_tasks(told(*kind, "tasks.held_out=7"))}
+    assert len(held_out) == 7
+    assert held_out < {task.id for task in chosen_tasks(told(*kind))}
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """Create a run folder as training leaves it, as far as evaluation needs it."""
+    run = tmp_path / "trained"
+    (run / "weights" / "3").mkdir(parents=True)
+    (run / "weights" / "3" / "config.json").write_text("{}")
+    (run / "config.toml").write_text(
+        'model = "/elsewhere"\n[loop]\nsteps = 3\n[tasks]\nheld_out = 9\nlevels = [3]\n'
+        "[budget]\nmax_turns = 4\n[run]\nname = 'first'\n"
+    )
+    return run
+
+
+def test_of_a_training_run_it_takes_what_an_evaluation_needs(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--run", str(trained), "--dry-run", "evaluate.num_samples=2"]) == 0
+    out = capsys.readouterr().out
+    assert "tasks      9, of arithmetic" in out
+    assert "samples    2 of each: 18, by agentloop" in out
+
+
+def test_files_are_measured_in_place_of_what_the_run_holds_out(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "mine.jsonl", "1", "2", "3")
+    assert main(["--run", str(trained), "--dry-run", "--tasks", str(file)]) == 0
+    assert "tasks      3, of mine" in capsys.readouterr().out
+
+
+def test_of_what_is_no_run_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--run", str(tmp_path), "--dry-run"]) == 2
+    assert "config.toml" in capsys.readouterr().err
+
+
+def test_help_and_settings_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--resume" in capsys.readouterr().out
+    assert main(["--list-settings"]) == 0
+    assert "evaluate.num_samples = 16" in capsys.readouterr().out

@@ -1,0 +1,308 @@
+"""The plan of a run, compared with values computed by hand and with the small model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from agentloop.cli.resource_plan import (
+    _BYTES_PER_TRAJECTORY_TOKEN,
+    Machine,
+    ModelShape,
+    Plan,
+    _learner_memory,
+    plan,
+    this_machine,
+)
+from agentloop.cli.train import TrainSettings
+from agentloop.config import load_settings
+from agentloop.errors import ModelError, SettingsError
+from agentloop.models import SMALL
+from agentloop.training.learner_client.client import RanksSettings
+from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
+from agentloop.trajectory import Trajectory, Turn, VersionSpan
+
+QWEN3_14B = Path(__file__).parents[3] / "docs" / "recipes" / "qwen3-14b"
+BIG = Machine(ram_bytes=2 << 40, disk_free_bytes=100 << 40, num_gpus=8, gpu_bytes=80 << 30)
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
+
+
+def planned(*overrides: str, machine: Machine = BIG) -> Plan:
+    return plan(load_settings(TrainSettings, overrides=overrides), machine)
+
+
+def configured(folder: Path, **changes: Any) -> Path:
+    """Create a folder with a small configuration, without weights."""
+    config = json.loads((SMALL / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+# Parameters.
+
+
+def test_the_small_models_parameters_are_those_in_its_weights(tmp_path: Path) -> None:
+    counted, computed = ModelShape.read(SMALL), ModelShape.read(configured(tmp_path))
+    assert counted.counted
+    assert not computed.counted
+    assert dataclasses.replace(computed, counted=True) == counted
+    # 512 x 128 + 4 x (128 x (128 + 64 + 64 + 128) + 3 x 128 x 384 + 2 x 128 + 2 x 32) + 128
+    assert counted.num_parameters == 853_376
+
+
+def test_qwen3_14b_has_as_many_as_its_weights() -> None:
+    shape = ModelShape.read(QWEN3_14B)
+    assert shape.num_parameters == 14_768_307_200  # as published with it
+    assert (shape.query_size, shape.kv_size, shape.num_layers) == (5120, 1024, 40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({"model_type": "llama"}, -4 * 2 * 32),  # no norms of queries and keys
+        ({"model_type": "qwen2"}, -4 * 2 * 32 + 4 * (128 + 2 * 64)),  # but biases
+        ({"model_type": "llama", "attention_bias": True}, -4 * 64 + 4 * (128 + 2 * 64 + 128)),
+        ({"tie_word_embeddings": False}, 512 * 128),
+        ({"num_key_value_heads": None}, 4 * 2 * 128 * 64),
+        ({"head_dim": None}, 0),
+    ],
+)
+def test_other_configurations(tmp_path: Path, changes: dict[str, Any], more: int) -> None:
+    shape = ModelShape.read(configured(tmp_path, **changes))
+    assert shape.num_parameters == 853_376 + more
+
+
+def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'qwen3_moe' can only be counted in its weights"):
+        ModelShape.read(configured(tmp_path, model_type="qwen3_moe"))
+    shutil.copy(SMALL / "model.safetensors", tmp_path)
+    assert ModelShape.read(tmp_path).num_parameters == 853_376
+    with pytest.raises(ModelError, match="'hidden_size' is missing"):
+        ModelShape.read(configured(tmp_path, hidden_size=None))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json: "):
+        ModelShape.read(tmp_path)
+    with pytest.raises(SettingsError, match=r"has no config\.json.*no weights"):
+        planned(f"model='{tmp_path}/gone'")
+
+
+# Memory of the learner.
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "num_ranks", "states"),
+    [
+        # of a parameter: weights, gradients, optimizer
+        (1, "bfloat16", 4, (2, 2, 3)),
+        (2, "bfloat16", 4, (2, 1, 3)),
+        (3, "bfloat16", 4, (0.5, 1, 3)),
+        (1, "float32", 1, (4, 4, 12)),
+        (2, "float32", 2, (4, 2, 6)),
+        (3, "float32", 2, (2, 2, 6)),
+    ],
+)
+def test_what_the_ranks_share_out(
+    stage: Any, dtype: Any, num_ranks: int, states: tuple[float, ...]
+) -> None:
+    shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
+    settings = LearnerSettings(zero_stage=stage, dtype=dtype)
+    memory = _learner_memory(shape, settings, RanksSettings(count=num_ranks), on_gpus=False)
+    found = (memory.weights, memory.gradients, memory.optimizer)
+    assert found == tuple(1_000_000 * per for per in states)
+    assert memory.loading == num_ranks * (4 if dtype == "float32" else 2) * 1_000_000
+    assert memory.offloaded == 0
+    settings = settings.model_copy(update={"offload": "optimizer"})
+    memory = _learner_memory(shape, settings, RanksSettings(count=num_ranks), on_gpus=False)
+    assert memory.optimizer == 0
+    assert memory.gradients == (1_000_000 * states[1] if stage == 1 else 0)
+    assert memory.offloaded == 1_000_000 * (states[2] + 4 / num_ranks)
+
+
+def test_a_lora_trains_few() -> None:
+    shape = ModelShape.read(SMALL)
+    lora = LoraSettings(rank=8)
+    memory = _learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
+    # 4 x 8 x (q 256, k 192, v 192, o 256, gate, up and down 512 each)
+    assert memory.optimizer == 12 * 77_824
+    assert memory.gradients == 4 * 77_824
+    assert memory.weights == 4 * 853_376
+    lora = LoraSettings(rank=8, targets=("q_proj", "v_proj"))
+    memory = _learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
+    assert memory.optimizer == 12 * 4 * 8 * (256 + 192)
+    made = planned("learner.lora.rank=8")
+    assert made.disk.checkpoint == (4 + 12) * 77_824
+    assert "77,824 trained parameters" in made.text()
+
+
+def test_ranks_on_several_nodes_share_out_more() -> None:
+    shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
+    ranks = RanksSettings(count=2, nodes=4, launcher="torchrun", address="here")
+    memory = _learner_memory(shape, LearnerSettings(), ranks, on_gpus=False)
+    assert (memory.weights, memory.optimizer) == (4_000_000, 12 * 1_000_000 // 8)
+    assert memory.loading == 2 * 4_000_000
+    nodes = ("ranks.nodes=4", "ranks.launcher=torchrun", "ranks.address=here")
+    assert "2 ranks on each of 4 nodes" in planned("ranks.count=2", *nodes).text()
+
+
+def test_buffers_activations_and_logits() -> None:
+    shape = ModelShape.read(QWEN3_14B)
+    learner = LearnerSettings(dtype="bfloat16", micro_batch_tokens=10_000, head_chunk_tokens=1000)
+    memory = _learner_memory(shape, learner, RanksSettings(count=8), on_gpus=True)
+    assert memory.buffers == 2 * 500_000_000
+    # 2 x (6 x 5120 + 5 x 5120 + 4 x 1024 + 4 x 17408) + 4 x 5120 + 2 x 5120 + 2 x 1024
+    assert memory.activations == 10_000 * 40 * 292_864
+    assert memory.logits == 1000 * 151_936 * 18
+    parts = [memory.weights, memory.gradients, memory.optimizer, memory.buffers]
+    assert memory.total == sum(parts) + memory.activations + memory.logits
+    update = {"activation_checkpointing": True, "zero_stage": 3}
+    ranks = RanksSettings(count=8)
+    memory = _learner_memory(shape, learner.model_copy(update=update), ranks, on_gpus=True)
+    assert memory.activations == 10_000 * (40 * 2 * 5120 + 292_864)
+    assert memory.buffers == 2 * 500_000_000 + 2 * 1_000_000_000
+
+
+# Servers, disk, tokens.
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "kv_token"),
+    [(1, 163_840), (2, 81_920), (8, 20_480), (16, 20_480)],  # 2 x 40 layers x heads x 128 x 2
+)
+def test_memory_of_a_server(tp_size: int, kv_token: int) -> None:
+    overrides = (f"model='{QWEN3_14B}'", "server.device=cuda", f"server.tp_size={tp_size}")
+    server = planned(*overrides, "server.max_total_tokens=100000").server
+    assert server.weights == 2 * 14_768_307_200 // tp_size
+    assert server.kv_token == kv_token
+    assert server.rollout == 8192 * kv_token
+    assert server.kv_cache == 100_000 * kv_token
+    assert planned("server.tp_size=1").server.kv_token == 2 * 4 * 64 * 4  # float32 on a CPU
+    assert planned("server.tp_size=1").server.kv_cache is None
+
+
+def test_tokens_and_disk() -> None:
+    overrides = ("loop.steps=300", "loop.checkpoint_every=50", "learner.dtype=bfloat16")
+    made = planned(f"model='{QWEN3_14B}'", *overrides)
+    assert made.num_rollouts == 512 * 32
+    assert made.max_tokens == 512 * 32 * 8192
+    assert (made.num_kept, made.max_kept_tokens) == (512 * 16, 512 * 16 * 8192)
+    assert made.disk.weights == 2 * 14_768_307_200
+    assert made.disk.checkpoint == 14 * 14_768_307_200
+    assert made.disk.checkpoints == 4 * made.disk.checkpoint  # three kept, one being written
+    assert made.disk.trajectories_per_step == 512 * 32 * 8192 * 64
+    assert made.disk.trajectories == 300 * made.disk.trajectories_per_step
+    sharded = planned("loop.steps=300", "learner.zero_stage=3").disk
+    assert sharded.checkpoint == 12 * 853_376
+    rare = planned("loop.steps=300", "loop.checkpoint_every=0").disk
+    assert rare.checkpoints == rare.checkpoint
+    every = planned("loop.steps=300", "learner.keep_checkpoints=0", "loop.checkpoint_every=7").disk
+    assert every.checkpoints == 43 * every.checkpoint
+    assert planned("roc.down_sample_to_n=0").num_kept == 512 * 32
+    assert planned("loop.group_size=8").num_kept == 512 * 8
+
+
+def test_bytes_of_a_trajectorys_token() -> None:
+    """Ids of five digits and log-probabilities with all digits are typical of a large model."""
+    num = 1000
+    turn = Turn(
+        [10_000 + i for i in range(num)],
+        logprobs=[-1 / (3 + i) for i in range(num)],
+        versions=[VersionSpan("12", 0, num)],
+        text="abcd" * num,
+    )
+    row = orjson.dumps(Trajectory("a", [1], [turn]).to_dict(), default=str)
+    assert len(row) / num == pytest.approx(_BYTES_PER_TRAJECTORY_TOKEN, rel=0.2)
+
+
+def test_gpus_are_shared_by_servers_and_ranks() -> None:
+    own = ("server.device=cuda", "server.count=2", "server.tp_size=2", "ranks.count=3")
+    assert planned(*own).num_gpus == 4
+    assert planned(*own).num_processes == 5
+    others = planned(*own, "servers=['http://node-1:30000']")
+    assert (others.num_gpus, others.num_processes) == (3, 3)
+    assert planned("ranks.count=3").num_gpus == 0
+
+
+# What is said.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["budget.max_response_tokens=4096"], "context of 4,096 tokens does not hold a prompt and"),
+        (["learner.micro_batch_tokens=8192"], r"micro_batch_tokens \(8,192\) does not hold a"),
+        (["server.max_total_tokens=8000"], r"max_total_tokens \(8,000\) does not hold one rollout"),
+        (["loop.steps=20"], "the warm-up of 20 steps lasts the whole run"),
+        (["server.device=cuda", "ranks.count=9"], "9 GPUs needed; this machine has 8"),
+        (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most"),
+        ([f"model='{QWEN3_14B}'", "server.device=cuda"], r"a rank takes [\d.,]+ GiB of its GPU's"),
+        (
+            [
+                *(f"model='{QWEN3_14B}'", "server.device=cuda", "learner.dtype=bfloat16"),
+                *("ranks.count=8", "learner.zero_stage=3", "learner.activation_checkpointing=true"),
+                "server.extra_args=['--mem-fraction-static', '0.5']",
+            ],
+            r"a rank takes 47\.1 GiB of its GPU's 80\.0 GiB, and servers 40\.0 GiB",
+        ),
+        (
+            [
+                *(f"model='{QWEN3_14B}'", "server.device=cuda"),
+                "server.extra_args=['--mem-fraction-static=0.2']",
+            ],
+            "weights take 27.5 GiB of each GPU: raise server.tp_size",
+        ),
+        ([f"model='{QWEN3_14B}'", "ranks.count=64"], "host memory are needed; there are 2.0 TiB"),
+        (["loop.steps=200000"], r"up to [\d,.]+ TiB will be written to runs, where 100 TiB"),
+    ],
+)  # fmt: skip
+def test_warnings(overrides: list[str], said: str) -> None:
+    usual = ["budget.max_response_tokens=1000"] if overrides[0].startswith("loop") else []
+    made = planned(*usual, *overrides)
+    [line] = [line for line in made.text().splitlines() if re.search(said, line)]
+    assert line.startswith("warning    ")
+
+
+def test_nothing_is_warned_of_without_a_reason() -> None:
+    fits = (
+        *("loop.steps=100", "budget.max_response_tokens=512", "loop.tasks_per_step=8"),
+        *("server.device=cuda", "server.extra_args=['--mem-fraction-static', '0.4']"),
+    )
+    assert planned(*fits).warnings == ()
+    assert planned(*fits[:3]).warnings == ()
+
+
+def test_a_plan_says_what_a_step_does() -> None:
+    made = planned(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
+    text = made.text()
+    for said in (
+        "14.77 billion parameters (from the configuration)",
+        "40 layers of 5120, vocabulary 151,936, context 32,768",
+        "roll out 512 tasks, 32 times each: 16,384 rollouts of at most 8,192 tokens and 10 turns",
+        "134.2 million tokens in all",
+        "on at most 8,192 of them, 67.11 million tokens: at least 4,096 micro-batches per rank",
+        "3.96 EFLOP for rollouts, 5.95 EFLOP for training",
+        "27.5 GiB of weights for 1 external server",
+        "160 KiB  per token, 1.2 GiB per rollout",
+    ):
+        assert said in text
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    machine = this_machine(tmp_path / "not" / "there")
+    assert machine.ram_bytes > 256 << 20
+    assert machine.disk_free_bytes > 0
+    assert bool(machine.num_gpus) == bool(machine.gpu_bytes)
+    made = plan(load_settings(TrainSettings, overrides=[f"run.folder='{tmp_path}'"]))
+    assert f"disk       {tmp_path}: up to" in made.text()

@@ -1,0 +1,184 @@
+"""A process that is killed is restarted; one that ends by itself is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agentloop.cli.respawn import revived
+
+pytestmark = pytest.mark.timeout(60)  # several interpreters start, one after the other
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from agentloop.cli.respawn import tell_run
+
+folder = Path(sys.argv[1])
+with (folder / "lives").open("a") as lives:
+    lives.write(" ".join(sys.argv[2:]) + "\\n")
+with (folder / "tokens").open("a") as tokens:
+    tokens.write(os.environ["AGENTLOOP_SERVE__CONTROL_TOKEN"] + "\\n")
+num_lives = len((folder / "lives").read_text().splitlines())
+if "untold" not in sys.argv and not ((folder / "once").exists() and num_lives > 1):
+    tell_run(folder / "run")
+if num_lives <= int((folder / "deaths").read_text()):
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(7)
+"""
+
+
+def run(folder: Path, *, deaths: int, max_restarts: int, arguments: list[str]) -> tuple[int, str]:
+    (folder / "deaths").write_text(str(deaths))
+    said: list[str] = []
+    command = [sys.executable, "-c", CHILD, str(folder)]
+    status = revived(command, arguments, max_restarts, said.append)
+    return status, "\n".join(said)
+
+
+def lives(folder: Path) -> list[str]:
+    return (folder / "lives").read_text().splitlines()
+
+
+def test_what_ends_by_itself_has_ended(tmp_path: Path) -> None:
+    assert run(tmp_path, deaths=0, max_restarts=3, arguments=["a=1"]) == (7, "")
+    assert lives(tmp_path) == ["a=1"]
+
+
+def test_what_is_killed_goes_on_with_its_run(tmp_path: Path) -> None:
+    status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=["a=1"])
+    assert status == 7
+    assert lives(tmp_path) == ["a=1", *[f"--resume {tmp_path / 'run'}"] * 2]
+    assert said.count("killed by SIGKILL; resuming") == 2
+
+
+def test_what_the_run_does_not_keep_is_told_again(tmp_path: Path) -> None:
+    (tmp_path / "deaths").write_text("1")
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    told = ["recipe.toml", "fleet.password=secret"]
+    assert revived(command, told, 3, print, again=["fleet.password=secret"]) == 7
+    assert lives(tmp_path) == [
+        "recipe.toml fleet.password=secret",
+        f"--resume {tmp_path / 'run'} fleet.password=secret",
+    ]
+
+
+def test_all_of_its_lives_have_one_control_token(tmp_path: Path) -> None:
+    run(tmp_path, deaths=1, max_restarts=3, arguments=[])
+    one, other = (tmp_path / "tokens").read_text().splitlines()
+    assert one == other
+    assert one
+    run(tmp_path, deaths=0, max_restarts=3, arguments=[])
+    assert (tmp_path / "tokens").read_text().splitlines()[2] != one
+
+
+def test_a_control_token_that_was_told_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTLOOP_SERVE__CONTROL_TOKEN", "sesame")
+    run(tmp_path, deaths=1, max_restarts=3, arguments=[])
+    assert (tmp_path / "tokens").read_text().splitlines() == ["sesame"] * 2
+
+
+def test_who_asks_for_the_end_after_the_childs_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Died:
+        returncode = -signal.SIGKILL
+
+        def __init__(self, command: object, *, pass_fds: list[int], **_: object) -> None:
+            os.write(pass_fds[0], b"run")
+
+        def poll(self) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return self.returncode
+
+    monkeypatch.setattr("subprocess.Popen", Died)
+    said: list[str] = []
+    assert revived(["train"], [], 3, said.append) == 128 + signal.SIGKILL
+    assert said == ["Ended by SIGKILL; continue with: agentloop train --resume run"]
+
+
+def test_one_that_is_killed_as_it_is_started_again_goes_on_as_well(tmp_path: Path) -> None:
+    (tmp_path / "once").touch()
+    status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=[])
+    assert status == 7
+    assert said.count("; resuming ") == 2
+    assert lives(tmp_path)[1:] == [f"--resume {tmp_path / 'run'}"] * 2
+
+
+def test_it_is_not_tried_for_ever(tmp_path: Path) -> None:
+    status, said = run(tmp_path, deaths=9, max_restarts=1, arguments=[])
+    assert status == 128 + signal.SIGKILL
+    assert len(lives(tmp_path)) == 2
+    assert f"agentloop train --resume {tmp_path / 'run'}" in said
+
+
+def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
+    status, said = run(tmp_path, deaths=1, max_restarts=3, arguments=["untold"])
+    assert status == 128 + signal.SIGKILL
+    assert "before it had a run" in said
+
+
+@contextmanager
+def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that waits for a child, which runs `child`."""
+    waits = (
+        "import sys\nfrom agentloop.cli.respawn import revived\n"
+        f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
+    )
+    command = [sys.executable, "-c", waits]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_who_waits_passes_signals_on_and_leaves_nobody(tmp_path: Path, number: int) -> None:
+    child = """
+import os, signal
+ends = (signal.SIGTERM, signal.SIGINT)
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # none is lost just before we wait
+print(os.getpid(), flush=True)
+number = signal.sigwait(ends)
+os.write(1, str(int(number)).encode())
+os._exit(128 + number)
+"""
+    with waiting(child) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        os.kill(process.pid, number)
+        heard = signal.SIGTERM if number == signal.SIGKILL else number  # by the kernel's hand
+        assert process.stdout.read() == str(int(heard))  # to its end: the child is gone
+        assert process.wait(20) == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_who_asks_it_to_end_does_not_see_it_again(tmp_path: Path) -> None:
+    """A second signal may arrive when an ending interpreter no longer handles it."""
+    child = f"""
+import os, signal, sys, time
+from pathlib import Path
+from agentloop.cli.respawn import tell_run
+with Path({str(tmp_path / "lives")!r}).open("a") as lives:
+    lives.write("once\\n")
+tell_run(Path("run"))
+print("told", flush=True)
+signal.pause()
+"""
+    with waiting(child) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "told\n"
+        process.terminate()
+        said = process.stdout.readline()
+        assert said == "Ended by SIGTERM; continue with: agentloop train --resume run\n"
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert lives(tmp_path) == ["once"]

@@ -1,0 +1,361 @@
+"""The page of a training run: before its parts exist, while they do, and afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import anyio
+import anyio.abc
+import pytest
+
+from agentloop.api.guard import ServeSettings
+from agentloop.api.listen import bind
+from agentloop.cli import console
+from agentloop.cli.run_dashboard import RunDashboard
+from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
+from agentloop.inference.router import ServerView
+from agentloop.runtime import Runtime
+from agentloop.training.loop import TrainingLoop
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_status import RunStatus
+from agentloop.trajectory import Trajectory
+from tests.agentloop.observe.test_archive import rollout
+from tests.support import chat_format, eventually, written
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = {"X-Control-Token": "sesame"}
+
+
+class Told:
+    """Records progress."""
+
+    line = "Starting 1 server"
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.standing: RunStatus | None = None
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
+class PlayedRuntime:
+    """A runtime whose rollouts run until they are cancelled."""
+
+    def __init__(self) -> None:
+        self.chat = chat_format()
+        self.router = self
+        self.pool = self
+        self.num_waiting = 3
+        self.num_open = 0
+        self.cancelled: list[str] = []
+        self.begins = True
+
+    def view(self) -> list[ServerView]:
+        return []
+
+    def stats(self) -> dict[str, Any]:
+        return {"backend": "process", "slots": 2}
+
+    def cancel(self, rollout: str) -> bool:
+        self.cancelled.append(rollout)
+        return rollout == "r"
+
+    async def rollout(self, question: str, *, on_event: Emit) -> None:
+        self.num_open += 1
+        try:
+            if self.begins:
+                on_event(RolloutStarted(Trajectory("r", written(self.chat, question))))
+            await anyio.sleep_forever()
+        except BaseException:
+            on_event(RolloutAbandoned("r"))
+            raise
+        finally:
+            self.num_open -= 1
+
+
+class PlayedLoop:
+    """Records the calls that it gets."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.is_busy = self.is_draining = False
+
+    def pause(self, paused: bool = True) -> None:
+        self.asked.append("pause" if paused else "resume")
+
+    def drain(self) -> None:
+        self.asked.append("drain")
+
+    async def save(self) -> int:
+        self.asked.append("save")
+        if self.is_busy:
+            await anyio.sleep_forever()
+        return 7
+
+    def view(self) -> dict[str, Any]:
+        return {"step": 5, "paused": False}
+
+
+@dataclass
+class At:
+    scene: RunDashboard
+    told: Told
+    http: aiohttp.ClientSession
+    url: str
+    runtime: PlayedRuntime = field(default_factory=PlayedRuntime)
+    loop: PlayedLoop = field(default_factory=PlayedLoop)
+
+    def begin(self) -> None:
+        self.scene.runtime = cast(Runtime, self.runtime)
+        self.scene.loop = cast(TrainingLoop, self.loop)
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.http.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        async with self.http.post(self.url + path, json=body, headers=TOKEN) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def scene(
+    folder: Path, *, readers: Sequence[Emit] = (), before: Callable[[RunFolder], None] | None = None
+) -> AsyncIterator[At]:
+    run, told = RunFolder(folder / "run", ""), Told()
+    if before is not None:
+        before(run)
+    made = RunDashboard(run, cast(console.ProgressLine, told), readers=readers)
+    settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
+    async with made.shown(settings), aiohttp.ClientSession() as http:
+        found = re.search(r"(http://\S+)/ ", told.said[0])
+        assert found is not None
+        yield At(made, told, http, found[1])
+
+
+async def test_from_its_first_moment_there_is_a_page(tmp_path: Path) -> None:
+    def before(run: RunFolder) -> None:  # the run goes on
+        run.add_metrics({"step": 1, "reward": 0.5})
+
+    async with scene(tmp_path, before=before) as at:
+        status, frame = await at.get("/api/frame")
+        assert status == 200
+        assert frame["about"]["kind"] == "train"
+        assert frame["now"]["waits"] == "Starting 1 server"
+        assert (frame["servers"], frame["sandbox"]["calls"]) == ([], {})
+        assert [row["step"] for row in frame["steps"]] == [1]
+        assert "control token: sesame" in at.told.said[0]
+
+
+async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> None:
+    """Those of before a restart, too. No other reader takes its steps for those of the run."""
+    heard: list[Event] = []
+
+    def before(run: RunFolder) -> None:
+        run.within("start").add_metrics({"step": 1, "learner/loss": 2.0})
+
+    async with scene(tmp_path, before=before, readers=[heard.append]) as at:
+        at.scene.measured_start(Measured({"step": 2, "learner/loss": 1.0}))
+        at.scene.emit(Measured({"step": 1, "reward": 0.5}))
+        _, frame = await at.get("/api/frame")
+        assert frame["steps"] == [
+            {"start/step": 1, "start/learner/loss": 2.0},
+            {"start/step": 2, "start/learner/loss": 1.0},
+            {"step": 1, "reward": 0.5},
+        ]
+    assert heard == [Measured({"step": 1, "reward": 0.5})]
+
+
+async def test_a_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> None:
+    told = Told()
+    folder = RunFolder(tmp_path / "run", "")
+    made = RunDashboard(folder, cast(console.ProgressLine, told), kind="sft", has_runtime=False)
+    settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
+    async with made.shown(settings), aiohttp.ClientSession() as http:
+        made.emit(Measured({"step": 1, "learner/loss": 1.5}))
+        url = told.said[0].removeprefix("Watch it: ")
+        async with http.get(f"{url}api/frame") as response:
+            frame = await response.json()
+        assert (frame["about"]["kind"], frame["about"]["controls"]) == ("sft", [])
+        assert frame["steps"] == [{"step": 1, "learner/loss": 1.5}]
+
+
+async def test_a_group_of_before_a_restart_is_read_from_the_folder(tmp_path: Path) -> None:
+    def before(run: RunFolder) -> None:
+        run.add_group(1, [{"group": 1, "version": 0, **rollout("1-a.0")}])
+
+    async with scene(tmp_path, before=before) as at:
+        status, told = await at.get("/api/groups/1-a")
+        assert (status, [one["id"] for one in told["rollouts"]]) == (200, ["1-a.0"])
+        assert (await at.get("/api/groups/2-a"))[0] == 404
+
+
+async def test_before_servers_are_up_nobody_answers(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        status, body = await at.post("/api/ask", {"question": "why?"})
+        assert (status, body["error"]) == (503, "no server is up yet; ask again later")
+        at.begin()
+        assert await at.post("/api/ask", {"question": "why?"}) == (200, {"rollout": "r"})
+
+
+async def test_before_the_loop_is_there_it_cannot_be_controlled(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        for what in ("pause", "resume", "drain", "checkpoint"):
+            status, body = await at.post("/api/control", {"do": what})
+            assert status == 400
+            assert "has not started" in body["error"]
+        for asked in ({"do": "cancel"}, {"do": "cancel", "rollout": "r"}):
+            status, body = await at.post("/api/control", asked)
+            assert status == 400
+            assert body["error"].startswith("rollout: ")
+
+
+async def test_what_people_ask_of_it_is_done(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        at.begin()
+        for what in ("pause", "resume", "drain", "checkpoint"):
+            status, body = await at.post("/api/control", {"do": what})
+            assert status == 200
+            assert body["done"]
+        assert "step 7" in body["done"]
+        assert at.loop.asked == ["pause", "resume", "drain", "save"]
+        assert (await at.post("/api/control", {"do": "cancel", "rollout": "r"}))[0] == 200
+        assert (await at.post("/api/control", {"do": "cancel", "rollout": "x"}))[0] == 400
+        assert at.runtime.cancelled == ["r", "x"]
+        _, frame = await at.get("/api/frame")
+        assert (frame["now"]["step"], frame["now"]["num_waiting"]) == (5, 3)
+        assert frame["sandbox"]["backend"] == "process"
+
+
+async def test_what_is_drained_begins_no_groups_again(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        at.begin()
+        _, body = await at.post("/api/control", {"do": "resume"})
+        assert body["done"] == "groups are started again"
+        at.loop.is_draining = True
+        _, body = await at.post("/api/control", {"do": "resume"})
+        assert "no groups are started" in body["done"]
+
+
+async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.cli.run_dashboard._SAVE_S", 0.02)
+    async with scene(tmp_path) as at:
+        at.begin()
+        at.loop.is_busy = True
+        status, body = await at.post("/api/control", {"do": "checkpoint"})
+        assert (status, body["error"]) == (400, "do: the learner was busy for 0.02 s")
+
+
+async def test_what_was_done_stays_to_be_seen_when_its_parts_have_left(tmp_path: Path) -> None:
+    events: list[Any] = []
+    async with scene(tmp_path, readers=[events.append]) as at:
+        at.begin()
+        await at.post("/api/ask", {"question": "why?"})
+        _, before = await at.get("/api/rollouts/r")
+        assert (before["prompt"].count("why?"), before["state"]) == (1, "live")
+        at.scene.leave()
+        await eventually(lambda: at.runtime.num_open == 0)  # nobody may ask a server any more
+        at.scene.leave()  # by whoever ends first, and the other
+        _, after = await at.get("/api/rollouts/r")
+        assert (after["prompt"], after["state"]) == (before["prompt"], "abandoned")
+        assert (await at.get("/api/frame"))[1]["servers"] == []
+        assert (await at.post("/api/ask", {"question": "why?"}))[0] == 503
+        assert (await at.post("/api/control", {"do": "pause"}))[0] == 400
+    assert [type(event) for event in events] == [RolloutStarted, RolloutAbandoned]
+
+
+async def test_who_asks_as_the_run_ends_is_told_so(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        at.begin()
+        at.runtime.begins = False
+        answers: list[tuple[int, Any]] = []
+
+        async def ask() -> None:
+            answers.append(await at.post("/api/ask", {"question": "why?"}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await eventually(lambda: at.runtime.num_open == 1)
+            at.scene.leave()
+        assert answers == [(503, {"error": "the run has ended"})]
+
+
+async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
+    with anyio.fail_after(15):
+        async with scene(tmp_path) as at:
+            at.begin()
+            response = await at.http.get(f"{at.url}/api/stream")
+            data = (await response.content.readuntil(b"\n\n")).split(b"data: ")[1]
+            assert json.loads(data)["full"] is True
+            response.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "said"),
+    [
+        ("returns", "finished", "The run has finished."),
+        ("raises", "failed", "The run has failed: no disk left."),
+        ("is cancelled", "stopped", "The run was stopped; to continue: agentloop train --resume"),
+        ("is drained", "stopped", "The run was drained; to continue: agentloop train --resume"),
+    ],
+)
+async def test_the_page_is_told_how_the_run_ended(
+    tmp_path: Path, how: str, state: str, said: str
+) -> None:
+    last: list[dict[str, Any]] = []
+
+    async def read(url: str, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/api/stream") as response:
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    if not last:
+                        task_status.started()
+                    last[:] = [json.loads(line.removeprefix(b"data: "))]
+
+    with anyio.fail_after(15):
+        async with anyio.create_task_group() as tasks:
+            with suppress(ValueError), anyio.CancelScope() as scope:
+                async with scene(tmp_path) as at:
+                    at.begin()
+                    await tasks.start(read, at.url)
+                    if how == "raises":
+                        raise ValueError("no disk left.\nand more")
+                    if how == "is cancelled":
+                        scope.cancel()
+                        await anyio.sleep_forever()
+                    if how == "is drained":
+                        at.loop.is_draining = True
+                        at.scene.leave()
+    assert last[0]["now"]["ended"]["state"] == state
+    assert last[0]["now"]["ended"]["text"].startswith(said)
+
+
+async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> None:
+    with bind(ServeSettings(port=0)) as taken:
+        port = taken.getsockname()[1]
+        told = Told()
+        made = RunDashboard(RunFolder(tmp_path / "run", ""), cast(console.ProgressLine, told))
+        async with made.shown(ServeSettings(port=port)):
+            assert f":{port}/" not in told.said[0]
+
+
+async def test_an_error_of_the_run_comes_out_as_itself(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with scene(tmp_path) as at:
+            at.begin()
+            await at.post("/api/ask", {"question": "why?"})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await run()

@@ -1,0 +1,260 @@
+"""`agentloop sft`: its settings, and training from random weights with a real learner."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import agentloop.cli.sft
+from agentloop.__main__ import main
+from agentloop.cli.sft import SftSettings, sft, told
+from agentloop.cli.train import TrainSettings
+from agentloop.config import load_settings, to_toml
+from agentloop.models import SMALL
+from agentloop.tasks.teacher import lessons
+from agentloop.training.run_folder import checkpoints_in
+from agentloop.training.run_status import RunStatus
+from tests.support import eventually
+
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
+
+
+def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--list-settings"]) == 0
+    listed = capsys.readouterr().out
+    assert "loop.epochs = 3\n" in listed
+    assert 'learner.init = "pretrained"\n' in listed
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("loop.epoch=1", "did you mean 'loop.epochs'?"),
+        ("data.paths=[]", "data.paths: name a file"),
+        ("learner.optimizer.lr=0.1", "learner.optimizer.lr: set loop.lr"),
+        ("learner.config.num_hidden_layers=2", "learner.config: .*init = random"),
+        ("learner.model=x", "learner.model: set model"),
+        ("learner.chat_template=x", "learner.chat_template: set chat.template"),
+        ("chat.template=gone.jinja", "chat.template: 'gone.jinja' cannot be read: No such file"),
+        ("learner.loss.clip_low=0.1", "learner.loss: it is that of the kind sft"),
+        ("model=/gone", "model: /gone is not a model folder"),
+        ('data.paths=["gone.jsonl"]', "gone.jsonl: No such file"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_starts(
+    setting: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", 'data.paths=["x.jsonl"]', setting]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train", "--restarts=0", "server.device=cuda"], "server.device: cuda, but no GPU"),
+        (["evaluate", "server.device=cuda"], "server.device: cuda, but no GPU"),
+        (["chat", "hello", "server.device=cuda"], "server.device: cuda, but no GPU"),
+        (
+            ["rollouts", "fleet.redis=redis://x", "fleet.run=x", "server.device=cuda"],
+            "server.device: cuda, but no GPU",
+        ),
+        (
+            ["sft", "data.teacher=9", "learner.attention=flash_attention_2"],
+            "learner.attention: flash_attention_2, but no GPU",
+        ),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
+    command: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_runs_own_settings_can_be_used_again(tmp_path: Path) -> None:
+    settings = load_settings(SftSettings, overrides=["data.teacher=9", "learner.init=random"])
+    again = tmp_path / "config.toml"
+    again.write_text(to_toml(settings), "utf-8")
+    assert load_settings(SftSettings, [again]) == settings
+
+
+def test_the_laptops_stages_fit_together() -> None:
+    """The rollouts use the tools and the kind of problems that the supervised start has taught."""
+    settings = load_settings(TrainSettings, [RECIPES / "laptop.toml"])
+    assert settings.start is not None
+    (row,) = lessons(1, levels=[2])
+    assert settings.tools == [tool["function"]["name"] for tool in row["tools"]]
+    assert set(settings.tasks.levels) <= set(settings.start.data.levels)
+    assert not settings.tasks.system
+    limit = settings.start.data.max_tool_response_tokens
+    assert limit == settings.budget.max_tool_response_tokens
+    assert settings.loop.evaluate_tasks <= settings.tasks.held_out
+
+
+class Said:
+    """Records progress."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        print(line)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def show(self, standing: RunStatus) -> None:
+        pass
+
+
+OWN = "{#- ours -#}" + (SMALL / "chat_template.jinja").read_text("utf-8")
+
+
+def tiny_settings(folder: Path, name: str) -> list[str]:
+    """Return the settings of a quick run: two layers of random weights, and two ranks."""
+    model = folder / "tiny"
+    if not model.exists():
+        shutil.copytree(SMALL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+        (folder / "own.jinja").write_text(OWN, "utf-8")
+    return [
+        f"model={model}",
+        f"chat.template={folder / 'own.jinja'}",
+        "data.teacher=120",
+        "page=false",
+        f"run.folder={folder}",
+        f"run.name={name}",
+        "loop.epochs=2",
+        "loop.lr=3e-3",
+        "loop.batch_tokens=2500",
+        "loop.checkpoint_every=3",
+        "learner.init=random",
+        "learner.config.num_hidden_layers=2",
+        "learner.micro_batch_tokens=5000",
+        "ranks.count=2",
+    ]
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+@pytest.mark.anyio
+@pytest.mark.real
+@pytest.mark.timeout(900)
+async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """An undisturbed run and one whose process is killed, and that then loses a rank, have
+    equal losses and weights."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
+    said = Said()
+    settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "unbroken"))
+    published = await sft(settings, said)  # type: ignore[arg-type]
+    expected = rows(tmp_path / "unbroken")
+    assert expected[0]["learner/loss"] == pytest.approx(6.24, abs=0.2)  # ln 512: it knows nothing
+    assert expected[-1]["learner/loss"] < 5
+    assert (published / "model.safetensors").stat().st_size > 500_000
+    assert (published / "tokenizer.json").read_bytes() == (SMALL / "tokenizer.json").read_bytes()
+    assert (published / "chat_template.jinja").read_text("utf-8") == OWN
+    config = json.loads((published / "config.json").read_text("utf-8"))
+    assert (config["num_hidden_layers"], len(config["layer_types"])) == (2, 2)
+    assert said.lines[0].startswith("120 samples, ")
+
+    run = tmp_path / "killed"
+    command = [sys.executable, "-m", "agentloop", "sft", *tiny_settings(tmp_path, "killed")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    async with await anyio.open_process(command, stderr=None, stdout=None, env=environment) as one:
+        metrics = run / "metrics.jsonl"
+        await eventually(
+            lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 8, within_s=300
+        )
+        one.kill()
+    num_done = len(rows(run))
+    assert 8 <= num_done < len(expected)
+    step = max(checkpoints_in(run))
+    assert 3 <= step <= num_done
+
+    class Kills(Said):
+        def show(self, standing: RunStatus) -> None:
+            if standing.step == num_done + 2:
+                os.kill(pid_of_rank_1(run / "logs"), signal.SIGKILL)
+
+    said = Kills()
+    settings = told(SftSettings, [], run)
+    again = await sft(settings, said, resume=run)  # type: ignore[arg-type]
+    assert f"Resuming from the checkpoint of step {step}" in said.lines
+    assert sum("was lost; restarting it" in line for line in said.lines) == 1
+    assert not [line for line in said.lines if "had the loss" in line]
+    for name in ("step", "learner/loss", "learner/grad_norm", "learner/lr"):
+        assert [row[name] for row in rows(run)] == [row[name] for row in expected], name
+    first, second = (json.loads((one / "published.json").read_text()) for one in (published, again))
+    assert first == second
+    lines = len(said.lines)
+    assert await sft(settings, said, resume=run) == again  # type: ignore[arg-type]
+    assert len(said.lines) == lines + 1, "nothing is started for what is done"
+
+
+def pid_of_rank_1(logs: Path) -> int:
+    """Return the pid of rank 1: the process that writes to that log and is not a guardian."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            writes_to = (process / "fd" / "2").readlink()
+            if (
+                command[1:4] == [b"-P", b"-m", b"agentloop.learner"]
+                and writes_to == logs / "learner-1.log"
+            ):
+                return int(process.name)
+    raise AssertionError("there is no rank 1")
+
+
+@pytest.mark.anyio
+async def test_who_stops_a_run_is_told_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command resumes with the run's settings, some of which may be changed."""
+    said, begun = Said(), anyio.Event()
+
+    async def imitate(*_: object) -> Path:
+        begun.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    monkeypatch.setattr(agentloop.cli.sft, "imitate", imitate)
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "one"))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sft, settings, said))  # type: ignore[arg-type]
+        await begun.wait()
+        tasks.cancel_scope.cancel()
+    assert said.lines[-1] == (
+        "Stopped; there is no checkpoint yet. Continue with: agentloop sft --resume one"
+    )
+    again = told(SftSettings, ["loop.epochs=9"], Path("one"))
+    assert again == settings.model_copy(
+        update={"loop": settings.loop.model_copy(update={"epochs": 9})}
+    )
+
+
+def test_what_is_no_run_is_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", "--resume", str(tmp_path)]) == 2
+    assert "--resume: " in capsys.readouterr().err

@@ -1,0 +1,396 @@
+"""A training run as a whole: errors before it starts, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from agentloop.cli import console
+from agentloop.cli.train import TrainSettings, _whole, main, train
+from agentloop.config import load_settings, to_toml
+from agentloop.distribution import install_hint
+from agentloop.errors import AgentLoopError, SettingsError
+from agentloop.models import SMALL
+from agentloop.tasks.sources import TaskSource
+from agentloop.training.learner_client import client as learner
+from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.queue import GroupQueue
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_status import RunStatus
+from tests.agentloop.training.learner_client.test_client import RANK
+from tests.support import FakeSGLang, eventually
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("sampling.temperature=0", "sampling.temperature: 0 is greedy"),
+        ("sampling.top_p=0.9", "sampling.top_p"),
+        ("sampling.top_k=20", "sampling.top_k"),
+        ("sampling.min_p=0.1", "sampling.min_p"),
+        ("learner.temperature=0.7", "learner.temperature: .* set sampling.temperature"),
+        ("learner.model=/elsewhere", "learner.model: .* set model alone"),
+        ("learner.chat_template=x", "learner.chat_template: .* set chat.template alone"),
+        ("learner.loss.kl_coef=0.1", "learner.loss.kl_coef"),
+        ("learner.init=random", "learner.init.* set start.learner.init "),
+        ("learner.loss.kind=sft", "learner.loss.kind"),
+        ("loop.group_size=8", "loop.group_size: 8 .* roc.down_sample_to_n .16."),
+        ("budget.max_response_tokens=20000", "learner.micro_batch_tokens"),
+        ("loop.steps=0", "tasks.held_out"),
+        ("start.data.teacher=0", "start: .*data.paths: name a file"),
+        ("stages.one.max_turns=3", "stages.one.steps: Field required"),
+        ("stages.one.step=3", "did you mean 'stages.one.steps'"),
+        ("stages.2nd.steps=3", "is not a setting"),
+        ("stages.one=3", "'stages.one' is a section"),
+        ("servers=['http://127.0.0.1:1']", "model: the learner needs the folder"),
+        ("model=/no/such/folder", "model: /no/such/folder"),
+        ("loop.enough_of_group=99", "loop.enough_of_group: 99 are more than loop.group_size .32."),
+        ("watchdog.give_up_s=60", r"watchdog.give_up_s: 60 .* loop.step_timeout_s .3600."),
+        ("fleet.redis=127.0.0.1:6379", "fleet.redis: .* not of the form redis://HOST"),
+    ],
+)
+def test_what_would_teach_the_wrong_thing_is_refused_by_name(override: str, named: str) -> None:
+    with pytest.raises(SettingsError, match=named):
+        _whole(load_settings(TrainSettings, overrides=[override]))
+
+
+@pytest.mark.parametrize("override", ["weights.by=group", "servers=['http://127.0.0.1:1']"])
+def test_what_a_fleet_cannot_have_is_refused_by_name(override: str) -> None:
+    overrides = ["fleet.redis=redis://127.0.0.1", f"model={SMALL}", override]
+    with pytest.raises(SettingsError, match=f"{override.partition('=')[0]}: .*fleet"):
+        _whole(load_settings(TrainSettings, overrides=overrides))
+
+
+def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "laptop.toml"
+    settings = load_settings(TrainSettings, [recipe])
+    again = tmp_path / "config.toml"
+    again.write_text(to_toml(settings), "utf-8")
+    assert _whole(load_settings(TrainSettings, [again])) == _whole(settings)
+
+
+def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "loop.group_size=1"]) == 2
+    assert "refused    loop.group_size: 1 rollouts" in capsys.readouterr().out
+
+
+def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(Path(__file__).parents[2] / "docs" / "recipes" / "small.toml")
+    assert main(["--dry-run", "--json", recipe]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["steps"], told["step"]["num_rollouts"], told["refused"]) == (10, 128, None)
+    assert told["disk_bytes"]["total"] > told["disk_bytes"]["trajectories"] > 0
+    assert main(["--dry-run", "--json", "loop.group_size=1"]) == 2
+    assert json.loads(capsys.readouterr().out)["refused"].startswith("loop.group_size: 1 rollouts")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json"])
+
+
+def test_a_plan_of_a_run_that_goes_on_has_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+    settings = load_settings(TrainSettings, [recipe], ["loop.steps=123"])
+    (tmp_path / "config.toml").write_text(to_toml(settings), "utf-8")
+    assert main(["--dry-run", "--resume", str(tmp_path)]) == 0
+    assert "steps      123;" in capsys.readouterr().out
+
+
+def test_missing_packages_are_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
+    run = [f"run.folder={tmp_path}", "--restarts", "0"]
+    assert main([*run]) == 2
+    said = capsys.readouterr().err
+    assert "torch (the learner), deepspeed (the learner), matplotlib (plots)" in said
+    assert install_hint("train") in said
+    assert not list(tmp_path.iterdir())
+    assert main(["--dry-run", *run]) == 0
+    assert "missing    torch (the learner)" in capsys.readouterr().out
+
+
+def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--restarts", "-1"])
+    assert "--restarts: must be at least 0, not -1" in capsys.readouterr().err
+
+
+def run_at(path: Path, *overrides: str) -> TrainSettings:
+    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+    told = [f"run.folder='{path}'", "run.name=one", *overrides]
+    return load_settings(TrainSettings, [recipe], told)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("override", "from_step", "named"),
+    [
+        ("tasks.seed=9", None, "they differ from the tasks of the saved cursor"),
+        ("loop.seed=9", 7, "--from: no checkpoint"),
+    ],
+)
+async def test_what_is_refused_leaves_the_run_as_it_was(
+    tmp_path: Path, override: str, from_step: int | None, named: str
+) -> None:
+    settings = run_at(tmp_path)
+    folder = RunFolder.of(settings.run, to_toml(settings))
+    tasks = TaskSource.open(settings.tasks)
+    async with GroupQueue.open(folder.path / "queue.sqlite") as queue:
+        await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
+    path, before = folder.path, (folder.path / "config.toml").read_bytes()
+    del folder  # its lock
+    again = run_at(tmp_path, override)
+    with pytest.raises(AgentLoopError, match=named):
+        await train(again, cast(Any, Said()), resume=path, from_step=from_step)
+    assert (path / "config.toml").read_bytes() == before
+
+
+@pytest.mark.anyio
+async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> None:
+    settings = run_at(tmp_path)
+    folder = RunFolder.of(settings.run, to_toml(settings))
+    path = folder.path
+    for step in (1, 2):
+        checkpoint = path / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "state.json").write_text(json.dumps({"state": {"step": step}}))
+    tasks = TaskSource.open(settings.tasks)
+    async with GroupQueue.open(path / "queue.sqlite") as queue:
+        await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
+        await queue.undo(1)  # killed here
+    del folder  # its lock
+    with pytest.raises(AgentLoopError, match="they differ from the tasks of the saved cursor"):
+        await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, Said()), resume=path)
+    assert [one.name for one in (path / "checkpoints").iterdir()] == ["step-1"]
+
+
+@pytest.mark.anyio
+async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None:
+    settings = run_at(tmp_path)
+    folder = RunFolder.of(settings.run, to_toml(settings))
+    folder.add_group(1, [{"text": "kept"}])
+    path = folder.path
+    del folder  # its lock
+    for _ in range(2):
+        with pytest.raises(SettingsError, match=r"--resume: .*queue\.sqlite, the run's journal"):
+            await train(settings, cast(Any, Said()), resume=path)
+
+
+@pytest.mark.anyio
+async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
+    overrides = ["reward.function=no_such_module:reward", f"run.folder='{tmp_path}/runs'"]
+    with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
+        await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("changed", "from_step", "why"),
+    [("loop.steps=9", 7, "--from: no checkpoint of step 7"), ("tasks.seed=9", None, "cursor")],
+)
+async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
+    tmp_path: Path, changed: str, from_step: int | None, why: str
+) -> None:
+    usual = [f"model={SMALL}", "tasks.kind=arithmetic", "reward.function=exact"]
+    settings = load_settings(TrainSettings, overrides=usual)
+    run = tmp_path / "run"
+    RunFolder(run, to_toml(settings))
+    async with GroupQueue.open(run / "queue.sqlite") as queue:
+        tasks = TaskSource.open(settings.tasks)
+        await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
+    gc.collect()  # as when a process ends: nobody has the run any more
+    others = load_settings(TrainSettings, overrides=[*usual, changed])
+    with console.ProgressLine("") as progress, pytest.raises(AgentLoopError, match=why):
+        await train(others, progress, resume=run, from_step=from_step)
+    assert (run / "config.toml").read_text() == to_toml(settings)
+
+
+def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
+    group = ["weights.by=group", "weights.group_timeout_s=90"]
+    same = load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=90"])
+    with pytest.raises(SettingsError, match=r"weights\.group_timeout_s: 90 .*learner\.collective"):
+        _whole(same)
+    _whole(load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"]))
+    by_disk = ["weights.group_timeout_s=90", "learner.collective_timeout_s=90"]
+    _whole(load_settings(TrainSettings, overrides=by_disk))
+
+
+def test_a_group_of_one_teaches_nothing() -> None:
+    overrides = ["loop.group_size=1", "roc.down_sample_to_n=0"]
+    with pytest.raises(SettingsError, match=r"loop\.group_size"):
+        _whole(load_settings(TrainSettings, overrides=overrides))
+
+
+def test_the_learner_has_the_servers_model_and_temperature() -> None:
+    template = SMALL / "chat_template.jinja"
+    overrides = ["sampling.temperature=0.7", f"chat.template={template}"]
+    settings = load_settings(TrainSettings, overrides=overrides)
+    whole = _whole(settings)
+    assert whole.learner.chat_template == template.read_text("utf-8")
+    assert whole.learner.temperature == 0.7
+    assert str(whole.learner.model) == whole.model
+    assert whole.learner == LearnerSettings(
+        model=whole.learner.model,
+        temperature=0.7,
+        chat_template=whole.learner.chat_template,
+    )
+    assert _whole(whole) == whole
+
+
+PLAYED_RANK = RANK.replace(
+    'tell({"ok": True, "echo": request, "pid": os.getpid()})',
+    'request["op"] == "publish" and os.makedirs(request["folder"])\n'
+    '        tell({"ok": True, "seconds": 0.1, "pid": os.getpid()})',
+)
+
+
+class PlayedServer(FakeSGLang):
+    """Gives the same response to every prompt; from request `silent_after` on, none."""
+
+    silent_after = 1000
+
+    async def _stream(self, request: Any, response: Any, asked: Any, fault: Any) -> None:
+        self.num_prompt = len(asked["input_ids"])
+        if len(self.requests) > self.silent_after:
+            await anyio.sleep_forever()
+        await super()._stream(request, response, asked, fault)
+
+
+class Said:
+    """Records progress."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+
+    say = __call__
+
+    def show(self, standing: RunStatus) -> None:
+        pass
+
+
+@pytest.fixture
+def played_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "rank.py"
+    script.write_text(PLAYED_RANK)
+    monkeypatch.setattr(learner, "_COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(learner, "_OTHERS_S", 1.0)
+    return script
+
+
+def played_settings(folder: Path, server: FakeSGLang) -> TrainSettings:
+    overrides = [
+        *(f"servers=['{server.url}']", f"model='{SMALL}'", "sandbox.backend=process"),
+        *(f"run.folder='{folder}/my runs'", "run.name=first", "reward.function=exact"),
+        *("loop.steps=2", "loop.tasks_per_step=2", "loop.group_size=4", "loop.evaluate_every=1"),
+        *("roc.down_sample_to_n=2", "tasks.held_out=2", "ranks.count=2"),
+    ]
+    return load_settings(TrainSettings, overrides=overrides)
+
+
+def pids_of(script: Path) -> list[int]:
+    """Return the pids of the ranks, without their guardians."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            if arguments[1:2] == [str(script).encode()]:
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(180)  # all processes of a run start, some of them twice
+@pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
+async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Path) -> None:
+    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    said = Said()
+    async with server.serving():
+        folder = await train(played_settings(tmp_path, server), cast(console.ProgressLine, said))
+    assert folder == tmp_path / "my runs" / "first"
+    assert [path.name for path in (folder / "weights").iterdir()] == ["0"]  # nothing was learned
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [0, 1, 1, 2, 2]
+    assert "The learner is ready" in said.lines
+    assert pids_of(played_rank) == []
+    again = load_settings(TrainSettings, [folder / "config.toml"])
+    assert again == played_settings(tmp_path, server)
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(180)  # all processes of a run start
+@pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
+@pytest.mark.parametrize(
+    ("step", "there"), [(None, "no checkpoint yet"), (7, "a checkpoint of step 7")]
+)
+async def test_who_stops_a_run_is_told_how_it_goes_on(
+    tmp_path: Path, played_rank: Path, step: int | None, there: str
+) -> None:
+    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    server.gate = anyio.Event()
+    said = Said()
+    folder = tmp_path / "my runs" / "first"
+
+    async def stop(scope: anyio.CancelScope) -> None:
+        await eventually(lambda: server.num_streaming > 0, within_s=60)
+        if step is not None:
+            (folder / "checkpoints" / "one").mkdir()
+            state = json.dumps({"state": {"step": step}})
+            (folder / "checkpoints" / "one" / "state.json").write_text(state)
+        scope.cancel()
+
+    async with server.serving(), anyio.create_task_group() as tasks:
+        tasks.start_soon(stop, tasks.cancel_scope)
+        await train(played_settings(tmp_path, server), cast(console.ProgressLine, said))
+    assert said.lines[-1] == (
+        f"Stopped; there is {there}. Continue with: agentloop train --resume {folder}"
+    )
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(180)  # all processes of a run start, some of them twice
+@pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
+@pytest.mark.parametrize("max_restarts", [0, 1])
+async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
+    tmp_path: Path, played_rank: Path, max_restarts: int
+) -> None:
+    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    server.gate = anyio.Event()
+    said = Said()
+
+    async def kill() -> None:
+        await eventually(lambda: server.num_streaming > 0, within_s=60)
+        dies = max(pids_of(played_rank))
+        os.kill(dies, signal.SIGKILL)
+        if max_restarts:  # though nobody asks for anything
+            await eventually(lambda: len(set(pids_of(played_rank)) - {dies}) == 2, within_s=60)
+            assert server.gate is not None
+            server.gate.set()
+
+    async with server.serving(), anyio.create_task_group() as tasks:
+        settings = played_settings(tmp_path, server)
+        ranks = settings.ranks.model_copy(update={"max_restarts": max_restarts})
+        settings = settings.model_copy(update={"ranks": ranks})
+        tasks.start_soon(kill)
+        if max_restarts:
+            folder = await train(settings, cast(console.ProgressLine, said))
+            metrics = (folder / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(line)["step"] for line in metrics] == [0, 1, 1, 2, 2]
+            assert any("was lost; restarting it" in line for line in said.lines)
+        else:
+            with pytest.raises(learner.LearnerError, match="exit status 137"):
+                await train(settings, cast(console.ProgressLine, said))
+    assert pids_of(played_rank) == []

@@ -1,0 +1,196 @@
+"""Groups are admitted in order as capacity allows, and leave no state behind."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.group_gate import GroupGate
+
+pytestmark = pytest.mark.anyio
+
+LONGEST = 320
+
+
+def gate_of(capacity: list[int], *, target: float = 1.0) -> GroupGate:
+    """Return a gate where each rollout is expected to reach about 200 tokens."""
+    forecast = Forecast(longest=LONGEST, prior=200)
+    return GroupGate(
+        Admission(AdmissionSettings(target=target), forecast),
+        capacity=lambda: capacity[0],
+        clock=lambda: 0.0,
+    )
+
+
+async def hold(gate: GroupGate, name: str, inside: list[str], until: anyio.Event) -> None:
+    async with gate.group(name, 4, 50) as group:
+        assert group.keys == tuple(f"{name}.{index}" for index in range(4))
+        inside.append(name)
+        try:
+            await until.wait()
+        finally:
+            inside.remove(name)
+
+
+async def test_more_groups_than_fit_wait_in_order() -> None:
+    gate, inside = gate_of([2000]), list[str]()
+    ends = {name: anyio.Event() for name in "abcdefgh"}
+    async with anyio.create_task_group() as tasks:
+        for name, end in ends.items():
+            tasks.start_soon(hold, gate, name, inside, end)
+        await anyio.wait_all_tasks_blocked()
+        num_inside = len(inside)
+        assert 1 < num_inside < 8
+        assert inside == sorted(inside)
+        assert [name for name, _, _ in gate.waits()] == sorted(set(ends) - set(inside))
+        for name, end in ends.items():
+            end.set()
+            await anyio.wait_all_tasks_blocked()
+            assert len(inside) == min(num_inside, 8 - list(ends).index(name) - 1)
+    assert gate.waits() == []
+
+
+async def test_one_group_always_may_start() -> None:
+    gate, inside = gate_of([10]), list[str]()
+    ends = [anyio.Event(), anyio.Event()]
+    async with anyio.create_task_group() as tasks:
+        for name, end in zip("ab", ends, strict=True):
+            tasks.start_soon(hold, gate, name, inside, end)
+        await anyio.wait_all_tasks_blocked()
+        assert inside == ["a"]
+        ends[0].set()
+        await anyio.wait_all_tasks_blocked()
+        assert inside == ["b"]
+        ends[1].set()
+
+
+async def test_rollouts_that_end_make_room_before_their_group_does() -> None:
+    gate, inside = gate_of([600]), list[str]()
+    end = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hold, gate, "a", inside, end)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(hold, gate, "b", inside, end)
+        await anyio.wait_all_tasks_blocked()
+        assert inside == ["a"]
+        gate.ended("somebody else's", whole=True)
+        for index in range(4):
+            gate.ended(f"a.{index}", whole=True)
+        await anyio.wait_all_tasks_blocked()
+        assert inside == ["a", "b"]
+        end.set()
+
+
+async def test_a_source_is_asked_only_when_there_is_room() -> None:
+    gate, asked = gate_of([600]), list[int]()
+    end = anyio.Event()
+
+    async def source() -> None:
+        for index in range(3):
+            await gate.has_room(4)
+            asked.append(index)
+            tasks.start_soon(hold, gate, f"g{index}", [], end)
+            await anyio.wait_all_tasks_blocked()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(source)
+        await anyio.wait_all_tasks_blocked()
+        assert asked == [0]
+        end.set()
+    assert asked == [0, 1, 2]
+
+
+async def test_new_capacity_admits_groups_at_the_next_report() -> None:
+    capacity = [600]
+    gate, inside, end = gate_of(capacity), list[str](), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        for name in "ab":
+            tasks.start_soon(hold, gate, name, inside, end)
+        await anyio.wait_all_tasks_blocked()
+        assert inside == ["a"]
+        capacity[0] = 4000
+        gate.observe(0.0, 0, 0.0)
+        await anyio.wait_all_tasks_blocked()
+        assert inside == ["a", "b"]
+        end.set()
+
+
+async def test_retractions_reduce_admission() -> None:
+    gate = gate_of([2000])
+    assert gate.observe(10.0, 3, 10.0) == "cut"
+    assert gate.observe(11.0, 0, 11.0) == "hold"
+    assert gate.observe(13.0, 0, 13.0) == "grow"
+    assert gate.observe(99.0, 0, 13.0) == "hold", "reports stopped: nothing grows"
+
+
+async def test_two_groups_of_one_name_are_refused() -> None:
+    gate = gate_of([4000])
+    async with gate.group("a", 2, 10):
+        with pytest.raises(ValueError, match="'a' is already in flight"):
+            async with gate.group("a", 2, 10):
+                pass
+
+
+async def test_a_name_is_taken_while_its_group_waits_and_free_afterwards() -> None:
+    gate, inside, end = gate_of([600]), list[str](), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        for name in "ab":
+            tasks.start_soon(hold, gate, name, inside, end)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(ValueError, match="'b' is already in flight"):
+            async with gate.group("b", 4, 50):
+                pass
+        tasks.cancel_scope.cancel()
+    async with gate.group("b", 4, 50), anyio.create_task_group() as tasks:
+        for index in range(4):  # all have ended, but the group has not
+            gate.ended(f"b.{index}", whole=True)
+        with pytest.raises(ValueError, match="'b' is already in flight"):
+            async with gate.group("b", 4, 50):
+                pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["start", "cancel", "end", "grow", "finish"]), st.integers(0, 5)),
+        max_size=40,
+    )
+)
+async def test_no_state_is_left_and_no_group_is_lost(
+    script: list[tuple[str, int]],
+) -> None:
+    gate, inside = gate_of([1500]), list[str]()
+    ends = [anyio.Event() for _ in range(6)]
+    scopes: dict[int, anyio.CancelScope] = {}
+
+    async def one(index: int) -> None:
+        with anyio.CancelScope() as scope:
+            scopes[index] = scope
+            await hold(gate, f"g{index}", inside, ends[index])
+
+    async with anyio.create_task_group() as tasks:
+        for number, (what, index) in enumerate(script):
+            if what == "start" and index not in scopes:
+                tasks.start_soon(one, index)
+                await anyio.lowlevel.checkpoint()
+            elif what == "cancel" and index in scopes:
+                scopes[index].cancel()
+            elif what == "end":
+                ends[index].set()
+            elif what == "grow":
+                gate.reached(f"g{index}.{number % 4}", number * 10)
+            elif what == "finish":
+                gate.ended(f"g{index}.{number % 4}", whole=True)
+            if number % 3 == 0:
+                await anyio.lowlevel.checkpoint()
+        for end in ends:
+            end.set()
+    assert not gate.waits()
+    assert not inside
+    assert not gate._num_tokens
+    assert gate._admission.num_in_flight == 0
+    assert len(gate._admission.forecast) == 0

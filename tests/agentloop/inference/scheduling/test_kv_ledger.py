@@ -1,0 +1,315 @@
+"""The ledger's sums agree with a recount after any sequence of operations."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from agentloop.inference.scheduling.kv_ledger import (
+    DataParallelRank,
+    KVLedger,
+    LengthPredictor,
+    LoadReport,
+)
+
+A, B = DataParallelRank("a"), DataParallelRank("a", 1)
+PLACES = st.sampled_from([A, B, DataParallelRank("b")])
+KEYS = st.sampled_from(["", "k1", "k2", "k3", "k4"])
+GROUPS = {"": "", "k1": "g", "k2": "g", "k3": "g", "k4": "h"}
+PROMPTS = {"": 0, "g": 10, "h": 7}
+
+
+class Ledger(RuleBasedStateMachine):
+    """Compares the ledger with plain records of live sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.ledger = KVLedger(LengthPredictor(prior=8, min_samples=2))
+        self.live: dict[str, tuple[DataParallelRank, str, int]] = {}  # place, key, tokens
+        self.streamed: dict[DataParallelRank, int] = {}
+        self.count = 0
+
+    @rule(place=PLACES, capacity=st.integers(20, 200))
+    def add(self, place: DataParallelRank, capacity: int) -> None:
+        if place not in self.ledger.pools:
+            self.ledger.add(place, capacity)
+
+    @precondition(lambda self: self.ledger.pools)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(sorted(self.ledger.pools)))
+        self.ledger.remove(place)
+        self.live = {name: one for name, one in self.live.items() if one[0] != place}
+
+    @precondition(lambda self: self.ledger.pools)
+    @rule(data=st.data(), key=KEYS, more=st.integers(1, 60), budget=st.integers(0, 50))
+    def reserve(self, data: st.DataObject, key: str, more: int, budget: int) -> None:
+        pool = self.ledger.pools[data.draw(st.sampled_from(sorted(self.ledger.pools)))]
+        group = GROUPS[key]
+        tokens = PROMPTS[group] + more
+        need = self.ledger.need(pool, group, tokens, budget)
+        if not self.ledger.fits(pool, need):
+            return
+        idle, before = not pool.num_sequences, pool.room
+        self.count += 1
+        cached = min(pool.num_cached(key, group), tokens - 1)
+        computed = self.ledger.reserve(
+            f"s{self.count}",
+            pool.place,
+            tokens,
+            budget,
+            key=key,
+            group=group,
+            num_shared=PROMPTS[group],
+        )
+        assert computed == tokens - cached
+        assert pool.room == before - need
+        assert idle or pool.room >= 0  # never over capacity, except in an idle pool
+        self.live[f"s{self.count}"] = (pool.place, key, tokens)
+
+    @rule(number=st.integers(0, 15), tokens=st.integers(0, 30))
+    def grow(self, number: int, tokens: int) -> None:
+        name = f"s{number}"
+        self.ledger.grow(name, tokens)
+        if name in self.live:
+            place, key, held = self.live[name]
+            self.live[name] = (place, key, held + tokens)
+
+    @rule(number=st.integers(0, 15), parks=st.booleans(), again=st.booleans())
+    def end(self, number: int, parks: bool, again: bool) -> None:
+        self.now += 1.0
+        name = f"s{number}"
+        for _ in range(1 + again):  # the second time it changes nothing
+            if parks:
+                self.ledger.park(name, self.now)
+            else:
+                self.ledger.release(name, self.now)
+        self.live.pop(name, None)
+
+    @rule(key=KEYS)
+    def forget(self, key: str) -> None:
+        self.ledger.forget(key)
+
+    @precondition(lambda self: self.ledger.pools)
+    @rule(data=st.data())
+    def flush(self, data: st.DataObject) -> None:
+        pool = self.ledger.pools[data.draw(st.sampled_from(sorted(self.ledger.pools)))]
+        self.ledger.flush(pool.place)
+        assert pool.num_parked == pool.num_wanted == 0
+
+    @precondition(lambda self: self.ledger.pools)
+    @rule(
+        data=st.data(),
+        used=st.integers(0, 400),
+        running=st.integers(0, 5),
+        retracted=st.integers(0, 3),
+    )
+    def report(self, data: st.DataObject, used: int, running: int, retracted: int) -> None:
+        place = data.draw(st.sampled_from(sorted(self.ledger.pools)))
+        assert self.ledger.report(place, LoadReport(used, running, 1, retracted), self.now) >= 0
+
+    @rule(seconds=st.floats(0.1, 8.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.ledger.age(self.now)
+
+    @invariant()
+    def sums_agree_with_a_recount(self) -> None:
+        for place, pool in self.ledger.pools.items():
+            mine = [(key, tokens) for at, key, tokens in self.live.values() if at == place]
+            groups = [GROUPS[key] for key, _ in mine]
+            shared = {group for group in groups if group}
+            saved = sum(PROMPTS[group] * (groups.count(group) - 1) for group in shared)
+            assert pool.num_sequences == len(mine)
+            assert pool.num_live == sum(tokens for _, tokens in mine) - saved
+            if not mine:
+                assert pool.num_reserved == pool.num_prefill == 0
+            assert 0 <= pool.num_wanted <= pool.num_parked
+            assert pool.num_parked == sum(one.num_tokens for one in pool._lru.values())
+            assert pool.num_wanted == sum(p.num_tokens for p in pool._lru.values() if p.wanted)
+            assert min(pool.num_reserved, pool.num_prefill) >= 0
+            assert 0 <= pool.num_others <= pool.capacity
+            assert pool.num_strangers >= 0
+            held = pool.num_live + pool.num_others
+            assert not pool.num_parked or held + pool.num_parked <= pool.capacity
+            prompts = {name for name, is_prompt in pool._lru if is_prompt}
+            assert prompts | shared == set(pool.prompts)
+
+
+TestLedger = pytest.mark.timeout(60)(Ledger.TestCase)
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def ledger(capacity: int = 100, **options: float) -> KVLedger:
+    made = KVLedger(LengthPredictor(prior=10), **options)
+    made.add(A, capacity)
+    return made
+
+
+def test_an_idle_pool_accepts_whatever_its_capacity_can_hold() -> None:
+    made = ledger()
+    pool = made.pools[A]
+    assert made.fits(pool, 100)
+    assert not made.fits(pool, 101)
+    made.reserve("s", A, 10, 0)
+    assert made.fits(pool, 90)
+    assert not made.fits(pool, 91)
+
+
+def test_a_sequence_cannot_hold_two_reservations() -> None:
+    made = ledger()
+    made.reserve("s", A, 10, 0)
+    with pytest.raises(ValueError, match="s already holds"):
+        made.reserve("s", A, 10, 0)
+    with pytest.raises(ValueError, match="was already added"):
+        made.add(A, 100)
+    assert made.pools[A].num_live == 10
+
+
+def test_the_prompt_of_a_group_is_held_and_computed_once() -> None:
+    made = ledger(1000)
+    pool = made.pools[A]
+    assert made.reserve("s1", A, 100, 0, key="k1", group="g", num_shared=100) == 100
+    assert made.reserve("s2", A, 100, 0, key="k2", group="g", num_shared=100) == 1
+    assert pool.num_live == 100
+    made.release("s1", 0.0)
+    assert pool.num_live == 100
+    made.release("s2", 0.0)
+    assert (pool.num_live, pool.num_parked) == (0, 100)
+    assert pool.num_cached("k3", "g") == 100
+
+
+def test_a_returning_trajectory_computes_only_new_tokens() -> None:
+    made = ledger(1000)
+    made.reserve("s1", A, 50, 20, key="k")
+    made.grow("s1", 20)
+    made.park("s1", 1.0)
+    assert made.home("k") is made.pools[A]
+    assert made.pools[A].num_wanted == 70
+    assert made.reserve("s2", A, 75, 0, key="k") == 5
+    assert made.pools[A].num_parked == 0
+
+
+def test_the_oldest_parked_go_first_when_the_live_need_room() -> None:
+    made = ledger(100)
+    for number in range(3):
+        made.reserve(f"s{number}", A, 30, 0, key=f"k{number}")
+        made.park(f"s{number}", float(number))
+    made.reserve("s3", A, 15, 20)
+    assert [made.pools[A].num_cached(f"k{number}", "") for number in range(3)] == [0, 30, 30]
+    made.grow("s3", 30)  # the reserve is not a limit
+    assert [made.pools[A].num_cached(f"k{number}", "") for number in range(3)] == [0, 0, 30]
+
+
+def test_a_reserve_is_used_up_and_renewed_within_the_budget() -> None:
+    made = ledger(1000)
+    made.reserve("s", A, 50, 25)
+    pool = made.pools[A]
+    assert pool.num_reserved == 10
+    made.grow("s", 4)
+    assert pool.num_reserved == 6
+    made.grow("s", 6)
+    assert pool.num_reserved == 10
+    made.grow("s", 12)
+    assert pool.num_reserved == 3  # the rest of the budget
+    made.grow("s", 3)
+    assert (pool.num_live, pool.num_reserved) == (75, 0)
+
+
+def test_tokens_are_not_kept_for_a_trajectory_that_is_away_for_long() -> None:
+    made = ledger(100, away_s=5.0)
+    made.reserve("s", A, 30, 0, key="k")
+    made.park("s", 0.0)
+    made.age(5.0)
+    assert made.pools[A].num_wanted == 30
+    made.age(5.1)
+    assert (made.pools[A].num_wanted, made.pools[A].num_cached("k", "")) == (0, 30)
+
+
+def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
+    made = ledger(1000, report_ttl_s=10.0)
+    pool = made.pools[A]
+    made.reserve("s", A, 100, 0)
+    made.report(A, LoadReport(400, 3, 1), 0.0)
+    assert (pool.num_others, pool.num_strangers) == (0, 0)
+    made.report(A, LoadReport(350, 2, 1), 1.0)
+    assert (pool.num_others, pool.num_strangers) == (250, 2)
+    assert pool.room == 650
+    made.age(6.0)
+    assert pool.num_others == 125
+    made.age(11.0)
+    assert (pool.num_others, pool.num_strangers, pool.room) == (0, 0, 900)
+
+
+def test_a_report_below_our_accounting_changes_nothing() -> None:
+    made = ledger(1000)
+    made.reserve("s", A, 500, 100)
+    for now in range(3):
+        made.report(A, LoadReport(now, 0, 0), float(now))
+    assert made.pools[A].room == 490
+
+
+def test_a_report_that_never_changes_fades() -> None:
+    made = ledger(1000, report_ttl_s=10.0)
+    made.reserve("s", A, 100, 500)
+    frozen = LoadReport(300, 1, 0, 5)
+    made.report(A, LoadReport(310, 1, 0, 5), 0.0)
+    made.report(A, frozen, 1.0)
+    assert made.pools[A].num_others == 200
+    for now in range(2, 12):  # tokens are streamed, but the report does not change
+        made.grow("s", 5)
+        assert made.report(A, frozen, float(now)) == 0
+    assert made.reported_s(A) == 1.0
+    assert made.pools[A].num_others == 0
+
+
+def test_retractions_are_counted_from_the_first_report_on() -> None:
+    made = ledger()
+    assert made.report(A, LoadReport(0, 0, 0, 7), 0.0) == 0
+    assert made.report(A, LoadReport(0, 0, 0, 9), 1.0) == 2
+    assert made.report(A, LoadReport(0, 0, 0, 1), 2.0) == 1  # the server was restarted
+
+
+def test_a_pool_that_is_removed_takes_its_sequences_along() -> None:
+    made = ledger()
+    made.add(B, 100)
+    made.reserve("s1", A, 10, 0, key="k1")
+    made.reserve("s2", B, 10, 0, key="k2")
+    made.remove(A)
+    made.grow("s1", 5)
+    made.park("s1", 1.0)
+    assert made.home("k1") is None
+    assert made.home("k2") is made.pools[B]
+    made.reserve("s1", B, 10, 0, key="k1")
+    assert made.pools[B].num_live == 20
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(0, 500))
+def test_a_prediction_is_a_remaining_length_that_was_observed(lengths: list[int], far: int) -> None:
+    predictor = LengthPredictor(quantile=0.5, prior=77, window=40, min_samples=4)
+    for length in lengths:
+        predictor.learn("g", length)
+    left = predictor.remaining("g", far)
+    longer = sorted(length for length in lengths if length > far)
+    assert left == 77 or far + left in longer
+    assert left >= 1
+    if len(longer) >= 4:
+        assert far + left == longer[(len(longer) - 1) // 2]
+
+
+def test_siblings_take_precedence_and_old_lengths_are_forgotten() -> None:
+    predictor = LengthPredictor(quantile=0.5, prior=5, window=8, min_samples=4)
+    assert predictor.remaining("g") == 5
+    for _ in range(8):
+        predictor.learn("other", 100)
+    assert predictor.remaining("g") == 100
+    for _ in range(4):
+        predictor.learn("g", 900)
+    assert predictor.remaining("g") == 900
+    assert predictor.remaining("g", 850) == 50
+    for _ in range(8):
+        predictor.learn("third", 300)
+    assert predictor.remaining("new") == 300

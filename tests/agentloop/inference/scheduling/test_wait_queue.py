@@ -1,0 +1,123 @@
+"""The order of waiting requests, none of which waits forever."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+
+
+def waiting(name: str, order: int = 0, expected: int = 1, since_s: float = 0.0) -> Waiting[int]:
+    return Waiting(name, order, expected, since_s, expected)
+
+
+class Room(RuleBasedStateMachine):
+    """Compares the queue with a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: WaitQueue[int] = WaitQueue(patience_s=5.0, max_overtaken=3)
+        self.plain: dict[str, Waiting[int]] = {}
+        self.now = 0.0
+        self.count = 0
+
+    def in_order(self) -> list[Waiting[int]]:
+        return sorted(
+            self.plain.values(), key=lambda one: (one.order, -one.expected, one.since_s, one.name)
+        )
+
+    @rule(order=st.integers(0, 3), size=st.integers(1, 20))
+    def enter(self, order: int, size: int) -> None:
+        self.count += 1
+        one = Waiting(f"w{self.count}", order, size, self.now, size)
+        self.room.enter(one)
+        self.plain[one.name] = one
+
+    @rule(number=st.integers(0, 20))
+    def leave(self, number: int) -> None:
+        name = f"w{number}"
+        assert self.room.leave(name) == (self.plain.pop(name, None) is not None)
+
+    @rule(seconds=st.floats(0.1, 4.0), free=st.integers(0, 60))
+    def place(self, seconds: float, free: int) -> None:
+        self.now += seconds
+        before = self.in_order()
+        left = free
+        gone: list[str] = []
+
+        def try_to_place(one: Waiting[int]) -> bool:
+            nonlocal left
+            if one.request > left:
+                return False
+            left -= one.request
+            gone.append(one.name)
+            return True
+
+        assert self.room.place(self.now, try_to_place) == len(gone)
+        for name in gone:
+            del self.plain[name]
+        assert left >= 0
+        overtaken: list[Waiting[int]] = []
+        for one in before:
+            if one.name not in gone:
+                overtaken.append(one)
+            else:
+                assert len(overtaken) < 3
+                assert all(self.now - other.since_s < 5.0 for other in overtaken)
+        if before and before[0].request <= free:
+            assert before[0].name in gone
+
+    @invariant()
+    def all_are_there_in_order(self) -> None:
+        assert [one.name for one in self.room] == [one.name for one in self.in_order()]
+        assert len(self.room) == len(self.plain)
+
+
+TestRoom = pytest.mark.timeout(60)(Room.TestCase)
+TestRoom.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
+    room: WaitQueue[int] = WaitQueue()
+    for one in (
+        waiting("young", 2, 9),
+        waiting("short", 1, 3),
+        waiting("long", 1, 7, since_s=1.0),
+        waiting("late", 1, 3, since_s=2.0),
+    ):
+        room.enter(one)
+    assert [one.name for one in room] == ["long", "short", "late", "young"]
+    with pytest.raises(ValueError, match="long is already waiting"):
+        room.enter(waiting("long"))
+    assert room.longest_wait_s(5.0) == 4.0
+    assert room.place(5.0, lambda one: True) == 4
+    assert room.longest_wait_s(5.0) == 0.0
+
+
+@given(st.lists(st.integers(1, 5), min_size=5, max_size=40), st.integers(6, 10))
+def test_a_large_request_is_overtaken_only_for_a_limited_time(small: list[int], big: int) -> None:
+    """An endless stream of small requests never leaves 10 tokens free at once, until none may
+    overtake."""
+    room: WaitQueue[int] = WaitQueue(patience_s=10.0)
+    room.enter(waiting("big", 0, big, since_s=0.0))
+    running: list[tuple[float, int]] = [(0.5, 5)]
+    placed_s = None
+    for now in range(100):
+        room.enter(waiting(f"small{now}", 1, small[now % len(small)], since_s=float(now)))
+        running = [(end_s, size) for end_s, size in running if end_s > now]
+
+        def try_to_place(one: Waiting[int], now: int = now) -> bool:
+            nonlocal running
+            if one.request + sum(size for _, size in running) > 10:
+                return False
+            running = [*running, (now + 2.5, one.request)]
+            return True
+
+        room.place(float(now), try_to_place)
+        if placed_s is None and "big" not in {one.name for one in room}:
+            placed_s = now
+    assert placed_s is not None
+    assert placed_s <= 10 + 3

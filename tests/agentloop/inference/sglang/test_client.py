@@ -1,0 +1,341 @@
+"""The client of SGLang, with a server that fails on purpose."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.errors import ServerRefused, ServerUnavailable
+from agentloop.inference.sglang import client as sglang
+from agentloop.inference.sglang.client import (
+    Chunk,
+    FrameDecoder,
+    Sampling,
+    SGLangServer,
+    http_session,
+)
+from agentloop.trajectory import TurnEnd, VersionSpan
+from tests.support import FakeSGLang, Fault, eventually, logprob
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = [1, 2, 3]
+ANSWER = list(range(10, 22))
+FAST = settings(max_examples=100, deadline=None)
+
+
+def cut(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(min(at, len(data)) for at in cuts), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+payloads = st.lists(st.text("ab{}: é\\", min_size=1, max_size=10).map(str.encode), max_size=6)
+
+
+@FAST
+@given(payloads, st.sampled_from([b"\n", b"\r\n"]), st.lists(st.integers(0, 120), max_size=12))
+def test_frames_are_decoded_however_the_bytes_are_split(
+    sent: list[bytes], newline: bytes, cuts: list[int]
+) -> None:
+    stream = b"".join(b"data: " + payload + newline * 2 for payload in sent)
+    decoder = FrameDecoder()
+    assert [p for piece in cut(stream, cuts) for p in decoder.feed(piece)] == sent
+
+
+def test_a_frame_of_several_lines_and_other_fields() -> None:
+    stream = b": comment\n\nevent: x\nid: 3\ndata: one\ndata:two\n\ndata: three\n\ndata: unfinished"
+    assert FrameDecoder().feed(stream) == [b"one\ntwo", b"three"]
+
+
+def test_a_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "_MAX_FRAME_BYTES", 1000)
+    decoder = FrameDecoder()
+    for _ in range(10):
+        assert decoder.feed(b"x" * 100) == []
+    with pytest.raises(ServerUnavailable, match="longer than 1000 bytes"):
+        decoder.feed(b"x")
+
+
+def test_a_large_frame_is_not_copied_again_for_each_piece() -> None:
+    decoder = FrameDecoder()
+    decoder.feed(b"data: " + b"x" * 1_000_000)
+    before = decoder._rest
+    decoder.feed(b"y")
+    assert decoder._rest is before  # extended in place
+
+
+@asynccontextmanager
+async def client(fake: FakeSGLang, **options: Any) -> AsyncIterator[SGLangServer]:
+    async with fake.serving(), http_session() as session:
+        yield SGLangServer(fake.url + "/", session, **options)
+
+
+async def stream(
+    server: SGLangServer, received: list[int] | None = None, *, max_new_tokens: int = 100
+) -> list[Chunk]:
+    params = Sampling().to_sglang(max_new_tokens=max_new_tokens, stop_ids=(99,))
+    given: list[Chunk] = []
+
+    def take(chunk: Chunk) -> None:
+        given.append(chunk)
+        if received is not None:
+            received.extend(chunk.ids)
+
+    await server.generate(PROMPT, params, rid="r-1", on_chunk=take)
+    return given
+
+
+def joined(chunks: list[Chunk]) -> tuple[list[int], list[float]]:
+    ids = [token for chunk in chunks for token in chunk.ids]
+    return ids, [value for chunk in chunks for value in chunk.logprobs]
+
+
+@pytest.mark.parametrize("tokens_a_frame", [1, 5, 100])
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_increments_and_cumulative_frames_give_the_same(
+    incremental: bool, tokens_a_frame: int
+) -> None:
+    fake = FakeSGLang(ANSWER, incremental=incremental, tokens_a_frame=tokens_a_frame)
+    async with client(fake) as server:
+        chunks = await stream(server)
+    assert joined(chunks) == (ANSWER, [logprob(i) for i in range(len(ANSWER))])
+    last = chunks[-1]
+    assert (last.end, last.cached_tokens) == (TurnEnd.STOP, 2)
+    assert last.versions == (VersionSpan("v0", 0, len(ANSWER)),)
+    assert all(chunk.end is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("tokens_a_frame", [1, 5, 100])
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_top_logprobs_are_reported_if_requested(
+    incremental: bool, tokens_a_frame: int
+) -> None:
+    fake = FakeSGLang(ANSWER, incremental=incremental, tokens_a_frame=tokens_a_frame)
+    given: list[Chunk] = []
+    params = Sampling().to_sglang(max_new_tokens=100, stop_ids=(99,))
+    async with client(fake) as server:
+        await server.generate(PROMPT, params, rid="r", on_chunk=given.append, num_top_logprobs=2)
+    assert [top for chunk in given for top in chunk.top_logprobs] == [
+        [(logprob(at), token), (logprob(at) - 1, token + 1)] for at, token in enumerate(ANSWER)
+    ]
+    assert {chunk.cached_tokens for chunk in given} == {2}
+
+
+def test_without_stop_ids_the_models_end_token_is_ignored() -> None:
+    """Otherwise SGLang stops at the model's own end token."""
+    params = Sampling().to_sglang(max_new_tokens=1, stop_ids=())
+    assert (params["stop_token_ids"], params["ignore_eos"]) == ([], True)
+    assert "ignore_eos" not in Sampling().to_sglang(max_new_tokens=1, stop_ids=(9,))
+
+
+async def test_requests_use_sglangs_parameters() -> None:
+    fake = FakeSGLang(ANSWER, end="length")
+    async with client(fake) as server:
+        assert (await stream(server, max_new_tokens=4))[-1].end is TurnEnd.LENGTH
+        await server.abort("r-1")
+    asked, aborted = fake.requests
+    assert asked["input_ids"] == PROMPT
+    assert (asked["stream"], asked["return_logprob"], asked["rid"]) == (True, True, "r-1")
+    params = asked["sampling_params"]
+    assert (params["max_new_tokens"], params["stop_token_ids"]) == (4, [99])
+    assert "sampling_seed" not in params
+    assert aborted == {"rid": "r-1"}
+    assert Sampling(top_k=0).to_sglang(max_new_tokens=1, stop_ids=())["top_k"] == -1  # all
+    seeded = Sampling(seed=7).to_sglang(max_new_tokens=1, stop_ids=())
+    assert seeded["sampling_seed"] == 7
+
+
+def test_each_group_has_its_own_seed() -> None:
+    assert Sampling().of_group("a") == Sampling()
+    one, other = (Sampling(seed=7).of_group(name) for name in ("a", "b"))
+    assert one == Sampling(seed=7).of_group("a")
+    assert len({one.seed, other.seed, Sampling(seed=8).of_group("a").seed}) == 3
+    assert one.seed is not None
+    assert 0 <= one.seed < 1 << 63
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+@pytest.mark.parametrize("how", ["cut", "done"])
+async def test_a_stream_that_breaks_is_unavailable(how: Any, after: int) -> None:
+    fake = FakeSGLang(ANSWER, faults=deque([Fault(how, after)]))
+    received: list[int] = []
+    async with client(fake) as server:
+        with pytest.raises(ServerUnavailable):
+            await stream(server, received)
+    assert received == ANSWER[:after]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{nope",
+        b"[]",
+        b"3",
+        b"null",
+        b"{}",
+        b'{"meta_info": {}}',
+        b'{"meta_info": {"weight_version": "v", "completion_tokens": "x", "finish_reason": null}}',
+        b'{"output_ids": [1], "meta_info": {"weight_version": "v", "completion_tokens": 3,'
+        b' "finish_reason": null, "output_token_logprobs": [[0.1]]}}',
+        b'{"output_ids": [1], "meta_info": {"weight_version": "v", "completion_tokens": 1,'
+        b' "finish_reason": "stop", "output_token_logprobs": [[0.1]]}}',
+    ],
+)
+async def test_an_invalid_frame_is_unavailable(body: bytes) -> None:
+    fake = FakeSGLang(ANSWER, faults=deque([Fault("frame", body=body)]))
+    async with client(fake) as server:
+        with pytest.raises(ServerUnavailable):
+            await stream(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"error": {"message": "broken"}}, 500),
+        ({"error": "broken"}, 500),
+        ({"error": {"message": "broken", "code": 400, "retryable": False}}, 400),
+        ({"error": {"message": "broken", "code": "Internal"}}, 500),
+    ],
+)
+async def test_an_error_in_the_stream_has_its_status(body: dict[str, Any], status: int) -> None:
+    """SGLang answers a bad streaming request with 200 and a frame that contains the true status."""
+    fault = Fault("frame", after=1, body=json.dumps(body).encode())
+    fake = FakeSGLang(ANSWER, faults=deque([fault]))
+    async with client(fake) as server:
+        with pytest.raises(ServerRefused, match="broken") as caught:
+            await stream(server)
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("status_code", "refused"), [(None, None), (500, None), (503, None), (400, 400)]
+)
+async def test_an_abort_with_a_callers_status_is_a_refusal(
+    status_code: int | None, refused: int | None
+) -> None:
+    fault = Fault("abort", after=2, status_code=status_code)
+    fake = FakeSGLang(ANSWER, faults=deque([fault]))
+    async with client(fake) as server:
+        if refused is None:
+            chunks = await stream(server)
+            assert chunks[-1].end is TurnEnd.ABORT
+            assert joined(chunks)[0] == ANSWER[:3]
+        else:
+            with pytest.raises(ServerRefused, match="Aborted") as caught:
+                await stream(server)
+            assert caught.value.status == refused
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (400, b'{"error": {"message": "temperature must be"}}', "400: temperature must be"),
+        (422, b'{"detail": "no"}', "422: .*detail"),
+        (500, b"\xff\xfe", "500"),
+        (503, b"", "503: Service Unavailable"),
+        (500, b'["list"]', "500"),
+        (502, b"x" * 5_000_000, "502: x{20}"),
+    ],
+)
+async def test_a_refusal_says_why_whatever_its_body(status: int, body: bytes, said: str) -> None:
+    fake = FakeSGLang(ANSWER, faults=deque([Fault("refuse", status=status, body=body)]))
+    async with client(fake) as server:
+        with pytest.raises(ServerRefused, match=said) as caught:
+            await stream(server)
+    assert caught.value.status == status
+    assert len(str(caught.value)) < 1000
+
+
+async def test_silence_is_noticed_before_and_during_the_stream() -> None:
+    fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=2)]))
+    received: list[int] = []
+    async with client(fake, stall_timeout_s=0.05) as server:
+
+        async def watch() -> None:
+            await eventually(lambda: len(received) == 2)
+            while True:
+                await anyio.sleep(0.01)
+                server.close_stalled()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            with pytest.raises(ServerUnavailable, match=r"silent for 0\.05 s, after 2 tokens"):
+                await stream(server, received)
+            tasks.cancel_scope.cancel()
+        await eventually(lambda: fake.num_streaming == 0)
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    async with http_session() as session:
+        server = SGLangServer("http://127.0.0.1:1", session)
+        with pytest.raises(ServerUnavailable, match=r"http://127\.0\.0\.1:1"):
+            await stream(server)
+        with pytest.raises(ServerUnavailable):
+            await server.weight_version()
+        with pytest.raises(ServerUnavailable):
+            await server.info()
+
+
+async def test_a_callback_that_raises_frees_the_request_and_its_error_propagates() -> None:
+    fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=2)]))
+
+    def take(chunk: Chunk) -> None:
+        raise ZeroDivisionError
+
+    async with client(fake) as server:
+        with pytest.raises(ZeroDivisionError):
+            await server.generate(PROMPT, {"max_new_tokens": 50}, rid="r", on_chunk=take)
+        await eventually(lambda: fake.num_streaming == 0)
+
+
+@pytest.mark.parametrize("where", ["before the first frame", "amid"])
+async def test_cancellation_frees_the_request(where: str) -> None:
+    gate = anyio.Event() if where.startswith("before") else None
+    fake = FakeSGLang(ANSWER, gate=gate, faults=deque([Fault("silence", after=2)]))
+    async with client(fake) as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(stream, server)
+        await eventually(lambda: fake.num_streaming == 1)
+        tasks.cancel_scope.cancel()
+    assert fake.num_streaming == 0
+
+
+async def test_information_and_readiness() -> None:
+    fake = FakeSGLang(ANSWER, context_length=500, max_total_num_tokens=700)
+    async with client(fake) as server:
+        info = await server.info()
+        assert (info.model_path, info.context_length, info.max_total_num_tokens) == (
+            "fake",
+            500,
+            700,
+        )
+        assert await server.weight_version() == fake.version
+        fake.ready = False
+        with pytest.raises(ServerRefused, match="503"):
+            await server.weight_version()
+
+
+async def test_a_server_of_another_kind_is_refused() -> None:
+    fake = FakeSGLang(ANSWER)
+    fake.max_total_num_tokens = None  # type: ignore[assignment]
+    async with fake.serving(), http_session() as session:
+        with pytest.raises(ServerRefused, match="404"):
+            await SGLangServer(fake.url + "/elsewhere", session).info()
+        with pytest.raises(ServerRefused, match="not an SGLang server"):
+            await SGLangServer(fake.url, session).info()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"topp": 1}]
+)
+def test_sampling_is_checked_when_it_is_built(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)

@@ -1,0 +1,532 @@
+"""Rewards: what counts as the answer, what is right, and what must never become a 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentloop.errors import RewardError, SettingsError
+from agentloop.rewards.answers import boxed, final_answer, tagged
+from agentloop.rewards.math_check import number, same_number
+from agentloop.rewards.process_pool import (
+    CallDied,
+    CallNotStarted,
+    CallRaised,
+    CallTimedOut,
+    ProcessPool,
+)
+from agentloop.rewards.reward import Grader, Reward, RewardSettings
+from agentloop.sandbox import CallResult, CallStatus, SandboxError, SandboxUnavailable
+from agentloop.tasks.sources import Task
+from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn
+from agentloop.trajectory import ToolCallStatus as ToolStatus
+from tests.support import eventually
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
+
+FUNCTIONS = "tests.agentloop.rewards.reward_functions"
+FRAGILE = "tests.agentloop.rewards.fragile_check:verified"
+
+
+def rollout(*texts: str, reason: StopReason = StopReason.ANSWERED) -> Trajectory:
+    return Trajectory("t", [1], [Turn(text=text) for text in texts], reason)
+
+
+def task(answer: str = "5", **extra: Any) -> Task:
+    return Task("task-1", "What is it?", answer, extra=extra)
+
+
+def is_alive(pid: Path) -> bool:
+    return Path("/proc", pid.read_text()).exists()
+
+
+@pytest.fixture(scope="module")
+async def grader() -> AsyncIterator[Grader]:
+    """With the real math-verify."""
+    async with Grader(RewardSettings(num_workers=1, timeout_s=60)) as grader:
+        yield grader
+
+
+@asynccontextmanager
+async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
+    made = RewardSettings(function=f"{FUNCTIONS}:{function}", num_workers=1, **settings)
+    async with Grader(made) as grader:
+        yield grader
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"<answer>\boxed{5}</answer>", "5"),
+        (r"<answer>\boxed{4} no, \boxed{5}</answer>", "5"),
+        (r"<answer>\boxed{4}</answer> wait <answer>\boxed{5}</answer>", "5"),
+        (r"<answer>\boxed{5}</answer> and \boxed{6} outside", "5"),
+        (r"<answer> 1776 </answer>", "1776"),
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{5} and \boxed{6", "5"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed {5}", "5"),
+        (r"\fbox{4} \fboxed{5}", "5"),
+        (r"} { \boxed{5}", "5"),
+        (r"<answer>\boxed{4}</answer> <answer>\boxed{5}", "4"),
+        ("<answer>4 <answer>5</answer>", "5"),
+        ("<answer></answer>", None),
+        (r"<answer>\boxed{}</answer>", None),
+        ("it is 5", None),
+        ("", None),
+    ],
+)
+def test_what_counts_as_the_answer(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+@given(st.text(alphabet="{}\\ab<>"), st.text(alphabet="ab"))
+def test_a_box_at_the_end_is_found_after_anything(before: str, inside: str) -> None:
+    assert boxed(f"{before} \\boxed{{{inside}}}") == inside
+
+
+@given(st.lists(st.text(alphabet="<>/ab")))
+def test_every_closed_tag_is_counted(inside: list[str]) -> None:
+    text = "".join(f"<answer>{one}</answer>" for one in inside)
+    assert tagged(text) == inside
+
+
+def test_unbalanced_text_takes_no_time() -> None:
+    """Each search is linear: half a megabyte would else take hours."""
+    assert boxed("\\boxed{" * 80_000) is None
+    assert tagged("<answer>" * 80_000) == []
+    assert number("9" * 500_000) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5), ("-5", -5), ("+5", 5), ("005", 5), (" 5. ", 5), ("$5$", 5), ("5.0", 5),
+        ("−5", -5), ("1,234,567", 1234567), ("1{,}234", 1234), (r"1\,234", 1234),
+        ("0.5", 0.5), (".5", 0.5), ("1/2", 0.5), ("-1/2", -0.5), (r"\frac{1}{2}", 0.5),
+        (r"-\dfrac{1}{2}", -0.5), (r"\frac{-1}{2}", -0.5), (r"\tfrac{1}{-2}", -0.5),
+        ("12,34", None), ("1,2", None), ("1/0", None), ("5 apples", None), ("x", None),
+        ("", None), ("1 2", None), ("1e5", None), ("\N{SUPERSCRIPT TWO}", None), ("٣", None),
+    ],
+)  # fmt: skip
+def test_numbers(text: str, value: float | None) -> None:
+    assert number(text) == value
+
+
+@given(st.integers(), st.integers())
+def test_integers_are_decided_exactly(left: int, right: int) -> None:
+    assert same_number(str(left), f"{right:,}") is (left == right)
+
+
+def test_what_is_not_decided_is_left_to_math_verify() -> None:
+    assert same_number("1/3", "0.333333") is None
+    assert same_number("5", "x = 5") is None
+    assert same_number("x+1", "x+1") is True
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "value"),
+    [
+        ("5", "5", 1.0),
+        ("5", "6", 0.0),
+        ("5", "x = 5", 1.0),
+        (r"\frac{1}{2}", "0.5", 1.0),
+        (r"\frac{1}{3}", "0.333", 0.0),
+        ("x^2+1", "1+x^2", 1.0),
+        ("x^2+1", "x^2-1", 0.0),
+        (r"11\sqrt2", r"11\sqrt{2}", 1.0),
+        ("1,2,3", "3, 1, 2", 1.0),
+        (r"\text{east}", "east", 1.0),
+        ("5", "}}} \\frac{{{", 0.0),
+        ("5", r"\\\left(\int", 0.0),
+        ("5", "\x00\N{PILE OF POO}", 0.0),
+        ("5", "the answer is 5, or 6, who knows", 0.0),
+        ("5", "9" * 5000, 0.0),
+    ],
+)
+async def test_math(grader: Grader, gold: str, answer: str, value: float) -> None:
+    found = await grader.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
+    assert (found.value, found.answer) == (value, answer)
+    assert found.reason
+
+
+async def test_the_models_text_is_never_evaluated(grader: Grader, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for code in (f"open('{mark}','w')", f"__import__('pathlib').Path('{mark}').touch()"):
+        found = await grader.score(rollout(f"<answer>{code}</answer>"), task())
+        assert found.value == 0.0
+    assert not mark.exists()
+
+
+async def test_only_the_last_turn_answers(grader: Grader) -> None:
+    found = await grader.score(rollout(r"\boxed{5}", "I give up."), task())
+    assert (found.value, found.answer) == (0.0, None)
+    assert (await grader.score(rollout(), task())).value == 0.0
+
+
+async def test_a_rollout_cut_short_is_wrong(grader: Grader) -> None:
+    for reason in (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET):
+        found = await grader.score(rollout(r"so \boxed{5", reason=reason), task())
+        assert found.value == 0.0
+
+
+async def test_a_rollout_that_ran_out_of_time_has_no_reward(grader: Grader) -> None:
+    found = await grader.score(rollout(r"\boxed{5", reason=StopReason.TIME_BUDGET), task())
+    assert found.value is None
+    assert "ran out of time" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("while I compute", 0.0), (r"\boxed{5}", 1.0), (r"\boxed{6}", 0.0)]
+)
+async def test_one_that_used_up_its_time_is_scored(grader: Grader, text: str, value: float) -> None:
+    used = rollout(text, reason=StopReason.TIME_BUDGET)
+    used.elapsed_s = 10.0
+    used.turns[0].results = [ToolResult("c", "sleep", ToolStatus.TIMEOUT, "", 0.0, 1.0, 7.0)]
+    assert (await grader.score(used, task())).value == value
+
+
+async def test_infrastructure_has_no_reward(grader: Grader) -> None:
+    broken = rollout(r"\boxed{5}", reason=StopReason.INFRASTRUCTURE)
+    broken.error = "the server died"
+    found = await grader.score(broken, task())
+    assert (found.value, found.answer) == (None, None)
+    assert "the server died" in found.reason
+
+
+async def test_what_a_person_cancelled_has_no_reward_whoever_gives_it(grader: Grader) -> None:
+    cancelled = rollout(r"\boxed{5}", reason=StopReason.CANCELLED)
+    assert await grader.score(cancelled, task()) == Reward(None, None, "it was cancelled")
+    async with Grader(RewardSettings(function="exact"), lambda trajectory, task: 1.0) as other:
+        assert (await other.score(cancelled, task())).value is None
+
+
+async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
+    settings = RewardSettings(num_workers=1, timeout_s=6, retries=0)
+    async with Grader(settings) as grader:
+        found = await grader.score(rollout(r"\boxed{9^{9^{9^{9}}} + x}"), task("x"))
+        assert (found.value, found.answer) == (0.0, "9^{9^{9^{9}}} + x")
+        assert re.search(r"no result after 6 s|the process ended", found.reason)
+        assert "(2 tries)" in found.reason
+        settings.timeout_s = 60
+        assert (await grader.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "value", "why"),
+    [
+        ("g", "hangs", 0.0, "no result after 3 s (2 tries): the answer breaks the check"),
+        ("g", "crashes", 0.0, "the process ended by SIGSEGV (2 tries): the answer breaks"),
+        ("g", "exits", 0.0, "the process ended with status 71 (2 tries): the answer breaks"),
+        ("g", "raises", 0.0, "RecursionError: too deep (2 tries): the answer breaks the check"),
+        ("g", "raises where it is not the first call", 1.0, "equal to the reference answer"),
+        ("g", "is killed", None, "the process ended by SIGKILL (2 tries)"),
+        ("hangs", "raises", None, "on the reference answer it fails, too"),
+    ],
+)
+async def test_whose_fault_a_failed_check_is(
+    monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
+) -> None:
+    monkeypatch.setattr("agentloop.rewards.reward._VERIFIED", FRAGILE)
+    async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
+        assert (await grader.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
+        found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
+        assert (found.value, found.answer) == (value, answer)
+        assert why in found.reason
+
+
+async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One hang is no proof: the second try has to show it, and was killed from outside."""
+    monkeypatch.setattr("agentloop.rewards.reward._VERIFIED", FRAGILE)
+    async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
+        answer = f"hangs, then is killed: {tmp_path / 'mark'}"
+        found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
+        assert found.value is None
+        assert "SIGKILL" in found.reason
+
+
+async def test_a_check_that_cannot_be_started_gives_no_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Grader(RewardSettings(num_workers=1)) as grader:
+        monkeypatch.setattr(grader._processes, "_preload", ["no.such:thing"])
+        found = await grader.score(rollout(r"\boxed{x}"), task("y"))
+        assert found.value is None
+        assert "No module named 'no'" in found.reason
+
+
+async def test_exact_compares_numbers_and_text_only() -> None:
+    async with Grader(RewardSettings(function="exact")) as grader:
+        assert (await grader.score(rollout(r"\boxed{1+x}"), task("x+1"))).value == 0.0
+        assert (await grader.score(rollout(r"\boxed{0.5}"), task(r"\frac12"))).value == 0.0
+        assert (await grader.score(rollout(r"\boxed{0.5}"), task("1/2"))).value == 1.0
+
+
+async def test_a_function_by_name_runs_in_a_process() -> None:
+    async with scoring("length") as grader:
+        assert (await grader.score(rollout("four"), task())).value == 4.0
+    async with scoring("judged") as grader:
+        found = await grader.score(rollout("a text"), task())
+        assert found == Reward(0.25, "a text", "judged for task-1")
+    async with scoring("reads") as grader:
+        assert (await grader.score(rollout(), task())).value == 0.0
+
+
+async def test_processes_are_used_again() -> None:
+    async with scoring("process") as grader:
+        first = await grader.score(rollout(), task())
+        assert await grader.score(rollout(), task()) == first
+        assert first.value != os.getpid()
+
+
+async def test_what_a_function_may_say() -> None:
+    async with scoring("says") as grader:
+        assert (await grader.score(rollout(), task("none"))).value is None
+        assert (await grader.score(rollout(), task("true"))).value == 1.0
+        for said, why in [("text", "'a text'"), ("nan", "nan"), ("set", "JSON"), ("long", "bytes")]:
+            with pytest.raises(RewardError, match=why):
+                await grader.score(rollout(), task(said))
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("raises", "KeyError: 'no such judge' (3 tries)"),
+        ("crashes", "the process ended by SIGSEGV"),
+        ("exits", "the process ended with status 3"),
+        ("eats_memory", "the process ended with status 71"),
+        ("is_not_there", "AttributeError"),
+    ],
+)
+async def test_a_function_that_fails_is_an_error_and_never_a_reward(
+    function: str, why: str
+) -> None:
+    async with scoring(function, retries=2) as grader:
+        with pytest.raises(RewardError, match=re.escape(why)) as caught:
+            await grader.score(rollout(), task())
+        assert f"{FUNCTIONS}:{function}: task task-1: " in str(caught.value)
+
+
+async def test_a_function_that_hangs_is_killed(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    async with scoring("hangs", timeout_s=2, retries=0) as grader:
+        with pytest.raises(RewardError, match=r"no result after 2 s$"):
+            await grader.score(rollout(), task(pid=str(pid)))
+        assert not is_alive(pid)
+
+
+async def test_a_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    async with scoring("hangs") as grader, anyio.create_task_group() as tasks:
+        tasks.start_soon(grader.score, rollout(), task(pid=str(pid)))
+        await eventually(lambda: pid.exists() and pid.read_text() != "", within_s=60)
+        tasks.cancel_scope.cancel()
+    assert not is_alive(pid)
+
+
+async def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    program = f"""
+import anyio
+from tests.agentloop.rewards.test_reward import rollout, scoring, task
+
+async def main():
+    async with scoring("hangs") as scorer:
+        await scorer.score(rollout(), task(pid={str(pid)!r}))
+
+anyio.run(main)
+"""
+    async with await anyio.open_process([sys.executable, "-c", program], stderr=None) as parent:
+        await eventually(lambda: pid.exists() and pid.read_text() != "", within_s=60)
+        parent.kill()
+    await eventually(lambda: not is_alive(pid))
+
+
+async def test_a_function_that_failed_once_is_asked_again(tmp_path: Path) -> None:
+    async with scoring("fails_once") as grader:
+        found = await grader.score(rollout(), task(mark=str(tmp_path / "mark")))
+        assert found.value == 1.0
+
+
+async def test_a_function_of_this_process() -> None:
+    async def judge(trajectory: Trajectory, task: Task) -> Reward:
+        await anyio.lowlevel.checkpoint()
+        return Reward(0.5, trajectory.text, task.id)
+
+    async with Grader(function=judge) as grader:
+        assert await grader.score(rollout("x"), task()) == Reward(0.5, "x", "task-1")
+    async with Grader(function=lambda trajectory, task: len(trajectory.text)) as grader:
+        assert (await grader.score(rollout("four"), task())).value == 4.0
+
+
+async def test_a_function_of_this_process_that_fails() -> None:
+    calls = 0
+
+    async def hangs(trajectory: Trajectory, task: Task) -> float:
+        nonlocal calls
+        calls += 1
+        await anyio.sleep_forever()
+        return 1.0
+
+    def raises(trajectory: Trajectory, task: Task) -> float:
+        raise TimeoutError("the judge's own")
+
+    settings = RewardSettings(timeout_s=0.05, retries=1)
+    async with Grader(settings, hangs) as grader:
+        with pytest.raises(RewardError, match=r"hangs: task task-1: no result after 0.05 s \(2 "):
+            await grader.score(rollout(), task())
+        assert calls == 2
+    async with Grader(RewardSettings(retries=0), raises) as grader:
+        with pytest.raises(RewardError, match="TimeoutError: the judge's own"):
+            await grader.score(rollout(), task())
+
+
+Said = dict[str, Any] | CallStatus | SandboxError
+"""What a program says of a puzzle; how it ended while it scored; what the sandbox raised."""
+
+
+class FakePool:
+    """Answers as the sandbox does; `gets_far`: to where the answer is scored."""
+
+    def __init__(self, *said: Said, gets_far: bool = True) -> None:
+        self.gets_far = gets_far
+        self.said = list(said)
+        self.asked: list[dict[str, Any]] = []
+
+    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+        await anyio.lowlevel.checkpoint()
+        asked = json.loads(stdin)
+        self.asked.append(asked)
+        said = self.said.pop(0)
+        if isinstance(said, SandboxError):
+            raise said
+        begun = f"\n{asked['mark']} scores\n" if self.gets_far else ""
+        if isinstance(said, CallStatus):
+            return CallResult(0, said, stdout=begun, stderr="no luck")
+        mark = asked["mark"] if said else "not the mark"
+        return CallResult(0, CallStatus.OK, stdout=f"{begun}\n{mark} {json.dumps(said)}\n")
+
+
+PUZZLE = {"family": "countdown", "size": 9, "seed": 1, "index": 3}
+
+
+@pytest.mark.parametrize(
+    ("said", "value", "why"),
+    [
+        ({"score": 1.0}, 1.0, "countdown scores it 1"),
+        ({"score": 0.99}, 0.0, "countdown scores it 0.99"),
+        ({"raised": "SyntaxError"}, 0.0, "raised SyntaxError"),
+        ({"score": "1"}, 0.0, "countdown gives it no score"),
+        ({"missing": "forged"}, 0.0, "countdown gives it no score"),
+        ({}, 0.0, "it ended the process that scored it"),
+        (CallStatus.TIMEOUT, 0.0, "countdown took longer than 10 s to score it, twice"),
+        (CallStatus.OOM, 0.0, "it ended the process that scored it (oom)"),
+        (CallStatus.KILLED, 0.0, "it ended the process that scored it (killed)"),
+        (CallStatus.ERROR, 0.0, "it ended the process that scored it (error)"),
+        (CallStatus.OUTPUT_LIMIT, 0.0, "it ended the process that scored it (output_limit)"),
+        (
+            CallStatus.SANDBOX_ERROR,
+            None,
+            "the sandbox call ended with status sandbox_error: no luck (2 tries)",
+        ),
+        (
+            CallStatus.OVERLOADED,
+            None,
+            "the sandbox call ended with status overloaded: no luck (2 tries)",
+        ),
+        (SandboxUnavailable("gone"), None, "SandboxUnavailable: gone (2 tries)"),
+    ],
+)
+async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None, why: str) -> None:
+    """What ends the scorer is a wrong answer: a model must not be able to take its rollout back."""
+    pool = FakePool(said, said)
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
+        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
+    assert (found.value, found.answer) == (value, "1+1")
+    assert why in found.reason
+    assert pool.asked[0] | {"mark": ""} == {"puzzle": PUZZLE, "answer": "1+1", "mark": ""}
+
+
+@pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
+async def test_what_ends_before_the_answer_is_scored_is_not_its_doing(how: CallStatus) -> None:
+    pool = FakePool(how, how, gets_far=False)
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
+        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
+    assert (found.value, found.answer) == (None, "1+1")
+    assert f"the sandbox call ended with status {how}: no luck (2 tries)" in found.reason
+
+
+async def test_a_scorer_that_was_slow_once_has_a_second_try() -> None:
+    pool = FakePool(CallStatus.TIMEOUT, {"score": 1})
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
+        found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))
+    assert found.value == 1.0
+
+
+async def test_a_puzzles_own_answer_needs_no_scorer() -> None:
+    async with Grader(RewardSettings(function="exact")) as grader:
+        puzzle = task("7", reasoning_gym=PUZZLE)
+        assert (await grader.score(rollout("<answer>7</answer>"), puzzle)).value == 1.0
+        with pytest.raises(SettingsError, match="scored in a sandbox; there is none"):
+            await grader.score(rollout("<answer>8</answer>"), puzzle)
+
+
+async def test_a_sandbox_without_the_package_is_an_error() -> None:
+    pool = FakePool({"missing": "No module named 'reasoning_gym'"}, gets_far=False)
+    async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
+        with pytest.raises(SettingsError, match="reasoning-gym is not installed in the sandbox"):
+            await grader.score(rollout("<answer>8</answer>"), task("7", reasoning_gym=PUZZLE))
+
+
+@dataclass
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise TypeError("not this one")
+
+
+async def test_calls_and_processes_one_by_one() -> None:
+    """What reward.py makes of each is above; here, what it is told."""
+    async with ProcessPool(1, preload=["math:sqrt"]) as processes:
+        assert await processes.call("math:sqrt", 9, timeout_s=60) == 3.0
+        with pytest.raises(CallRaised, match="ValueError"):
+            await processes.call("math:sqrt", -1, timeout_s=60)
+        with pytest.raises(CallTimedOut):
+            await processes.call("time:sleep", 100, timeout_s=0.1)
+        with pytest.raises(CallDied) as caught:
+            await processes.call("os:_exit", 0, timeout_s=60)
+        assert not caught.value.from_outside
+        with pytest.raises(CallDied, match="SIGTERM") as caught:
+            await processes.call("signal:raise_signal", int(signal.SIGTERM), timeout_s=60)
+        assert caught.value.from_outside
+        first = await processes.call("os:getpid", timeout_s=60)
+        assert await processes.call("os:getpid", timeout_s=60) == first
+        assert await processes.call("os:getpid", timeout_s=60, fresh=True) != first
+        with pytest.raises(TypeError, match="not this one"):
+            await processes.call("math:sqrt", Unpicklable(), timeout_s=60)
+        assert await processes.call("math:sqrt", 4, timeout_s=60) == 2.0
+    async with ProcessPool(1, preload=["no.such:thing"]) as processes:
+        with pytest.raises(CallNotStarted, match="No module named 'no'"):
+            await processes.call("math:sqrt", 9, timeout_s=60)
+
+
+@pytest.mark.parametrize("function", ["", "verify", "module:", ":name"])
+def test_settings_that_name_no_function(function: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match='is not "math"'):
+        RewardSettings(function=function)

@@ -1,0 +1,450 @@
+"""Tasks: all kinds of sources, held-out tasks, cursors, and errors that name the location."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pydantic
+import pytest
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentloop.errors import DataError, SettingsError
+from agentloop.tasks.problems import Problem, arithmetic, polynomial, symbolic
+from agentloop.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
+
+OPS = {"plus": "+", "minus": "-", "times": "*", "add": "+", "subtract": "-", "multiply by": "*"}
+
+
+def take(source: TaskSource, count: int) -> list[Task]:
+    return list(itertools.islice(source, count))
+
+
+def jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    return path
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"problem": f"What is {number}?", "answer": number} for number in range(count)]
+
+
+def opened(path: Path, kind: Any = "jsonl", cursor: Any = None, **settings: Any) -> TaskSource:
+    return TaskSource.open(TasksSettings(kind=kind, paths=[path], **settings), cursor)
+
+
+def one(tmp_path: Path, row: Any, **settings: Any) -> Task:
+    return next(opened(jsonl(tmp_path / "data.jsonl", [row]), **settings))
+
+
+def verl(number: int) -> dict[str, Any]:
+    return {
+        "data_source": "dapo",
+        "prompt": [{"role": "user", "content": f"What is {number}?"}],
+        "reward_model": {"ground_truth": str(number), "style": "rule"},
+        "extra_info": {"index": number},
+    }
+
+
+# What a row may look like.
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "problem", "question"])
+@pytest.mark.parametrize("answer", ["answer", "ground_truth"])
+def test_rows_of_text(tmp_path: Path, prompt: str, answer: str) -> None:
+    task = one(tmp_path, {prompt: "What is 1+1?", answer: " 2 ", "level": "Level 3"})
+    assert (task.prompt, task.answer, task.level) == ("What is 1+1?", "2", 3)
+    assert task.source == "data"
+    assert task.extra == {}
+
+
+def test_rows_of_messages(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    task = one(tmp_path, {"messages": messages, "answer": 2}, template="Q: {problem}", system="No.")
+    assert (task.prompt, task.answer) == (messages, "2")
+
+
+def test_conversations_with_the_same_last_message_differ(tmp_path: Path) -> None:
+    def task(*said: tuple[str, str]) -> Task:
+        messages = [{"role": role, "content": content} for role, content in said]
+        return one(tmp_path, {"messages": messages, "answer": 2})
+
+    last = ("user", "And twice that?")
+    first = task(("user", "1+1?"), ("assistant", "2"), last)
+    second = task(("user", "2+2?"), ("assistant", "4"), last)
+    assert len({first.id, second.id, task(last).id}) == 3
+    assert first == task(("user", "1+1?"), ("assistant", "2"), last)
+    # A question alone is the problem itself, however it is introduced.
+    plain = one(tmp_path, {"problem": "And twice  that?", "answer": 2})
+    assert plain.id == task(last).id == task(("system", "Be brief."), last).id
+
+
+def test_rows_of_verl(tmp_path: Path) -> None:
+    task = one(tmp_path, verl(7))
+    assert (task.answer, task.source, task.extra) == ("7", "dapo", {"index": 7})
+    assert task.prompt == [{"role": "user", "content": "What is 7?"}]
+
+
+def test_numbers_as_answers(tmp_path: Path) -> None:
+    for given_, answer in [(25, "25"), (25.0, "25"), (0, "0"), (0.5, "0.5"), (-1, "-1")]:
+        assert one(tmp_path, {"problem": "x?", "answer": given_}).answer == answer
+
+
+def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
+    row = {"problem": "What is {1}?", "answer": 1}
+    made = one(tmp_path, row, template="{problem} Use \\boxed{}.", system="Be brief.")
+    assert made.prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is {1}? Use \\boxed{}."},
+    ]
+    assert made.id == one(tmp_path, row).id
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ([1, 2], "expected an object, got list"),
+        (
+            {"answer": 1},
+            "one of the fields 'messages', 'prompt', 'problem', 'question' is required",
+        ),
+        (
+            {"problem": "x?"},
+            "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth' is required",
+        ),
+        ({"problem": " ", "answer": 1}, "field 'problem' is empty"),
+        ({"problem": 5, "answer": 1}, "field 'problem': expected text or messages, got 5"),
+        ({"prompt": [], "answer": 1}, "field 'prompt': expected text or messages, got list"),
+        ({"prompt": ["x"], "answer": 1}, "field 'prompt': message 1: 'role' and 'content'"),
+        ({"prompt": [{"role": "user", "content": 1}], "answer": 1}, "message 1: 'role' and"),
+        (
+            {"messages": [{"role": "assistant", "content": "2"}], "answer": 1},
+            "field 'messages': the last message must have the role 'user', not 'assistant'",
+        ),
+        ({"problem": "x?", "answer": [1]}, "field 'answer': expected text or a number"),
+        ({"problem": "x?", "reward_model": {"style": "rule"}}, "'reward_model.ground_truth', "),
+        ({"problem": "x?", "answer": None}, "one of the fields 'reward_model.ground_truth', 'ans"),
+        ({"problem": "x?", "answer": True}, "field 'answer': expected text or a number"),
+        ({"problem": "x?", "answer": " "}, "field 'answer' is empty"),
+        ({"problem": "x?", "reward_model": {"ground_truth": {}}}, "'reward_model.ground_truth': "),
+        ({"problem": "x?", "answer": 1, "level": "hard"}, "field 'level': expected a number"),
+        ({"problem": "x?", "answer": 1, "extra_info": 3}, "field 'extra_info': expected an object"),
+        ({"problem": "x\ud800?", "answer": 1}, "field 'problem' contains a lone surrogate"),
+        ({"problem": "x?", "answer": "\udc00"}, "field 'answer' contains a lone surrogate"),
+        (
+            {"prompt": [{"role": "user", "content": "\ud800"}], "answer": 1},
+            "field 'prompt' contains a lone",
+        ),
+        (
+            {"problem": "x?", "answer": 1, "extra_info": {"\ud800": 1}},
+            "field 'extra_info' contains a lone",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: Any, why: str) -> None:
+    path = jsonl(tmp_path / "data.jsonl", [*rows(2), row])
+    with pytest.raises(DataError, match=re.escape(f"{path}: line 3: ") + ".*" + re.escape(why)):
+        opened(path)
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"problem": "x?", "answer": 1}\n\n{"problem"\n')
+    with pytest.raises(DataError, match=re.escape(f"{path}: line 3: not JSON")):
+        opened(path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    for kind in ("jsonl", "parquet"):
+        with pytest.raises(DataError, match="No such file"):
+            opened(tmp_path / "data", kind)
+    (tmp_path / "empty").touch()
+    with pytest.raises(DataError, match="no tasks were read"):
+        opened(tmp_path / "empty")
+    with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / 'empty'))}: "):
+        opened(tmp_path / "empty", "parquet")
+
+
+# Files of other kinds.
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    table = pyarrow.Table.from_pylist([verl(number) | {"image": b"x"} for number in range(3)])
+    pyarrow.parquet.write_table(table, path)
+    tasks = take(opened(path, "parquet", shuffle=False), 3)
+    assert [task.answer for task in tasks] == ["0", "1", "2"]
+    assert tasks == take(opened(jsonl(tmp_path / "data.jsonl", [verl(0), verl(1), verl(2)]),
+                                shuffle=False), 3)  # fmt: skip
+    bad = pyarrow.Table.from_pylist([verl(0), verl(1) | {"reward_model": None}])
+    pyarrow.parquet.write_table(bad, path)
+    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: one of the fields 'reward")):
+        opened(path, "parquet")
+
+
+def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    for columns, why in [
+        ({"text": ["x?"], "answer": ["1"]}, "one of the columns 'messages', 'prompt', "),
+        ({"text": ["x?"], "answer": ["1"]}, "is required; the file has 'answer', 'text'"),
+        ({"problem": ["x?"]}, "one of the columns 'answer', 'ground_truth', 'reward_model' is"),
+        ({}, "the file has none"),
+    ]:
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        with pytest.raises(DataError, match=f"^{re.escape(str(path))}: .*{re.escape(why)}"):
+            opened(path, "parquet")
+    gaps = pyarrow.table({"problem": ["x?", "y?", None], "answer": [1.0, float("nan"), 2.0]})
+    pyarrow.parquet.write_table(gaps, path)
+    with pytest.raises(
+        DataError, match=re.escape(f"{path}: row 2: field 'answer': expected a finite")
+    ):
+        opened(path, "parquet")
+    pyarrow.parquet.write_table(gaps.filter([True, False, True]), path)
+    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: one of the fields 'messages'")):
+        opened(path, "parquet")
+
+
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(SettingsError, match=r"pip install 'agentloop-rl\[data\]'"):
+        opened(tmp_path / "data.parquet", "parquet")
+
+
+def test_hugging_face_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    found = datasets.Dataset.from_list([verl(number) for number in range(5)])
+    found.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"test": found}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "files").mkdir()
+    found.to_parquet(tmp_path / "files" / "train-0.parquet")
+    for name, split in [("saved", "train"), ("splits", "test"), ("files", "train")]:
+        settings = TasksSettings(
+            kind="huggingface", name=str(tmp_path / name), split=split, shuffle=False
+        )
+        tasks = take(TaskSource.open(settings), 5)
+        assert [task.answer for task in tasks] == ["0", "1", "2", "3", "4"]
+    with pytest.raises(DataError, match=r"splits: KeyError: .*train"):
+        TaskSource.open(TasksSettings(kind="huggingface", name=str(tmp_path / "splits")))
+
+
+# Epochs, cursors, and what is held out.
+
+
+def test_every_epoch_has_every_task_in_another_order(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "data.jsonl", rows(20))
+    source = opened(path)
+    epochs = [[task.answer for task in take(source, 20)] for _ in range(3)]
+    assert all(sorted(epoch, key=int) == [str(n) for n in range(20)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [task.answer for task in take(opened(path), 20)] == epochs[0]
+    assert [task.answer for task in take(opened(path, seed=1), 20)] != epochs[0]
+    ordered = opened(path, shuffle=False)
+    for _ in range(2):
+        assert [task.answer for task in take(ordered, 20)] == [str(n) for n in range(20)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "arithmetic", "symbolic"])
+@pytest.mark.parametrize("num_taken", [0, 1, 19, 20, 21, 55])
+def test_a_cursor_continues_where_it_was_taken(tmp_path: Path, kind: str, num_taken: int) -> None:
+    path = jsonl(tmp_path / "data.jsonl", rows(20))
+    source = opened(path, kind, held_out=0.1)
+    take(source, num_taken)
+    cursor = json.loads(json.dumps(source.cursor()))
+    again = opened(path, kind, cursor, held_out=0.1)
+    expected = take(source, 50)
+    assert take(again, 50) == expected
+    assert again.cursor() == source.cursor()
+    again.go_to(cursor)
+    assert take(again, 50) == expected
+
+
+def test_a_cursor_of_other_tasks_is_rejected(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "data.jsonl", rows(20))
+    cursor = opened(path).cursor()
+    jsonl(path, list(reversed(rows(20))))
+    opened(path, cursor=cursor)  # the order of the file is of no account
+    for changed in ({"seed": 1}, {"held_out": 3}, {"shuffle": False}):
+        with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
+            opened(path, cursor=cursor, **changed)
+    with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
+        opened(jsonl(path, rows(21)), cursor=cursor)
+    generated = TaskSource.open(TasksSettings(levels=[1, 2])).cursor()
+    with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
+        TaskSource.open(TasksSettings(levels=[2]), generated)
+
+
+@given(st.permutations(range(12)), st.sampled_from([0.3, 4.0]))
+def test_the_order_of_a_file_does_not_matter(order: list[int], held_out: float) -> None:
+    """Duplicates and whitespace do not matter either."""
+    path = Path("unused.jsonl")
+    plain, mixed = rows(12), [rows(12)[index] for index in order]
+    copies = [{**row, "problem": row["problem"].replace(" ", "  ")} for row in mixed[:5]]
+    sources = []
+    for made in (plain, mixed + copies):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "agentloop.tasks.sources.read_jsonl", lambda path, made=made: enumerate(made, 1)
+            )
+            sources.append(opened(path, held_out=held_out))
+    assert sources[0].held_out() == sources[1].held_out()
+    assert take(sources[0], 30) == take(sources[1], 30)
+    trained = {task.id for task in take(sources[1], 30)}
+    assert not trained & {task.id for task in sources[1].held_out()}
+
+
+def test_held_out_tasks_stay_held_out_when_a_file_grows(tmp_path: Path) -> None:
+    few = opened(jsonl(tmp_path / "few.jsonl", rows(200)), held_out=0.2)
+    many = opened(jsonl(tmp_path / "many.jsonl", rows(400)), held_out=0.2)
+    assert {task.id for task in few.held_out()} < {task.id for task in many.held_out()}
+    assert 20 <= len(few.held_out()) <= 60
+    assert len(opened(tmp_path / "few.jsonl", held_out=50).held_out()) == 50
+    assert opened(tmp_path / "few.jsonl").held_out() == []
+    with pytest.raises(DataError, match="all 200 are held out"):
+        next(opened(tmp_path / "few.jsonl", held_out=200))
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "symbolic"])
+def test_a_generator_never_trains_on_what_it_holds_out(kind: Any) -> None:
+    settings = TasksSettings(kind=kind, levels=[1, 2], held_out=40)
+    source = TaskSource.open(settings)
+    held_out = source.held_out()
+    assert len({task.prompt for task in held_out}) == 40
+    trained = take(source, 2000)
+    assert not {task.prompt for task in trained} & {task.prompt for task in held_out}
+    assert {task.level for task in trained} == {1, 2}
+    assert TaskSource.open(settings).held_out() == held_out
+    assert take(TaskSource.open(settings), 50) == trained[:50]
+    other = settings.model_copy(update={"seed": 1})
+    assert take(TaskSource.open(other), 50) != trained[:50]
+    assert TaskSource.open(TasksSettings(kind=kind)).held_out() == []
+
+
+def test_a_level_with_few_problems_holds_out_few() -> None:
+    source = TaskSource.open(TasksSettings(levels=[1], held_out=10_000))
+    held_out = source.held_out()
+    assert 10 < len(held_out) == len({task.prompt for task in held_out}) < 100
+    with pytest.raises(DataError, match="leaves no tasks"):
+        next(TaskSource.open(TasksSettings(levels=[1], held_out=0.9999)))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "arithmetic"])
+def test_a_task_is_found_by_its_id(tmp_path: Path, kind: str) -> None:
+    source = opened(jsonl(tmp_path / "data.jsonl", rows(20)), kind, held_out=2)
+    for task in [*take(source, 5), *source.held_out()]:
+        assert source.find(task.id) == task
+    for id in ("no-such-task", "arithmetic-x", "symbolic-1"):
+        with pytest.raises(KeyError):
+            source.find(id)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kind": "jsonl"}, "paths: required by the kind 'jsonl'"),
+        ({"kind": "huggingface"}, "name: required by the kind 'huggingface'"),
+        ({"kind": "reasoning_gym"}, "families: required by the kind 'reasoning_gym'"),
+        ({"levels": [0]}, "levels: must be at least 1, got 0"),
+        ({"held_out": 1.5}, "held_out: expected a share below 1 or a whole number"),
+        ({"template": "What?"}, "must contain {problem}"),
+    ],
+)
+def test_inconsistent_settings_are_rejected(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=re.escape(why)):
+        TasksSettings(**settings)
+
+
+# What is generated.
+
+
+def solved_arithmetic(text: str) -> int:
+    value = 0
+    if found := re.fullmatch(r"What is (\d+) (\w+) (\d+)\?", text):
+        first, op, second = found.groups()
+        return int(sympy.sympify(f"{first}{OPS[op]}{second}"))
+    found = re.fullmatch(r"Take (.*)\. What is the result\?", text)
+    assert found
+    first, *others = found[1].split(", then ")
+    left, op, right = first.split(" ")
+    value = int(sympy.sympify(f"{left}{OPS[op]}{right}"))
+    for other in others:
+        op, _, operand = other.rpartition(" ")
+        value = int(sympy.sympify(f"({value}){OPS[op]}{operand}"))
+    return value
+
+
+def solved_symbolic(text: str) -> int:
+    x, y = sympy.symbols("x y")
+
+    def expression(text: str) -> Any:
+        return sympy.sympify(re.sub(r"(\d)([xy])", r"\1*\2", text).replace("^", "**"))
+
+    def equation(text: str) -> Any:
+        return sympy.Eq(*map(expression, text.split(" = ")))
+
+    if found := re.fullmatch(r"Solve for x: (.*)", text):
+        return int(*sympy.solve(equation(found[1]), x))
+    if found := re.fullmatch(r"What is the largest solution of (.*)\?", text):
+        return int(max(sympy.solve(equation(found[1]), x)))
+    if found := re.fullmatch(r"Let (.*) and (.*)\. What is x \+ y\?", text):
+        (solution,) = sympy.solve([equation(found[1]), equation(found[2])], [x, y], dict=True)
+        return int(solution[x] + solution[y])
+    if found := re.fullmatch(r"Let f\(x\) = (.*)\. What is f'\((.*)\)\?", text):
+        return int(sympy.diff(expression(found[1]), x).subs(x, int(found[2])))
+    found = re.fullmatch(r"What is the integral of (.*) from x = (.*) to x = (.*)\?", text)
+    assert found
+    return int(sympy.integrate(expression(found[1]), (x, int(found[2]), int(found[3]))))
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4, 6, 7, 12])
+def test_arithmetic_is_right(level: int) -> None:
+    rng = Random(level)
+    for _ in range(20):
+        problem = arithmetic(level, rng)
+        assert solved_arithmetic(problem.text) == problem.answer
+        digits = max(map(len, re.findall(r"\d+", problem.text)))
+        assert digits <= 1 + (level - 1) % 3
+        assert problem.text.count(", then ") == (level - 1) // 3
+
+
+@pytest.mark.parametrize("level", [1, 2, 4])
+def test_sympy_confirms_the_symbolic_problems(level: int) -> None:
+    rng = Random(level)
+    made: list[Problem] = [symbolic(level, rng) for _ in range(20)]
+    for problem in made:
+        assert solved_symbolic(problem.text) == problem.answer, problem
+    assert len({problem.text.split(" ")[3] for problem in made}) >= 4  # kinds
+
+
+def test_polynomials_in_the_usual_notation() -> None:
+    assert polynomial([5, -1, 0, 3]) == "3x^3 - x + 5"
+    assert polynomial([0, 1]) == "x"
+    assert polynomial([-2]) == "-2"
+    assert polynomial([0, 0]) == "0"
+
+
+def test_long_integers_keep_their_digits(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"problem": "?", "answer": 123456789012345678901234567890}\n')
+    (task,) = read_tasks(TasksSettings(kind="jsonl", paths=[file]))
+    assert task.answer == "123456789012345678901234567890"
+
+
+def test_a_benchmark_may_be_held_out_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"problem": "?", "answer": 1}\n')
+    source = TaskSource.open(TasksSettings(kind="jsonl", paths=[file], held_out=1))
+    assert len(source.held_out()) == 1
+    with pytest.raises(DataError, match="all 1 are held out"):
+        next(source)

@@ -1,0 +1,316 @@
+"""Weights by a process group, with a played learner and fakes for servers: who is asked for what,
+and who is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from agentloop.errors import ServerError, SettingsError
+from agentloop.inference.router import Router, RouterSettings
+from agentloop.inference.sglang.client import Pause, SGLangServer, WeightsGroup, http_session
+from agentloop.training.learner_client.client import Learner, LearnerError, LearnerRefused
+from agentloop.training.weight_sync.sync import (
+    Handover,
+    Served,
+    WeightsSettings,
+    publisher,
+)
+from tests.support import FakeSGLang
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = WeightsSettings(by="group", group_timeout_s=1)
+NAMES = ["embed", "norm"]
+
+
+class PlayedLearner:
+    """A fake learner that sends two buckets of one tensor each. `fails` holds errors by
+    operation."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.joined: list[int] = []  # members of each group
+        self.fails: dict[str, Exception] = {}
+        self.hangs = ""
+        self.sums = {"embed": ["1"], "norm": ["2"], "fused": ["3"]}
+        self.num_updates = 4
+        self.layouts: list[dict[str, Any] | None] = []  # that checksums were asked for
+
+    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        self.asked.append(op)
+        if op in self.fails:
+            raise self.fails[op]
+        if op == self.hangs:
+            await anyio.sleep_forever()
+        if op == "layout":
+            layout = [{"names": [n], "dtypes": ["float32"], "shapes": [[2, 3]]} for n in NAMES]
+            await anyio.Path(arguments["out"]).write_text(json.dumps(layout))
+            model = {"model_type": "qwen3", "num_key_value_heads": 2, "dtype": "bfloat16"}
+            return {"num_updates": self.num_updates, "backend": "gloo", "model": model}
+        if op == "open":
+            if arguments["num_updates"] != self.num_updates:
+                raise LearnerRefused("open: these are gone")
+            return {"port": 1234}
+        if op == "join":
+            self.joined.append(arguments["world_size"])
+        if op == "send":
+            self.layouts.append(arguments["layout"])
+            name = NAMES[arguments["bucket"]]
+            return {"sums": {name: self.sums[name]} if arguments["layout"] else {}}
+        return {}
+
+
+class Parts:
+    def __init__(self, folder: Path, fakes: list[FakeSGLang], router: Router) -> None:
+        self.folder, self.fakes, self.router = folder, fakes, router
+        self.learner = PlayedLearner()
+        self.settings = SETTINGS
+
+    async def hand_over(self, version: str = "1", timeout_s: float = 15) -> Handover:
+        way = publisher(self.settings, cast(Learner, self.learner), self.folder)
+        published = await way.publish(version, timeout_s=15)
+        return await Served(self.router).hand_over(published, timeout_s=timeout_s)
+
+    def states(self) -> list[str]:
+        return [view.state.value for view in self.router.view()]
+
+    def nobody_waits(self) -> bool:
+        """Return whether no server is paused, in a group, or in the middle of an update."""
+        return not any(fake.paused or fake.group or fake.updating for fake in self.fakes)
+
+
+@asynccontextmanager
+async def parts(folder: Path, *fakes: FakeSGLang) -> AsyncIterator[Parts]:
+    async with AsyncExitStack() as stack:
+        for fake in fakes:
+            await stack.enter_async_context(fake.serving())
+        session = await stack.enter_async_context(http_session())
+        servers = [SGLangServer(fake.url, session) for fake in fakes]
+        settings = RouterSettings(probe_interval_s=1000)
+        router = await stack.enter_async_context(Router.open(servers, settings))
+        yield Parts(folder, list(fakes), router)
+
+
+def fakes(number: int, **fields: Any) -> list[FakeSGLang]:
+    return [FakeSGLang([5], **fields) for _ in range(number)]
+
+
+async def test_all_servers_receive_all_buckets_at_once(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(2)) as here:
+        got: list[list[str]] = []
+
+        async def note(names: list[str]) -> None:
+            got.append(names)
+
+        here.fakes[0].at_bucket = note
+        came = await here.hand_over()
+        assert (came.failed, came.checksum, here.states()) == ({}, "sum", ["healthy"] * 2)
+        assert here.learner.asked == ["layout", "open", "join", "send", "send", "leave"]
+        assert here.learner.joined == [3]
+        assert got == [["embed"], ["norm"]]
+        assert [fake.version for fake in here.fakes] == ["1", "1"]
+        assert here.nobody_waits()
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+async def test_what_runs_is_paused_as_the_settings_say(tmp_path: Path, pause: Pause) -> None:
+    async with parts(tmp_path, *fakes(2)) as here:
+        here.settings = SETTINGS.model_copy(update={"pause": pause})
+        assert not (await here.hand_over()).failed
+        for fake in here.fakes:
+            assert (fake.pauses, fake.flushes) == ([pause], [pause == "retract"])
+
+
+async def test_in_place_is_refused_where_a_token_would_be_in_flight(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1), *fakes(1, overlaps=True)) as here:
+        here.settings = SETTINGS.model_copy(update={"pause": "in_place"})
+        came = await here.hand_over()
+        assert "--disable-overlap-schedule" in came.failed[here.fakes[1].url]
+        assert here.learner.joined == [2]
+        assert here.fakes[1].pauses == []
+
+
+@pytest.mark.parametrize("refused", NAMES)
+async def test_nothing_runs_on_weights_of_which_a_part_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """The group fails and is retried; in between, servers continue without the turns in
+    progress."""
+    broken: list[str] = []
+
+    def break_streams(self: SGLangServer, why: str) -> None:
+        assert all(fake.paused for fake in here.fakes if fake.url == self.url)
+        broken.append(self.url)
+
+    async with parts(tmp_path, *fakes(2)) as here:
+
+        async def refuse(names: list[str]) -> None:
+            if names == [refused]:
+                here.fakes[0].at_bucket = None
+                raise ValueError("no room")
+
+        here.fakes[0].at_bucket = refuse
+        with monkeypatch.context() as patched:
+            patched.setattr(SGLangServer, "break_streams", break_streams)
+            assert list((await here.hand_over()).failed) == [here.fakes[0].url]
+        assert sorted(broken) == sorted(fake.url for fake in here.fakes)
+        assert here.nobody_waits()
+
+
+@pytest.mark.parametrize("hangs", ["", "send"])
+async def test_who_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> None:
+    """This holds even while the learner waits for the server: its request is cancelled, and it
+    leaves."""
+    async with parts(tmp_path, *fakes(3)) as here:
+
+        async def refuse(names: list[str]) -> None:
+            here.learner.hangs = ""
+            raise ValueError("no room")
+
+        here.fakes[1].at_bucket = refuse
+        here.learner.hangs = hangs
+        came = await here.hand_over()
+        assert list(came.failed) == [here.fakes[1].url]
+        assert "no room" in came.failed[here.fakes[1].url]
+        assert here.learner.joined == [4, 3]
+        assert here.states() == ["healthy", "stale", "healthy"]
+        assert here.nobody_waits()
+        # It is given a group of its own.
+        here.fakes[1].at_bucket = None
+        assert await Served(here.router).keep_up(came, timeout_s=15)
+        assert here.learner.joined == [4, 3, 2]
+        assert here.states() == ["healthy"] * 3
+
+
+async def test_who_does_not_come_out_of_a_broken_group_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner notices first, by its own deadline."""
+    leave = SGLangServer.leave_group
+
+    async with parts(tmp_path, *fakes(2)) as here:
+
+        async def leave_group(self: SGLangServer, group: WeightsGroup) -> None:
+            here.learner.fails.clear()
+            if self.url == here.fakes[0].url:
+                raise ServerError("it hangs")
+            await leave(self, group)
+
+        monkeypatch.setattr(SGLangServer, "leave_group", leave_group)
+        here.learner.fails["send"] = LearnerRefused("send: it broke")
+        came = await here.hand_over()
+        assert came.failed == {here.fakes[0].url: "it hangs"}
+        assert here.learner.joined == [3, 2]
+        assert here.states() == ["stale", "healthy"]
+
+
+async def test_where_nobody_is_to_blame_it_is_not_tried_for_ever(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(2)) as here:
+        here.learner.fails["join"] = LearnerRefused("join: nobody came")
+        with pytest.raises(ServerError, match="nobody came"):
+            await here.hand_over()
+        assert here.learner.asked.count("join") == 1
+        assert here.learner.asked[-1] == "leave"
+        assert here.states() == ["stale", "stale"]
+        assert here.nobody_waits()
+
+
+async def test_a_learner_that_dies_is_an_error_and_leaves_no_server_waiting(
+    tmp_path: Path,
+) -> None:
+    async with parts(tmp_path, *fakes(2)) as here:
+        here.learner.fails["send"] = LearnerError("send: rank 0 ended")
+        here.learner.fails["leave"] = LearnerError("leave: rank 0 ended")
+        with pytest.raises(LearnerError, match="rank 0 ended"):
+            await here.hand_over()
+        assert here.nobody_waits()
+
+
+async def test_who_takes_too_long_is_stale(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1)) as here:
+
+        async def hang(names: list[str]) -> None:
+            await anyio.sleep_forever()
+
+        here.fakes[0].at_bucket = hang
+        with pytest.raises(ServerError, match=r"timed out after 0\.2 s"):
+            await here.hand_over(timeout_s=0.2)
+        assert here.states() == ["stale"]
+        assert here.nobody_waits()
+
+
+async def test_what_arrived_is_compared_with_what_was_sent(tmp_path: Path) -> None:
+    """Tensors without expected checksums are compared between servers."""
+    async with parts(tmp_path, *fakes(4, sums={"norm": "2", "other": "9"})) as here:
+        here.fakes[0].sums = {"norm": "wrong"}
+        here.fakes[1].sums = {"norm": "2", "other": "8"}
+        came = await here.hand_over()
+        assert came.failed == {
+            here.fakes[0].url: "its norm differs from the learner's",
+            here.fakes[1].url: "its weights differ from the others': sum",
+        }
+        assert here.states() == ["stale", "stale", "healthy", "healthy"]
+        assert came.num_verified == 0, "not all of it"
+        layout = {"device": "cpu", "dtype": "float32", "num_ranks": 1, "num_kv_heads": 2}
+        assert here.learner.layouts == [layout] * 2
+        assert here.nobody_waits()
+
+
+@pytest.mark.parametrize(
+    ("info", "layout"),
+    [
+        ({"device": "cuda", "dtype": "auto", "tp_size": 2}, ("cuda", "bfloat16", 2)),
+        ({"device": "cuda", "dtype": "half"}, ("cuda", "float16", 1)),
+        ({"dtype": "bfloat16"}, None),  # packed, on some CPUs
+        ({"version": "0.6.0"}, None),
+    ],
+)
+async def test_a_single_server_is_compared_where_it_is_known_what_it_must_say(
+    tmp_path: Path, info: dict[str, Any], layout: tuple[str, str, int] | None
+) -> None:
+    told = {"norm": "2", "embed": "1"}
+    async with parts(tmp_path, *fakes(1, sums=told, info=info)) as here:
+        here.learner.sums = {name: [one] * 2 for name, one in told.items()}
+        came = await here.hand_over()
+        assert came.num_verified == (layout is not None)
+        asked = here.learner.layouts[0]
+        assert layout == (asked and tuple(asked.values())[:3])
+        here.settings = SETTINGS.model_copy(update={"verify": False})
+        assert (await here.hand_over("2")).num_verified == 0
+        assert here.learner.layouts[-1] is None
+
+
+async def test_weights_that_the_learner_no_longer_has_are_not_given(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1)) as here:
+        came = await here.hand_over()
+        here.router.require_weights("0")
+        here.router.require_weights("1", verified=True)
+        here.learner.num_updates += 1
+        checksums, failed = await came.published.give(here.router.servers, timeout_s=15)
+        assert (checksums, list(failed.values())) == ({}, ["open: these are gone"])
+        assert here.nobody_waits()
+
+
+async def test_servers_elsewhere_need_an_address(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1)) as here:
+        here.fakes[0].url = here.fakes[0].url.replace("127.0.0.1", "0.0.0.0")
+        async with http_session() as session:
+            far = SGLangServer(here.fakes[0].url, session)
+            way = publisher(SETTINGS, cast(Learner, here.learner), tmp_path)
+            published = await way.publish("1", timeout_s=15)
+            with pytest.raises(SettingsError, match=r"weights\.address"):
+                await published.give([far], timeout_s=15)
+            assert "open" not in here.learner.asked
+
+
+async def test_data_parallel_ranks_take_weights_by_disk_alone(tmp_path: Path) -> None:
+    async with parts(tmp_path, *fakes(1, dp_size=2)) as here:
+        with pytest.raises(ServerError, match=r"weights\.by"):
+            await here.hand_over()

@@ -1,0 +1,399 @@
+"""Weight sync: a server that cannot load new weights serves no requests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import numpy as np
+import pytest
+from aiohttp import web
+from safetensors.numpy import save
+
+from agentloop.errors import ServerError
+from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.sglang.client import Sampling, SGLangServer, http_session
+from agentloop.training.learner_client.client import Learner
+from agentloop.training.weight_sync.sync import InFolder, Served, WeightsSettings, publisher
+from agentloop.trajectory import Trajectory, Turn, VersionSpan
+from tests.support import FakeSGLang, Fault, eventually
+
+pytestmark = pytest.mark.anyio
+
+ANSWER = [5, 6, 99]
+LATE_S = 4.0  # for a server that never answers; the others have to, within it
+ONE, TWO = (InFolder(version, Path("weights") / version) for version in ("1", "2"))
+
+
+@asynccontextmanager
+async def routed(*fakes: FakeSGLang, probe_interval_s: float = 1000.0) -> AsyncIterator[Router]:
+    async with AsyncExitStack() as stack:
+        for fake in fakes:
+            await stack.enter_async_context(fake.serving())
+        session = await stack.enter_async_context(http_session())
+        servers = [SGLangServer(fake.url, session) for fake in fakes]
+        # As a rule no probe comes in between: what is seen is the hand-over's own doing.
+        settings = RouterSettings(probe_interval_s=probe_interval_s)
+        yield await stack.enter_async_context(Router.open(servers, settings))
+
+
+def states(router: Router) -> list[str]:
+    return [view.state.value for view in router.view()]
+
+
+async def test_all_servers_serve_the_new_weights_at_once() -> None:
+    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes) as router:
+        came = await Served(router).hand_over(ONE, timeout_s=15)
+        assert came.loaded == sorted(fake.url for fake in fakes)
+        assert (came.failed, came.checksum, came.version) == ({}, "sum", "1")
+        assert states(router) == ["healthy", "healthy"]
+    assert [(fake.version, fake.paused) for fake in fakes] == [("1", False)] * 2
+
+
+@pytest.mark.parametrize("weights", [None, "", "others"])
+async def test_who_cannot_load_them_is_stale(weights: str | None) -> None:
+    """The weights cannot be read, take too long, or differ from the other servers'."""
+    fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes) as router:
+        came = await Served(router).hand_over(ONE, timeout_s=LATE_S)
+        assert list(came.failed) == [fakes[0].url]
+        assert states(router) == ["stale", "healthy", "healthy"]
+        assert not any(fake.paused for fake in fakes)
+        for fake in fakes:
+            fake.weights = "sum"
+        assert not (await Served(router).hand_over(TWO, timeout_s=15)).failed
+        assert states(router) == ["healthy"] * 3
+
+
+async def turn(router: Router, moved: list[str], received: list[int], key: str = "key") -> None:
+    await router.generate(
+        Generation(key, key, [1, 2, 3], Sampling(), len(ANSWER), (99,)),
+        vocab_size=100,
+        on_chunk=lambda chunk: received.extend(chunk.ids),
+        on_placed=lambda *_: None,
+        on_moved=lambda url, _: moved.append(url),
+    )
+
+
+async def test_in_place_the_cache_is_kept_from_turns_to_come() -> None:
+    """The server finds cached prefixes by ids only; changing the cache key hides old ones."""
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        for published in (ONE, replace(TWO, pause="in_place"), replace(ONE, pause="in_place")):
+            await Served(router).hand_over(published, timeout_s=15)
+            await turn(router, [], [])
+    assert fake.pauses == ["retract", "in_place", "in_place"]
+    assert fake.flushes == [True, False, False]
+    first, second, third = (request.get("extra_key") for request in fake.requests)
+    assert first is None
+    assert len({first, second, third}) == 3
+
+
+async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
+    fake = FakeSGLang(ANSWER, overlaps=True)
+    async with routed(fake) as router:
+        with pytest.raises(ServerError, match="--disable-overlap-schedule"):
+            await Served(router).hand_over(replace(ONE, pause="in_place"), timeout_s=15)
+        assert (fake.pauses, fake.version) == ([], "v0")
+        assert (await Served(router).hand_over(ONE, timeout_s=15)).loaded
+
+
+@pytest.mark.parametrize("weights", [None, "", "others"])
+async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: str | None) -> None:
+    """Turns resume after their last token of known weights, before the server continues.
+    Breaking them all does not affect the server's health."""
+    moved: list[str] = []
+    received: list[list[int]] = [[] for _ in range(4)]
+    left: list[int] = []  # how many had, when the server went on
+
+    class Watched(FakeSGLang):
+        async def _continue(self, request: web.Request) -> web.Response:
+            left.append(len(moved))
+            return await super()._continue(request)
+
+    first = Watched(ANSWER, weights=weights, faults=deque([Fault("silence", after=2)] * 4))
+    others = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(first) as router, AsyncExitStack() as stack:
+        session = await stack.enter_async_context(http_session())
+        with anyio.fail_after(15):
+            async with anyio.create_task_group() as tasks:
+                for number, ids in enumerate(received):
+                    tasks.start_soon(turn, router, moved, ids, str(number))
+                await eventually(lambda: all(len(ids) == 2 for ids in received))
+                for fake in others:
+                    await stack.enter_async_context(fake.serving())
+                    await router.add(SGLangServer(fake.url, session))
+                came = await Served(router).hand_over(ONE, timeout_s=LATE_S)
+                assert list(came.failed) == [first.url]
+        assert states(router) == ["stale", "healthy", "healthy"]
+    assert received == [ANSWER] * 4
+    assert moved == [first.url] * 4
+    # That its weights are not the others' is known only once all have loaded.
+    assert left == [0 if weights == "others" else 4]
+
+
+async def test_without_any_server_it_is_an_error() -> None:
+    async with routed(FakeSGLang(ANSWER, weights=None)) as router:
+        with pytest.raises(ServerError, match="no server has version 1"):
+            await Served(router).hand_over(ONE, timeout_s=15)
+        assert states(router) == ["stale"]
+
+
+async def test_a_servers_own_word_for_its_version_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server reports version 1 but has other weights; probes do not change that."""
+    probes: list[str] = []
+    ask = SGLangServer.weight_version
+
+    async def weight_version(self: SGLangServer) -> str:
+        probes.append(self.url)
+        return await ask(self)
+
+    monkeypatch.setattr(SGLangServer, "weight_version", weight_version)
+    fakes = [FakeSGLang(ANSWER, weights="others"), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes, probe_interval_s=0.01) as router:
+        came = await Served(router).hand_over(ONE, timeout_s=15)
+        assert fakes[0].version == "1"
+        probes.clear()
+        await eventually(lambda: probes.count(fakes[0].url) > 3)
+        assert states(router) == ["stale", "healthy", "healthy"]
+        fakes[0].weights = "sum"
+        await Served(router).keep_up(came, timeout_s=15)
+        assert states(router) == ["healthy"] * 3
+        probes.clear()
+        await eventually(lambda: probes.count(fakes[0].url) > 3)
+        assert states(router) == ["healthy"] * 3
+
+
+async def test_two_that_differ_are_no_majority() -> None:
+    async with routed(FakeSGLang(ANSWER), FakeSGLang(ANSWER, weights="others")) as router:
+        with pytest.raises(ServerError, match=r"no server has version 1: .*unknown which"):
+            await Served(router).hand_over(ONE, timeout_s=15)
+        assert states(router) == ["stale", "stale"]
+
+
+async def test_one_that_was_started_again_is_given_the_weights() -> None:
+    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
+    async with routed(*fakes, probe_interval_s=0.01) as router:
+        came = await Served(router).hand_over(ONE, timeout_s=15)
+        fakes[0].version = "default"
+        await eventually(lambda: states(router) == ["stale", "healthy"])
+        fakes[0].weights = None
+        assert not await Served(router).keep_up(came, timeout_s=15)
+        assert states(router) == ["stale", "healthy"]
+        fakes[0].weights = "sum"
+        assert await Served(router).keep_up(came, timeout_s=15)
+        assert states(router) == ["healthy", "healthy"]
+        assert fakes[0].version == "1"
+
+
+async def test_it_waits_for_a_server_that_is_started_again() -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake, probe_interval_s=0.01) as router:
+        fake.ready = False
+        router.exited(fake.url, "killed")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: Served(router).hand_over(ONE, timeout_s=15))
+            await eventually(lambda: not router.servers)
+            fake.ready = True
+        assert states(router) == ["healthy"]
+
+
+async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
+    class Silent(FakeSGLang):
+        async def _pause(self, request: web.Request) -> web.Response:
+            self.paused = True
+            return web.Response(status=500)
+
+    fake = Silent(ANSWER)
+    async with routed(fake) as router:
+        with pytest.raises(ServerError, match="no server has version 1"):
+            await Served(router).hand_over(ONE, timeout_s=15)
+    assert not fake.paused
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: bool) -> None:
+    """This holds in the run's own folder and in one that several runs share."""
+
+    class Played:
+        async def ask(self, op: str, *, timeout_s: float, folder: str, version: str) -> None:
+            assert op == "publish"
+            await anyio.Path(folder).mkdir(parents=True)
+
+    run, shared = tmp_path / "run", tmp_path / "shared"
+    await anyio.Path(shared / "run-2" / "1").mkdir(parents=True)
+    other = tmp_path / "elsewhere" / "run"  # another run of the same name
+    settings = WeightsSettings(folder=shared if elsewhere else None)
+    others = publisher(settings, cast(Learner, Played()), other)
+    kept = await others.publish("1", timeout_s=15)
+    assert isinstance(kept, InFolder)
+    way = publisher(settings, cast(Learner, Played()), run)
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        for version in ("0", "1", "2"):
+            published = await way.publish(version, timeout_s=15)
+            await Served(router).hand_over(published, timeout_s=15)
+            await way.tidy()
+    assert isinstance(published, InFolder)
+    mine = published.folder.parent
+    assert mine.is_relative_to(shared) if elsewhere else mine == run / "weights"
+    assert [path.name for path in mine.iterdir()] == ["2"]
+    await way.close()
+    assert mine.exists() != elsewhere
+    assert kept.folder.exists()
+    assert (shared / "run-2" / "1").exists()
+
+
+# --- held against what the learner has published --------------------------------------------------
+
+TENSORS = {
+    "model.embed_tokens.weight": np.arange(12, dtype=np.float32).reshape(6, 2),
+    "model.norm.weight": np.full(2, 0.5, np.float32),
+}
+
+
+def publish(folder: Path, tensors: Mapping[str, Any] = TENSORS) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    data = save(dict(tensors))
+    (folder / "model.safetensors").write_bytes(data)
+    (folder / "config.json").write_text('{"model_type": "qwen3", "num_attention_heads": 1}')
+    sha256 = {"model.safetensors": hashlib.sha256(data).hexdigest()}
+    (folder / "published.json").write_text(json.dumps({"version": "1", "sha256": sha256}))
+
+
+def sums(tensors: Mapping[str, Any] = TENSORS) -> dict[str, str]:
+    """Return the checksums of a server with these weights; its vocabulary is padded with rows
+    of zeros."""
+    rows = np.zeros((64, 2), np.float32)
+    rows[:6] = tensors["model.embed_tokens.weight"]
+    told = {"model.embed_tokens.weight": rows, "model.norm.weight": tensors["model.norm.weight"]}
+    return {name: hashlib.sha256(one.tobytes()).hexdigest()[:16] for name, one in told.items()}
+
+
+WRONG = {**sums(), "model.norm.weight": "0" * 16}
+
+
+async def test_a_single_server_has_what_the_learner_has(tmp_path: Path) -> None:
+    """Only a comparison with the learner's tensors can prove that."""
+    publish(tmp_path)
+    fake = FakeSGLang(ANSWER, sums=sums())
+    async with routed(fake) as router:
+        served, published = Served(router), InFolder("1", tmp_path)
+        assert (await served.hand_over(published, timeout_s=15)).num_verified == 1
+        fake.sums = WRONG
+        with pytest.raises(ServerError, match=r"model\.norm\.weight differs from the learner's"):
+            await served.hand_over(published, timeout_s=15)
+        assert states(router) == ["stale"]
+        blind = replace(published, verify=False)
+        assert (await served.hand_over(blind, timeout_s=15)).num_verified == 0
+
+
+async def test_most_servers_may_be_wrong(tmp_path: Path) -> None:
+    """Servers that agree with each other may all be wrong."""
+    publish(tmp_path)
+    fakes = [FakeSGLang(ANSWER, weights="others", sums=WRONG) for _ in range(2)]
+    fakes.append(FakeSGLang(ANSWER, sums=sums()))
+    async with routed(*fakes) as router:
+        came = await Served(router).hand_over(InFolder("1", tmp_path), timeout_s=15)
+        assert (came.loaded, came.num_verified) == ([fakes[2].url], 1)
+        assert states(router) == ["stale", "stale", "healthy"]
+
+
+async def test_what_nobody_can_compare_is_compared_among_the_servers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This is logged once per server, since it proves nothing for a single one."""
+    publish(tmp_path)
+    fakes = [FakeSGLang(ANSWER, sums=WRONG, info={"quantization": "fp8"}) for _ in range(2)]
+    async with routed(*fakes) as router:
+        served = Served(router)
+        for _ in range(2):
+            came = await served.hand_over(InFolder("1", tmp_path), timeout_s=15)
+            assert (len(came.loaded), came.num_verified) == (2, 0)
+        fakes[0].weights = "others"
+        with pytest.raises(ServerError, match="unknown which"):
+            await served.hand_over(InFolder("1", tmp_path), timeout_s=15)
+    said = [
+        one.message for one in caplog.records if "compared only with other servers'" in one.message
+    ]
+    assert len(said) == 2
+    assert all("quantization = fp8" in one for one in said)
+
+
+async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
+    tmp_path: Path,
+) -> None:
+    """This holds although all servers have read the same files."""
+    publish(tmp_path)
+    others = {name: one + 1 for name, one in TENSORS.items()}
+    (tmp_path / "model.safetensors").write_bytes(save(others))
+    fakes = [FakeSGLang(ANSWER, sums=sums(others)) for _ in range(2)]
+    async with routed(*fakes) as router:
+        with pytest.raises(ServerError, match=r"model\.safetensors differs from what the learner"):
+            await Served(router).hand_over(InFolder("1", tmp_path), timeout_s=15)
+        assert states(router) == ["stale", "stale"]
+
+
+def sampled(begun_s: float, servers: list[str], *versions: str) -> Trajectory:
+    """Return a trajectory whose turn started at that time."""
+    spans = [VersionSpan(one, index, index + 1) for index, one in enumerate(versions)]
+    turns = [Turn(started_s=1.0), Turn(versions=spans, servers=servers, started_s=2.0)]
+    return Trajectory("t", [1], turns, created_unix_s=begun_s - 2)
+
+
+@pytest.mark.parametrize("how", ["tie", "single", "outvoted"])
+async def test_what_was_sampled_by_weights_of_the_wrong_name_is_distrusted(
+    tmp_path: Path, how: str
+) -> None:
+    """This includes a sync that failed and was retried; turns that start afterwards are trusted."""
+    publish(tmp_path)
+    one = FakeSGLang(ANSWER, weights="others", sums=WRONG if how == "single" else {})
+    more = {"tie": 1, "single": 0, "outvoted": 2}[how]
+    others = [FakeSGLang(ANSWER) for _ in range(more)]
+    published = InFolder("1", tmp_path)
+    async with routed(one, *others) as router:
+        served = Served(router)
+        before = time.time()
+        if how == "outvoted":
+            came = await served.hand_over(published, timeout_s=15)
+            one.weights = "sum"
+            assert await served.keep_up(came, timeout_s=15)
+        else:
+            with pytest.raises(ServerError):
+                await served.hand_over(published, timeout_s=15)
+            one.weights, one.sums = "sum", sums() if how == "single" else {}
+            await served.hand_over(published, timeout_s=15)
+        assert states(router) == ["healthy"] * (1 + more)
+        after = time.time()
+    assert served.distrusts(sampled(before, [one.url], "0", "1"))
+    assert served.distrusts(sampled(before, ["elsewhere", one.url], "1"))
+    assert not served.distrusts(sampled(before, [one.url], "0"))
+    assert not served.distrusts(sampled(before, ["elsewhere"], "1"))
+    assert not served.distrusts(sampled(after, [one.url], "1"))
+    for fake in others:
+        assert served.distrusts(sampled(before, [fake.url], "1")) == (how == "tie")
+
+
+async def test_what_is_wrong_in_a_server_that_came_back_is_distrusted_too(tmp_path: Path) -> None:
+    publish(tmp_path)
+    fakes = [FakeSGLang(ANSWER, sums=sums()) for _ in range(2)]
+    async with routed(*fakes, probe_interval_s=0.01) as router:
+        served = Served(router)
+        came = await served.hand_over(InFolder("1", tmp_path), timeout_s=15)
+        fakes[0].version, fakes[0].sums = "default", WRONG
+        await eventually(lambda: states(router) == ["stale", "healthy"])
+        before = time.time()
+        assert not await served.keep_up(came, timeout_s=15)
+        assert served.distrusts(sampled(before, [fakes[0].url], "1"))
+        assert not served.distrusts(sampled(before, [fakes[1].url], "1"))

@@ -1,0 +1,179 @@
+"""The shipped template and tokenizer; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from agentloop.models import SMALL
+from tools.small_model import tokenizer as recipe
+from tools.small_model.episodes import sample
+
+Message = dict[str, Any]
+
+PYTHON = {
+    "type": "function",
+    "function": {
+        "name": "python_code_with_standard_io",
+        "parameters": {"type": "object", "properties": {"code": {}, "input": {}}},
+    },
+}
+BARE = {"name": "jupyter_code", "parameters": {"properties": {"code": {"type": "string"}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return recipe.load(SMALL)
+
+
+def render(tokenizer: Any, messages: list[Message], **options: Any) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+
+def user(content: object) -> Message:
+    return {"role": "user", "content": content}
+
+
+def test_question_with_tools_and_generation_prompt(tokenizer: Any) -> None:
+    text = render(
+        tokenizer, [user("What is 37*48?")], tools=[PYTHON, BARE], add_generation_prompt=True
+    )
+    assert text == (
+        "<|im_start|>system\n"
+        "Tools: python_code_with_standard_io(code, input); jupyter_code(code)<|im_end|>\n"
+        "<|im_start|>user\nWhat is 37*48?<|im_end|>\n"
+        "<|im_start|>assistant\n<reason>"
+    )
+
+
+def test_no_system_section_without_system_text_or_tools(tokenizer: Any) -> None:
+    assert render(tokenizer, [user("hi")], tools=[]) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_system_text_stands_before_the_tools(tokenizer: Any) -> None:
+    for role in ("system", "developer"):
+        text = render(tokenizer, [{"role": role, "content": "Be kind."}, user("hi")], tools=[BARE])
+        assert text.startswith(
+            "<|im_start|>system\nBe kind.\nTools: jupyter_code(code)<|im_end|>\n"
+        )
+
+
+def test_tool_without_parameters(tokenizer: Any) -> None:
+    assert "Tools: now()<|im_end|>" in render(tokenizer, [user("hi")], tools=[{"name": "now"}])
+
+
+@pytest.mark.parametrize("arguments", [{"a": 3, "b": 4}, '{"a": 3, "b": 4}'])
+@pytest.mark.parametrize("content", ["", None])
+def test_tool_calls_of_the_openai_kind(tokenizer: Any, arguments: object, content: object) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}] * 2
+    message = {"role": "assistant", "content": content, "tool_calls": calls}
+    expected = f"<|im_start|>assistant\n{CALL}\n{CALL}<|im_end|>\n"
+    assert render(tokenizer, [user("?"), message]).endswith(expected)
+
+
+def test_reasoning_and_calls_render_as_the_verbatim_text_does(tokenizer: Any) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+    verbatim = f"<reason>I compute 3+4.</reason>\n{CALL}"
+    forms: list[Message] = [
+        {"content": verbatim},
+        {"content": verbatim, "tool_calls": [call]},
+        {"content": "<reason>I compute 3+4.</reason>", "tool_calls": [call]},
+        {"content": "I compute 3+4.</reason>", "tool_calls": [call]},
+        {"content": None, "reasoning_content": "I compute 3+4.", "tool_calls": [call]},
+    ]
+    texts = {render(tokenizer, [user("?"), {"role": "assistant", **form}]) for form in forms}
+    assert texts == {
+        f"<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n{verbatim}<|im_end|>\n"
+    }
+
+
+def test_plain_assistant_text_stays_as_it_is(tokenizer: Any) -> None:
+    text = render(tokenizer, [user("?"), {"role": "assistant", "content": "It is 7."}, user("!")])
+    assert "<|im_start|>assistant\nIt is 7.<|im_end|>\n<|im_start|>user\n!" in text
+
+
+def test_consecutive_tool_messages_share_one_user_block(tokenizer: Any) -> None:
+    tools = [{"role": "tool", "content": text} for text in ("84", "13")]
+    text = render(tokenizer, [user("?"), *tools, user("next")])
+    assert text == (
+        "<|im_start|>user\n?<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n84\n</tool_response>\n"
+        "<tool_response>\n13\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\nnext<|im_end|>\n"
+    )
+
+
+def test_content_in_parts_and_content_of_none(tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "3+4?"}]
+    assert render(tokenizer, [user(parts)]) == "<|im_start|>user\nWhat is 3+4?<|im_end|>\n"
+    assert render(tokenizer, [user(None)]) == "<|im_start|>user\n<|im_end|>\n"
+
+
+def test_rendering_is_append_only_in_text_and_in_ids(tokenizer: Any) -> None:
+    rng = Random(7)
+    for _ in range(40):
+        episode = sample(rng)
+        whole = render(tokenizer, episode.messages, tools=episode.tools)
+        ids = tokenizer.encode(whole)
+        for at, message in enumerate(episode.messages):
+            if message["role"] == "assistant" and "<reason>" in message["content"]:
+                prompt = render(
+                    tokenizer,
+                    episode.messages[:at],
+                    tools=episode.tools,
+                    add_generation_prompt=True,
+                )
+                prompt_ids = tokenizer.encode(prompt)
+                assert whole.startswith(prompt)
+                assert ids[: len(prompt_ids)] == prompt_ids
+
+
+def test_tags_are_single_tokens_that_decoding_keeps(tokenizer: Any) -> None:
+    for tag in recipe.TAGS:
+        ids = tokenizer.encode(tag)
+        assert len(ids) == 1
+        assert tokenizer.decode(ids, skip_special_tokens=True) == tag
+    for tag in (recipe.PAD, recipe.START, recipe.END):
+        ids = tokenizer.encode(tag)
+        assert len(ids) == 1
+        assert tokenizer.decode(ids, skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["", " a  b\n\n\t", "Grüße, 世界 🎈", "\x00\x7f", "x" * 5000, "3.14e-9"]
+)
+def test_any_text_encodes_and_comes_back(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert max(ids, default=0) < recipe.VOCAB_SIZE
+
+
+def test_digits_are_single_and_words_do_not_depend_on_the_text_before(tokenizer: Any) -> None:
+    assert len(tokenizer.encode("90817263")) == 8
+    alone = tokenizer.encode("multiply")
+    for text in ("(multiply(", ' "multiply"', "Tools: multiply(", "_multiply_"):
+        ids = tokenizer.encode(text)
+        assert any(ids[i : i + len(alone)] == alone for i in range(len(ids)))
+
+
+def test_shipped_files_agree(tokenizer: Any) -> None:
+    config = json.loads((SMALL / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["vocab_size"] == len(tokenizer) == recipe.VOCAB_SIZE
+    assert config["eos_token_id"] == tokenizer.eos_token_id == tokenizer.encode(recipe.END)[0]
+    assert (SMALL / "model.safetensors").stat().st_size < 3_000_000
+    shipped = (SMALL / "chat_template.jinja").read_text(encoding="utf-8")
+    assert shipped.strip() == recipe.TEMPLATE.read_text(encoding="utf-8").strip()
+
+
+def test_building_the_tokenizer_twice_gives_the_same(tokenizer: Any) -> None:
+    def build() -> str:
+        rng = Random(3)
+        texts = (recipe.render(e.messages, e.tools) for e in (sample(rng) for _ in range(100)))
+        return str(recipe.build(texts, 4096).backend_tokenizer.to_str())
+
+    assert build() == build()
