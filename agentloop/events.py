@@ -196,7 +196,7 @@ class GroupFinished:
     kept: Mapping[str, float] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
     mean_reward: float | None = None
-    teaches: bool = False
+    has_signal: bool = False
     is_chosen: bool = True
 
 

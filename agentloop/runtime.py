@@ -244,7 +244,7 @@ class Runtime:
         enough: int | None = None,
         on_event: Emit = ignore,
         with_text: bool = True,
-        at_gate: Callable[[], None] = lambda: None,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> list[Trajectory]:
         """Run `size` rollouts of one task concurrently.
 
@@ -299,7 +299,7 @@ class Runtime:
                 tasks.cancel_scope.cancel()
 
         name = name or uuid.uuid4().hex
-        at_gate()
+        on_queued()
         try:
             async with parts.router.group(name, size, len(prompt_ids)) as group:
                 async with anyio.create_task_group() as tasks:
@@ -338,8 +338,10 @@ class Runtime:
         try:
             async with finished_groups(
                 source,
-                lambda task, at_gate: self.run_group(task, size=size, at_gate=at_gate, **options),
-                partial(self._parts.router.has_room, size),
+                lambda task, on_queued: self.run_group(
+                    task, size=size, on_queued=on_queued, **options
+                ),
+                partial(self._parts.router.wait_for_capacity, size),
                 max_open=max_open,
             ) as groups:
                 yield groups

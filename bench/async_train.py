@@ -288,14 +288,16 @@ async def _tokens_per_s(shape: Shape, seed: int) -> float:
         tasks.cancel_scope.cancel()
 
     async def run_group(number: int, *, task_status: Any) -> None:
-        name, at_gate = f"{number}-x", task_status.started
-        await servers.run_group("", size=shape.group_size, name=name, budget=None, at_gate=at_gate)
+        name, on_queued = f"{number}-x", task_status.started
+        await servers.run_group(
+            "", size=shape.group_size, name=name, budget=None, on_queued=on_queued
+        )
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
         tasks.start_soon(servers.keep_told)
         for number in range(1, 100 * shape.tasks_per_step):
-            await servers.has_room(shape.group_size)
+            await servers.wait_for_capacity(shape.group_size)
             await tasks.start(run_group, number)
     (begin_s, num_before), (end_s, num_after) = marks
     return (num_after - num_before) / (end_s - begin_s)
@@ -353,7 +355,7 @@ async def _train(
                     settings,
                     rollouts=Rollouts(
                         servers.run_group,
-                        servers.has_room,
+                        servers.wait_for_capacity,
                         cast(Grader, _HalfCorrect()),
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,

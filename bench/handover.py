@@ -150,7 +150,7 @@ async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
             for name, way in publishers.items():
                 begun = time.monotonic()
                 published = await way.publish(f"{number} {name[-1]}", timeout_s=TIMEOUT_S)
-                came = await Served(here.router).hand_over(published, timeout_s=TIMEOUT_S)
+                came = await Served(here.router).sync_weights(published, timeout_s=TIMEOUT_S)
                 times[name].append((time.monotonic() - begun, came.seconds))
                 checksums.add(came.checksum)
                 await way.tidy()
@@ -228,7 +228,7 @@ async def stream_once(
             wanted = (number + 1) * options.tokens // (options.rounds + 1)
             while min(len(stream.came_s) for stream in streams) < wanted:
                 await anyio.sleep(0.01)
-            await Served(here.router).hand_over(published, timeout_s=TIMEOUT_S)
+            await Served(here.router).sync_weights(published, timeout_s=TIMEOUT_S)
             await source.tidy()
     found = []
     for server in here.servers:

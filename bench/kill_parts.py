@@ -184,7 +184,7 @@ class PlayedRuntime:
         size: int,
         name: str,
         budget: Budget,
-        at_gate: Callable[[], None],
+        on_queued: Callable[[], None],
         **_: Any,
     ) -> list[Trajectory]:
         """Run a group; `name` begins with its number and ends with the task's."""
@@ -196,7 +196,7 @@ class PlayedRuntime:
         async def run(index: int, key: str) -> None:
             found[index] = await self._rollout(str(prompt), key, name, [number, task, index])
 
-        at_gate()
+        on_queued()
         async with self.router.group(name, size, _NUM_PROMPT) as group:
             async with anyio.create_task_group() as tasks:
                 for index, key in enumerate(group.keys):

@@ -51,7 +51,7 @@ from agentloop.inference.scheduling.kv_ledger import (
     LengthPredictor,
     LoadReport,
 )
-from agentloop.inference.scheduling.placement import POLICIES, Ask, Costs, Placement
+from agentloop.inference.scheduling.placement import POLICIES, Costs, Placement, PlacementRequest
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from bench.server_model import Job, ServerModel, ServerParams
 
@@ -182,7 +182,7 @@ class _CacheAware:
         self._num_servers = num_servers
         self._seen: list[dict[str, int]] = [{} for _ in range(num_servers)]
 
-    def choose(self, ask: Ask, loads: Sequence[int]) -> int:
+    def choose(self, ask: PlacementRequest, loads: Sequence[int]) -> int:
         least = min(range(self._num_servers), key=loads.__getitem__)
         most = max(loads)
         chosen = least
@@ -358,7 +358,7 @@ class Simulation:
     def _choose(self, rollout: _Rollout, waited_s: float) -> int:
         """Return the server's index, or -1 to wait."""
         spec = rollout.spec
-        ask = Ask(
+        ask = PlacementRequest(
             rollout.key,
             rollout.num_context,
             self._budget(rollout),

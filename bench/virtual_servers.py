@@ -229,8 +229,8 @@ class Servers:
             for one in self.servers
         ]
 
-    async def has_room(self, size: int) -> None:
-        await self._gate.has_room(size)
+    async def wait_for_capacity(self, size: int) -> None:
+        await self._gate.wait_for_capacity(size)
 
     # --- as the runtime ---------------------------------------------------------------------------
 
@@ -241,12 +241,12 @@ class Servers:
         size: int,
         name: str,
         budget: object,
-        at_gate: Any,
+        on_queued: Any,
         enough: int = 0,
     ) -> list[Trajectory]:
         specs = self._specs(int(name.partition("-")[0]))[:size]
         found: dict[str, Trajectory] = {}
-        at_gate()
+        on_queued()
         async with self._gate.group(name, size, specs[0].num_prompt) as group:
             async with anyio.create_task_group() as tasks:
 

@@ -106,7 +106,7 @@ async def evaluate(
     if evaluation.todo:
         path = folder.path
         model = settings.endpoint.model or Path(settings.model or SMALL).name
-        elsewhere = scene.told_elsewhere(settings.otel, model=model)
+        elsewhere = scene.exporters(settings.otel, model=model)
         with folder.noting_failure():
             async with (
                 elsewhere,
@@ -233,7 +233,7 @@ async def _open_sampler(
             tg.start_soon(scene.stalls.watch, s.serve.stall_after_s)
             run_group = partial(runtime.run_group, on_event=scene.emit, with_text=False)
             model = s.model or (runtime.router.model_path if s.servers else None)
-            agent = Agent(run_group, runtime.router.has_room)
+            agent = Agent(run_group, runtime.router.wait_for_capacity)
             try:
                 yield agent, grader, s.model_copy(update={"model": model})
             finally:

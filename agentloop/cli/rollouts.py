@@ -89,13 +89,13 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
             served = Served(runtime.router)
             rollouts = Rollouts(
                 partial(runtime.run_group, on_event=traces.seen, with_text=False),
-                runtime.router.has_room,
+                runtime.router.wait_for_capacity,
                 grader,
                 roc,
                 seed=recipe["seed"],
                 shuffle_rewards=recipe["shuffle_rewards"],
                 enough=recipe["enough_of_group"],
-                distrusts=served.distrusts,
+                is_tainted=served.is_tainted,
                 emit=traces.seen,
             )
             member = Member(

@@ -95,7 +95,7 @@ class RunDashboard:
             self.board.seen(Measured(of_start(event.row)))
 
     @asynccontextmanager
-    async def told_elsewhere(
+    async def exporters(
         self,
         otel: OtelSettings,
         *,

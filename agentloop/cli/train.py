@@ -171,7 +171,7 @@ async def _run(
 ) -> None:
     """Run the supervised start, if there is one, and the stages, with page and exporters."""
     folder = scene.folder
-    elsewhere = scene.told_elsewhere(
+    elsewhere = scene.exporters(
         settings.otel,
         model=Path(settings.model or SMALL).name,
         journal=settings.journal,
@@ -321,13 +321,13 @@ async def _rolling_out(
             serving = Served(runtime.router)
             rollouts = Rollouts(
                 partial(runtime.run_group, on_event=scene.emit, with_text=False),
-                runtime.router.has_room,
+                runtime.router.wait_for_capacity,
                 grader,
                 s.roc,
                 seed=s.loop.seed,
                 shuffle_rewards=s.loop.shuffle_rewards,
                 enough=s.loop.enough_of_group,
-                distrusts=serving.distrusts,
+                is_tainted=serving.is_tainted,
                 emit=scene.emit,
             )
             yield rollouts, serving, partial(_servers_in_words, runtime)

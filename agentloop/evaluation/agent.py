@@ -18,17 +18,17 @@ class Agent:
 
     Attributes:
         run_group: `Runtime.run_group`.
-        room: `Router.has_room`.
+        room: `Router.wait_for_capacity`.
     """
 
     run_group: Callable[..., Awaitable[Sequence[Trajectory]]]
     room: Callable[[int], Awaitable[None]]
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         await self.room(size)
 
     async def group(
-        self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
+        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
     ) -> Sequence[EvaluatedSample]:
-        trajectories = await self.run_group(task.prompt, size=size, name=name, at_gate=at_gate)
+        trajectories = await self.run_group(task.prompt, size=size, name=name, on_queued=on_queued)
         return [EvaluatedSample(trajectory) for trajectory in trajectories]

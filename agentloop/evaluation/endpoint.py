@@ -219,12 +219,12 @@ class Endpoint:
                 endpoint.model = await endpoint._only_model()
             yield endpoint
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         async with self._slots:  # no deadline: each request has one, and earlier ones go first
             return
 
     async def group(
-        self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
+        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
     ) -> Sequence[EvaluatedSample]:
         """Return samples as `Sampler.group` does.
 
@@ -243,7 +243,7 @@ class Endpoint:
         async def ask(index: int) -> None:
             samples[index] = await self._sample(name, index, messages, sampling.of_sibling(index))
 
-        at_gate()
+        on_queued()
         try:
             async with anyio.create_task_group() as tasks:
                 for index in range(size):

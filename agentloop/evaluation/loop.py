@@ -95,12 +95,12 @@ class EvaluatedSample:
 class Sampler(Protocol):
     """A source of samples: our own agent loop or an endpoint."""
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         """Wait until a task may be sampled `size` times."""
         ...
 
     async def group(
-        self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
+        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
     ) -> Sequence[EvaluatedSample]:
         """Return `size` samples of a task, including failed ones.
 
@@ -192,7 +192,7 @@ class Evaluation:
         """
         todo = self.todo
         self._assign_numbers(todo)
-        room = partial(sampler.has_room, self._settings.num_samples)
+        room = partial(sampler.wait_for_capacity, self._settings.num_samples)
         sample = partial(self._sample, sampler, grader)
         num_done = len(self._outcomes) - len(todo)
         async with finished_groups(todo, sample, room, max_open=self._settings.max_open) as groups:
@@ -243,7 +243,7 @@ class Evaluation:
                     outcome.number = number
 
     async def _sample(
-        self, sampler: Sampler, grader: Grader, outcome: Outcome, at_gate: Callable[[], None]
+        self, sampler: Sampler, grader: Grader, outcome: Outcome, on_queued: Callable[[], None]
     ) -> Sequence[Trajectory]:
         rows: list[Row | None] = [None] * self._settings.num_samples
         if outcome.rollouts:
@@ -255,8 +255,8 @@ class Evaluation:
             missing = [i for i, row in enumerate(rows) if row is None or row["reward"] is None]
             if not missing:
                 break
-            found = await self._sample_group(sampler, grader, outcome, missing, attempt, at_gate)
-            at_gate = _nothing
+            found = await self._sample_group(sampler, grader, outcome, missing, attempt, on_queued)
+            on_queued = _nothing
             for index, row in zip(missing, found, strict=True):
                 rows[index] = row
         whole = [row for row in rows if row is not None]
@@ -271,7 +271,7 @@ class Evaluation:
         outcome: Outcome,
         indexes: Sequence[int],
         attempt: int,
-        at_gate: Callable[[], None],
+        on_queued: Callable[[], None],
     ) -> list[Row]:
         """EvaluatedSample and score the given samples of a task."""
         task, number = outcome.task, outcome.number
@@ -281,7 +281,7 @@ class Evaluation:
         self._emit(GroupStarted(*fields, is_chosen=False))
         rewards: Sequence[Reward] = ()
         try:
-            samples = await sampler.group(task, name=name, size=len(indexes), at_gate=at_gate)
+            samples = await sampler.group(task, name=name, size=len(indexes), on_queued=on_queued)
             rewards = await self._score(grader, samples, task)
         finally:
             values = [one.value for one in rewards if one.value is not None]

@@ -43,7 +43,7 @@ from agentloop.inference.scheduling.admission import Admission, AdmissionSetting
 from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate
 from agentloop.inference.scheduling.health import Health, HealthSettings, ServerState
 from agentloop.inference.scheduling.kv_ledger import DataParallelRank, KVLedger, LengthPredictor
-from agentloop.inference.scheduling.placement import Ask, Costs, Decision, Placement
+from agentloop.inference.scheduling.placement import Costs, Decision, Placement, PlacementRequest
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from agentloop.inference.sglang.client import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
 from agentloop.trajectory import TurnEnd, VersionSpan
@@ -164,7 +164,7 @@ class _Request:
     """A turn, or the rest of one, that waits for a server."""
 
     generation: Generation
-    ask: Ask
+    ask: PlacementRequest
     placed: anyio.Event = field(default_factory=anyio.Event)
     replica: _Replica | None = None
     decision: Decision | None = None  # the latest one
@@ -264,7 +264,7 @@ class Router:
         replica = self._replicas.get(url)
         return replica is not None and not replica.health.state.keeps_running
 
-    def is_wanted(self, url: str) -> bool:
+    def is_enabled(self, url: str) -> bool:
         """Return whether the server is known and not retired."""
         replica = self._replicas.get(url)
         return replica is not None and replica.health.state is not ServerState.RETIRED
@@ -273,7 +273,7 @@ class Router:
         """Retire a server that will not come back; return whether any other one is left."""
         if url in self._replicas:
             self.retire(url)
-        return any(self.is_wanted(other) for other in self._replicas)
+        return any(self.is_enabled(other) for other in self._replicas)
 
     def require_weights(self, version: str | None, *, verified: bool = False) -> None:
         """Accept only servers with these weights from now on; the others are STALE until they
@@ -401,10 +401,10 @@ class Router:
 
     # --- groups ---------------------------------------------------------------------------------
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         """Wait until another group of `size` rollouts may start; then ask for the next task."""
         if self._settings.policy == "kv":
-            await self._gate.has_room(size)
+            await self._gate.wait_for_capacity(size)
 
     @asynccontextmanager
     async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[AdmittedGroup]:
@@ -563,7 +563,7 @@ class Router:
         now = time.monotonic()
         num_tokens = len(generation.ids)
         order = -1 if first else self._order(generation)
-        ask = Ask(
+        ask = PlacementRequest(
             generation.key,
             num_tokens,
             # A moved turn may be longer than the context of a server added since.

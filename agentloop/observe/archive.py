@@ -279,7 +279,7 @@ def _group_row(rows: Sequence[Mapping[str, Any]], t0: float) -> dict[str, Any]:
         "num_done": len(rows),
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "kept": len(kept) if is_chosen else None,
-        "teaches": any(row["advantage"] for row in kept) if is_chosen else None,
+        "has_signal": any(row["advantage"] for row in kept) if is_chosen else None,
         "start": round(1000 * (min(starts) - t0)),
         "end": round(1000 * (max(ends) - t0)),
     }

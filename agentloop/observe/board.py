@@ -111,7 +111,7 @@ class GroupRow:
     num_done: int = 0
     mean_reward: float | None = None
     kept: int | None = None
-    teaches: bool | None = None
+    has_signal: bool | None = None
     end: int | None = None
 
     def told(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class GroupRow:
             "num_done": self.num_done,
             "mean_reward": self.mean_reward,
             "kept": self.kept,
-            "teaches": self.teaches,
+            "has_signal": self.has_signal,
             "start": self.start,
             "end": self.end,
         }
@@ -295,7 +295,7 @@ class Board:
                 group = self.groups[name]
                 group.mean_reward, group.end = event.mean_reward, self.ms()
                 if event.is_chosen:
-                    group.kept, group.teaches = len(event.kept), event.teaches
+                    group.kept, group.has_signal = len(event.kept), event.has_signal
                 for key in group.members:
                     if (row := self.rows.get(key)) is not None:
                         row.advantage = event.kept.get(key)

@@ -4,8 +4,8 @@
        ▲                                                                            │
        └─────────── the next task, while few enough are in flight or unread ────────┘
 
-Backpressure comes from both ends: from the KV caches, through `has_room`, and from a slow reader,
-through `max_open`.
+Backpressure comes from both ends: from the KV caches, through `wait_for_capacity`, and from a slow
+reader, through `max_open`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FinishedGroup(Generic[T]):
 async def finished_groups(
     source: Iterable[T] | AsyncIterable[T],
     run_group: Callable[[T, Callable[[], None]], Awaitable[Sequence[Trajectory]]],
-    has_room: Callable[[], Awaitable[None]],
+    wait_for_capacity: Callable[[], Awaitable[None]],
     *,
     max_open: int,
 ) -> AsyncIterator[AsyncIterator[FinishedGroup[T]]]:
@@ -106,7 +106,7 @@ async def finished_groups(
         async with aclosing(_iterate(source)) as iterator:
             for index in itertools.count():
                 await open_slots.acquire()  # no deadline: waits for the reader
-                await has_room()
+                await wait_for_capacity()
                 try:
                     # no deadline: a source may take any time to produce a task
                     task = await anext(iterator)

@@ -76,7 +76,7 @@ __all__ = ["TrainingLoop"]
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
-_KEEP_UP_S = 1.0
+_SYNC_STALE_S = 1.0
 _RETRY_S = 30.0  # pause after servers could not load the weights
 _MANY_REPLACED = 10  # log a warning after this many batches' worth of replaced groups in a row
 _NUM_TRIES = 3  # attempts at a weight sync, while servers are being restarted
@@ -430,7 +430,7 @@ class TrainingLoop:
         async with anyio.create_task_group() as groups:
             while True:
                 await self._until(self._may_admit, "the next task", self._blocked_by)
-                await self._rollouts.has_room(self._settings.group_size)
+                await self._rollouts.wait_for_capacity(self._settings.group_size)
                 if not self._may_admit():  # paused or drained meanwhile
                     continue
                 group = await self._next_group()
@@ -487,7 +487,7 @@ class TrainingLoop:
         number, s = group.number, self._settings
         is_queued = anyio.Event()
 
-        def at_gate() -> None:
+        def on_queued() -> None:
             if not is_queued.is_set():
                 is_queued.set()
                 task_status.started()
@@ -501,28 +501,28 @@ class TrainingLoop:
                 size=s.group_size,
                 budget=self._budget,
                 oldest=group.version,
-                at_gate=at_gate,
+                on_queued=on_queued,
             )
         except RequestError as error:  # the task is invalid
-            teaches = False
+            has_signal = False
             self._count_refused(group.task, error)
         else:
             self._num_refused = 0
-            teaches, figures = rolled.teaches, rolled.figures
+            has_signal, figures = rolled.has_signal, rolled.figures
             header = {"group": number, "version": group.version}
             path, num_bytes = await anyio.to_thread.run_sync(
                 self._folder.add_group, number, [{**header, **row} for row in rolled.rows()]
             )
-        if s.dynamic_sampling and not teaches:
-            await self._queue.give_back(number, path=path, figures=figures)
-            self._slots.give_back(number)
+        if s.dynamic_sampling and not has_signal:
+            await self._queue.discard(number, path=path, figures=figures)
+            self._slots.discard(number)
             self._num_left += 1
             self._count_replaced()
         else:
             self._num_replaced = 0
             await self._queue.finish(number, path=path, num_bytes=num_bytes, figures=figures)
             self._slots.finish(number)
-        at_gate()
+        on_queued()
         self._notify()
 
     def _count_refused(self, task: Task, error: RequestError) -> None:
@@ -710,12 +710,14 @@ class TrainingLoop:
         """Sync weights, retrying while servers are restarted. Raises ServerError if all fail."""
         for left in reversed(range(_NUM_TRIES)):
             try:
-                return await self._serving.hand_over(published, timeout_s=self._weights.timeout_s)
+                return await self._serving.sync_weights(
+                    published, timeout_s=self._weights.timeout_s
+                )
             except ServerError as error:
                 if not left:
                     raise
                 log.error("%s; trying again", error)
-            await anyio.sleep(_KEEP_UP_S)
+            await anyio.sleep(_SYNC_STALE_S)
         raise AssertionError
 
     async def _until_live(self) -> None:
@@ -732,7 +734,7 @@ class TrainingLoop:
 
         Without it they would stay idle until the next sync, for ever if all servers are idle.
         """
-        wait_s = _KEEP_UP_S
+        wait_s = _SYNC_STALE_S
         while True:
             await anyio.sleep(wait_s)
             if self.is_paused:  # a paused run does not count as stalled
@@ -743,11 +745,11 @@ class TrainingLoop:
                 with anyio.CancelScope() as self._keeping_up:
                     timeout_s = self._weights.timeout_s
                     try:
-                        done = await self._serving.keep_up(self._handover, timeout_s=timeout_s)
+                        done = await self._serving.sync_stale(self._handover, timeout_s=timeout_s)
                     except LearnerLost as error:  # it takes part in a sync by group
                         log.warning("servers still wait for their weights: %s", error)
                         done = True  # retry soon: the next request restarts the learner
-                    wait_s = _KEEP_UP_S if done else _RETRY_S
+                    wait_s = _SYNC_STALE_S if done else _RETRY_S
 
     # --- evaluation, waiting, reporting -----------------------------------------------------------
 

@@ -161,7 +161,7 @@ class GroupQueue:
         )
         self._num_bytes += num_bytes
 
-    async def give_back(self, number: int, *, path: str | None, figures: Mapping[str, Any]) -> None:
+    async def discard(self, number: int, *, path: str | None, figures: Mapping[str, Any]) -> None:
         """Mark a group as one that will not be trained on.
 
         Raises:

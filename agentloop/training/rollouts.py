@@ -38,7 +38,7 @@ class RolledOut(Protocol):
         ...
 
     @property
-    def teaches(self) -> bool:
+    def has_signal(self) -> bool:
         """True if the group has a learning signal: an advantage other than 0."""
         ...
 
@@ -50,7 +50,7 @@ class RolledOut(Protocol):
 class RollsOut(Protocol):
     """Generates groups of rollouts, in this process or in remote runtimes."""
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         """Wait for the capacity to start a group of `size` rollouts."""
         ...
 
@@ -62,7 +62,7 @@ class RollsOut(Protocol):
         size: int,
         budget: Budget,
         oldest: int,
-        at_gate: Callable[[], None] = lambda: None,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Roll out and score a group.
 
@@ -105,10 +105,12 @@ async def in_order(
     found: dict[int, tuple[Task, RolledOut]] = {}
     refused: RequestError | None = None
 
-    async def run(numbered: tuple[int, Task], at_gate: Callable[[], None]) -> Sequence[Trajectory]:
+    async def run(
+        numbered: tuple[int, Task], on_queued: Callable[[], None]
+    ) -> Sequence[Trajectory]:
         number, task = numbered  # numbered, since a task may occur twice
         group = await rolls_out.group(
-            task, f"{name}-{number}", size=size, budget=budget, oldest=oldest, at_gate=at_gate
+            task, f"{name}-{number}", size=size, budget=budget, oldest=oldest, on_queued=on_queued
         )
         found[number] = task, group
         return ()
@@ -119,7 +121,7 @@ async def in_order(
             yield numbered
 
     async with finished_groups(
-        source(), run, partial(rolls_out.has_room, size), max_open=max(1, len(tasks))
+        source(), run, partial(rolls_out.wait_for_capacity, size), max_open=max(1, len(tasks))
     ) as groups:
         async for group in groups:  # no deadline: each rollout has one
             if group.error is not None:  # the task is invalid
@@ -147,7 +149,7 @@ class _Scored:
         return figures(self)
 
     @property
-    def teaches(self) -> bool:
+    def has_signal(self) -> bool:
         return any(self.advantages.values())
 
     def event(self, name: str, *, is_chosen: bool) -> GroupFinished:
@@ -161,7 +163,7 @@ class _Scored:
             kept={ids[index]: advantage for index, advantage in self.advantages.items()},
             dropped={ids[index]: str(why) for index, why in self.choice.dropped.items()},
             mean_reward=mean,
-            teaches=self.teaches,
+            has_signal=self.has_signal,
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -186,14 +188,14 @@ class Rollouts:
     def __init__(
         self,
         run_group: RunGroup,
-        has_room: Callable[[int], Awaitable[None]],
+        wait_for_capacity: Callable[[int], Awaitable[None]],
         grader: Grader,
         roc: RocSettings,
         *,
         seed: int,
         shuffle_rewards: bool = False,
         enough: int = 0,
-        distrusts: Callable[[Trajectory], bool] = lambda trajectory: False,
+        is_tainted: Callable[[Trajectory], bool] = lambda trajectory: False,
         emit: Emit = ignore,
     ) -> None:
         """
@@ -206,16 +208,16 @@ class Rollouts:
             emit: called with events about groups and rewards.
         """
         self._run_group = run_group
-        self._has_room = has_room
+        self._has_room = wait_for_capacity
         self._grader = grader
         self._roc = roc
         self._seed = seed
         self._shuffle_rewards = shuffle_rewards
         self._enough = enough
-        self._distrusts = distrusts
+        self._distrusts = is_tainted
         self._emit = emit
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         """Implement `RollsOut`."""
         await self._has_room(size)
 
@@ -227,7 +229,7 @@ class Rollouts:
         size: int,
         budget: Budget,
         oldest: int,
-        at_gate: Callable[[], None] = lambda: None,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Implement `RollsOut`."""
         options: dict[str, Any] = {"enough": self._enough} if 0 < self._enough < size else {}
@@ -241,7 +243,7 @@ class Rollouts:
                 size=size,
                 name=full_name,
                 budget=budget,
-                at_gate=at_gate,
+                on_queued=on_queued,
                 **options,
             )
             scored = await self._scored(task, name, trajectories, oldest)

@@ -89,7 +89,7 @@ class Slots:
             raise ValueError(f"group {number} is not open")
         self._finished.add(number)
 
-    def give_back(self, number: int) -> None:
+    def discard(self, number: int) -> None:
         """Free the slot of a group that will not be trained on."""
         del self._admitted[number]
         self._finished.discard(number)
@@ -102,7 +102,7 @@ class Slots:
         if len(batch) < self._batch_size or not self._in_time(rest, self.next_batch + 1):
             return None
         for number in batch:
-            self.give_back(number)
+            self.discard(number)
         self.next_batch += 1
         return batch
 

@@ -135,7 +135,7 @@ class Answer:
 
 
 async def answers_over(
-    router: Router, hand_over: Callable[[], Awaitable[Handover]]
+    router: Router, sync_weights: Callable[[], Awaitable[Handover]]
 ) -> list[Answer]:
     """Four streams, whose weights change when each has had a good part of its tokens."""
     rng = random.Random(0)
@@ -144,7 +144,7 @@ async def answers_over(
         for number, answer in enumerate(answers):
             tasks.start_soon(answer.stream, router, f"over-{number}")
         await eventually(lambda: min(len(one.ids) for one in answers) > 100, within_s=TIMEOUT_S)
-        assert not (await hand_over()).failed
+        assert not (await sync_weights()).failed
     return answers
 
 
@@ -177,12 +177,12 @@ class Parts:
     def version(self) -> str:
         return str(self.started.num)
 
-    async def hand_over(self, settings: WeightsSettings) -> Handover:
+    async def sync_weights(self, settings: WeightsSettings) -> Handover:
         self.started.num += 1
         way = publisher(settings, self.learner, self.folder)
         begun = time.monotonic()
         published = await way.publish(self.version, timeout_s=TIMEOUT_S)
-        came = await Served(self.router).hand_over(published, timeout_s=TIMEOUT_S)
+        came = await Served(self.router).sync_weights(published, timeout_s=TIMEOUT_S)
         print(f"by {settings.by}: {time.monotonic() - begun:.2f} s, of them {came.seconds:.2f}")
         return came
 
@@ -252,11 +252,11 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
         for settings, other in ((GROUP, WeightsSettings()), (WeightsSettings(), GROUP)):
             await here.step()
             assert await here.mismatch(server) > 1e-3, "a step changes the learner alone"
-            first = await here.hand_over(settings)
+            first = await here.sync_weights(settings)
             assert (first.failed, here.states()) == ({}, ["healthy"])
             assert first.num_verified == 1, "every tensor is the learner's"
             assert await here.mismatch(server) < 1e-4
-            again = await here.hand_over(other)
+            again = await here.sync_weights(other)
             assert again.checksum == first.checksum
             assert again.num_verified == 1
             assert await here.mismatch(server) < 1e-4
@@ -268,7 +268,7 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
         for pause in PAUSES:
             await here.step()
             way = GROUP.model_copy(update={"pause": pause})
-            answers = await answers_over(here.router, partial(here.hand_over, way))
+            answers = await answers_over(here.router, partial(here.sync_weights, way))
             cuts = [answer.until(here.version) for answer in answers]
             differ = [await answer.mismatch(server) for answer in answers]
             earlier = most(one[:cut] for one, cut in zip(differ, cuts, strict=True))
@@ -289,15 +289,15 @@ async def test_a_single_server_with_other_weights_serves_nothing(
         served, way = Served(here.router), publisher(WeightsSettings(), here.learner, tmp_path)
         published = await way.publish("31", timeout_s=TIMEOUT_S)
         assert isinstance(published, InFolder)
-        assert (await served.hand_over(published, timeout_s=TIMEOUT_S)).num_verified == 1
+        assert (await served.sync_weights(published, timeout_s=TIMEOUT_S)).num_verified == 1
         (file,) = published.folder.glob("*.safetensors")
         whole = await anyio.Path(file).read_bytes()
         await anyio.Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 64]))
         with pytest.raises(ServerError, match="differs from what the learner published"):
-            await served.hand_over(published, timeout_s=TIMEOUT_S)
+            await served.sync_weights(published, timeout_s=TIMEOUT_S)
         assert here.states() == ["stale"]
         await anyio.Path(file).write_bytes(whole)
-        await served.hand_over(published, timeout_s=TIMEOUT_S)
+        await served.sync_weights(published, timeout_s=TIMEOUT_S)
 
         await here.step()
         others = await way.publish("32", timeout_s=TIMEOUT_S)
@@ -309,10 +309,10 @@ async def test_a_single_server_with_other_weights_serves_nothing(
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(SGLangServer, "update_weights", stale)
             with pytest.raises(ServerError, match="differs from the learner's"):
-                await served.hand_over(others, timeout_s=TIMEOUT_S)
+                await served.sync_weights(others, timeout_s=TIMEOUT_S)
         assert here.states() == ["stale"]
-        assert (await served.hand_over(others, timeout_s=TIMEOUT_S)).num_verified == 1
-        await here.hand_over(WeightsSettings())
+        assert (await served.sync_weights(others, timeout_s=TIMEOUT_S)).num_verified == 1
+        await here.sync_weights(WeightsSettings())
 
 
 def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
@@ -414,7 +414,7 @@ async def test_what_runs_goes_on_under_the_new_weights(
         assert router.view()[0].num_parked_tokens == NUM_PROMPT + 60
 
         async def changed() -> Handover:
-            came = await Served(router).hand_over(published, timeout_s=TIMEOUT_S)
+            came = await Served(router).sync_weights(published, timeout_s=TIMEOUT_S)
             (view,) = router.view()
             assert (view.state.value, view.num_parked_tokens) == ("healthy", 0)
             return came
@@ -456,7 +456,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
     all_started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with parts(all_started, tmp_path, num_servers=2) as here:
-        assert not (await here.hand_over(GROUP)).failed
+        assert not (await here.sync_weights(GROUP)).failed
         victim, other = all_started.processes
         receive = SGLangServer.receive
 
@@ -468,7 +468,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
 
         monkeypatch.setattr(SGLangServer, "receive", dying)
         await here.step()
-        came = await here.hand_over(GROUP)
+        came = await here.sync_weights(GROUP)
         assert came.loaded == [other.url]
         assert list(came.failed) == [victim.url]
         assert here.states()[0] in ("stale", "dead")
@@ -481,7 +481,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
         here.router.restarting(victim.url)
         await victim.restart(print)
         await eventually(lambda: here.states()[0] == "stale", within_s=60)
-        assert await Served(here.router).keep_up(came, timeout_s=TIMEOUT_S)
+        assert await Served(here.router).sync_stale(came, timeout_s=TIMEOUT_S)
         assert here.states() == ["healthy", "healthy"]
         assert await here.mismatch(here.servers[0]) < 1e-4
 
@@ -492,14 +492,14 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
 
         monkeypatch.setattr(SGLangServer, "receive", freezing)
         await here.step()
-        came = await here.hand_over(GROUP.model_copy(update={"group_timeout_s": 10}))
+        came = await here.sync_weights(GROUP.model_copy(update={"group_timeout_s": 10}))
         assert came.loaded == [other.url]
         assert await here.mismatch(here.servers[1]) < 1e-4
         monkeypatch.undo()
         send(victim, signal.SIGCONT)
         await eventually(lambda: here.states()[0] == "stale", within_s=60)
         with anyio.fail_after(TIMEOUT_S):  # it has to come to itself first
-            while not await Served(here.router).keep_up(came, timeout_s=TIMEOUT_S):
+            while not await Served(here.router).sync_stale(came, timeout_s=TIMEOUT_S):
                 print("once more")
         assert here.states() == ["healthy", "healthy"]
         assert await here.mismatch(here.servers[0]) < 1e-4

@@ -69,7 +69,7 @@ class Service:
         async with Grader(RewardSettings(function="exact")) as grader:
             rollouts = Rollouts(
                 self._run_group,
-                self.runtime.router.has_room,
+                self.runtime.router.wait_for_capacity,
                 grader,
                 RocSettings(down_sample_to_n=2),
                 seed=1,
@@ -382,7 +382,7 @@ def test_a_question_while_nobody_answers_says_so_until_somebody_does(
         page.route("**/api/**", lambda route: route.abort())
         page.goto(f"{service.url}/?again#/ask")
         page.get_by_role("textbox").fill(QUESTION)
-        page.get_by_role("button", name="Ask", exact=True).click()
+        page.get_by_role("button", name="PlacementRequest", exact=True).click()
         said = page.locator("#view").get_by_text("the server is not responding")
         expect(said).to_be_visible()
         page.unroute("**/api/**")

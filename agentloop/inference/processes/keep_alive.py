@@ -54,7 +54,7 @@ class Clients(Protocol):
     def is_dead(self, url: str) -> bool:
         """Return whether the server is unresponsive; not called during a restart."""
 
-    def is_wanted(self, url: str) -> bool:
+    def is_enabled(self, url: str) -> bool:
         """Return whether the server should be restarted."""
 
     def give_up(self, url: str) -> bool:
@@ -92,7 +92,7 @@ async def keep_alive(
             how = await server.wait_dead()
             while True:
                 clients.exited(server.url, how.splitlines()[0])
-                if not clients.is_wanted(server.url):
+                if not clients.is_enabled(server.url):
                     return
                 delay_s = restarts.died(time.monotonic())
                 if delay_s is None:

@@ -59,7 +59,7 @@ class GroupGate:
         self._names: set[str] = set()  # of groups that wait or are in flight
         self._num_tokens: dict[str, int] = {}  # by trajectory, without the group's prompt
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         """Wait until another group of `size` rollouts may start, judged without its prompt.
 
         There is no deadline: the groups in flight have theirs.

@@ -21,7 +21,7 @@ import pydantic
 
 from agentloop.inference.scheduling.kv_ledger import DataParallelRank, KVLedger, KVPool
 
-__all__ = ["POLICIES", "Ask", "Candidate", "Costs", "Decision", "Placement"]
+__all__ = ["POLICIES", "Candidate", "Costs", "Decision", "Placement", "PlacementRequest"]
 
 _TIE = 1.02  # costs within this factor count as equal: predictions are not more precise
 
@@ -50,7 +50,7 @@ class Costs(pydantic.BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlacementRequest:
     """A turn that waits for a server.
 
     Attributes:
@@ -156,7 +156,12 @@ class Placement:
         self._choose = POLICIES[policy]
 
     def choose(
-        self, ask: Ask, places: Sequence[DataParallelRank], *, now: float, waited_s: float = 0.0
+        self,
+        ask: PlacementRequest,
+        places: Sequence[DataParallelRank],
+        *,
+        now: float,
+        waited_s: float = 0.0,
     ) -> Decision:
         """Choose one of `places`, the ranks that accept `ask`, which has waited for `waited_s`."""
         if not places:
@@ -173,7 +178,7 @@ class Placement:
         return pools[0] if len(pools) == 1 else self.random.choice(pools)
 
 
-def _candidate(ask: Ask, pool: KVPool) -> Candidate:
+def _candidate(ask: PlacementRequest, pool: KVPool) -> Candidate:
     """Return a candidate without costs, for policies that only count."""
     need = ask.num_tokens - pool.num_shared(ask.group)
     cached = min(ask.num_tokens, pool.num_cached(ask.key, ask.group))
@@ -181,7 +186,11 @@ def _candidate(ask: Ask, pool: KVPool) -> Candidate:
 
 
 def _decide(
-    placement: Placement, ask: Ask, pool: KVPool, considered: Sequence[KVPool], why: str
+    placement: Placement,
+    ask: PlacementRequest,
+    pool: KVPool,
+    considered: Sequence[KVPool],
+    why: str,
 ) -> Decision:
     candidates = tuple(_candidate(ask, other) for other in considered)
     return Decision(pool.place, placement.policy, why, candidates)
@@ -193,7 +202,11 @@ def _fewest(placement: Placement, pools: Sequence[KVPool]) -> KVPool:
 
 
 def _static(
-    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
+    placement: Placement,
+    ask: PlacementRequest,
+    pools: Sequence[KVPool],
+    now: float,
+    waited_s: float,
 ) -> Decision:
     """Assign each group to a server when it starts, permanently and in equal shares."""
     name = ask.group or ask.key
@@ -207,7 +220,11 @@ def _static(
 
 
 def _round_robin(
-    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
+    placement: Placement,
+    ask: PlacementRequest,
+    pools: Sequence[KVPool],
+    now: float,
+    waited_s: float,
 ) -> Decision:
     pool = pools[placement.count % len(pools)]
     placement.count += 1
@@ -215,14 +232,22 @@ def _round_robin(
 
 
 def _least_requests(
-    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
+    placement: Placement,
+    ask: PlacementRequest,
+    pools: Sequence[KVPool],
+    now: float,
+    waited_s: float,
 ) -> Decision:
     pool = _fewest(placement, pools)
     return _decide(placement, ask, pool, pools, f"fewest requests ({pool.num_sequences})")
 
 
 def _power_of_two(
-    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
+    placement: Placement,
+    ask: PlacementRequest,
+    pools: Sequence[KVPool],
+    now: float,
+    waited_s: float,
 ) -> Decision:
     two = placement.random.sample(pools, min(2, len(pools)))
     pool = min(two, key=lambda one: one.num_sequences)
@@ -230,7 +255,11 @@ def _power_of_two(
 
 
 def _sticky_least_loaded(
-    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
+    placement: Placement,
+    ask: PlacementRequest,
+    pools: Sequence[KVPool],
+    now: float,
+    waited_s: float,
 ) -> Decision:
     home = next((pool for pool in pools if pool.place == placement.homes.get(ask.key)), None)
     if home is not None:
@@ -241,7 +270,11 @@ def _sticky_least_loaded(
 
 
 def _kv(
-    placement: Placement, ask: Ask, pools: Sequence[KVPool], now: float, waited_s: float
+    placement: Placement,
+    ask: PlacementRequest,
+    pools: Sequence[KVPool],
+    now: float,
+    waited_s: float,
 ) -> Decision:
     """Compute the cost of each server in one pass, in plain local arithmetic: it runs for every
     turn."""
@@ -322,7 +355,7 @@ def _kv(
     return Decision(chosen.place, "kv", why, candidates)
 
 
-Policy = Callable[[Placement, Ask, Sequence[KVPool], float, float], Decision]
+Policy = Callable[[Placement, PlacementRequest, Sequence[KVPool], float, float], Decision]
 
 POLICIES: dict[str, Policy] = {
     "static": _static,

@@ -297,7 +297,7 @@ def _group_finished(event: GroupFinished) -> Line:
         "kept": dict(event.kept),
         "dropped": dict(event.dropped),
         "mean_reward": event.mean_reward,
-        "teaches": event.teaches,
+        "has_signal": event.has_signal,
     }
 
 

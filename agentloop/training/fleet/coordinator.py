@@ -73,7 +73,7 @@ class _Brought:
     """A group that was rolled out by a remote runtime."""
 
     figures: Mapping[str, Any]
-    teaches: bool
+    has_signal: bool
     all_rows: Sequence[Mapping[str, Any]]
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -162,7 +162,7 @@ class Fleet:
 
     # --- rollouts ---------------------------------------------------------------------------------
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         """Implement `RollsOut`: wait until only few tickets have not been taken by a runtime."""
         tickets = self._link.tickets
 
@@ -185,7 +185,7 @@ class Fleet:
         size: int,
         budget: Budget,
         oldest: int,
-        at_gate: Callable[[], None] = lambda: None,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Implement `RollsOut`.
 
@@ -202,7 +202,7 @@ class Fleet:
         try:
             with self._asking():
                 await self._add(waiting)
-                at_gate()
+                on_queued()
                 await waiting.done.wait()  # no deadline: without runtimes `_beat` ends it
         finally:
             del self._waiting[ticket.key]  # the next `_audit` deletes its ticket
@@ -297,7 +297,7 @@ class Fleet:
                     f"{result.runtime}: {error}"
                 )
             else:
-                waiting.brought = _Brought(result.figures, result.teaches, rows)
+                waiting.brought = _Brought(result.figures, result.has_signal, rows)
         waiting.done.set()
 
     async def _rows_of(self, result: Result) -> list[dict[str, Any]]:
@@ -317,7 +317,7 @@ class Fleet:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    async def hand_over(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
+    async def sync_weights(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
         """Implement `Serving`.
 
         Return when all runtimes have the weights, or after `timeout_s` with those that do. A late
@@ -362,7 +362,7 @@ class Fleet:
         seconds = time.monotonic() - begun
         return Handover(published, loaded, failed, seconds, announced.checksum)
 
-    async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
+    async def sync_stale(self, handover: Handover, *, timeout_s: float) -> bool:
         """Implement `Serving`. Runtimes retry by themselves, so there is nothing to do."""
         return True
 

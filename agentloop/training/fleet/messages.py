@@ -219,7 +219,7 @@ class Result(_Message):
     runtime: str
     error: str = ""
     message: ValidText = ""
-    teaches: bool = False
+    has_signal: bool = False
     figures: Mapping[str, Any] = {}
     rows: str = ""
     num_pieces: int = 0

@@ -195,7 +195,7 @@ class Member:
                         f"the others: checksum {self._said.checksum}, not {weights.checksum}"
                     )
                 with anyio.CancelScope() as self._keeping_up:
-                    await self._serving.keep_up(self._handover, timeout_s=weights.timeout_s)
+                    await self._serving.sync_stale(self._handover, timeout_s=weights.timeout_s)
             await anyio.sleep(pause_s)
 
     def _has(self, weights: Announced) -> bool:
@@ -213,7 +213,9 @@ class Member:
                     f"{folder} does not exist here: weights.folder, or run.folder, must be on a "
                     "file system that all machines mount at the same path"
                 )
-            self._handover = await self._serving.hand_over(published, timeout_s=weights.timeout_s)
+            self._handover = await self._serving.sync_weights(
+                published, timeout_s=weights.timeout_s
+            )
         except ServerError as error:
             log.error("version %s: %s", weights.version, error)
             self._said = Said.model_validate({**dict(self._said), "error": str(error)})
@@ -263,7 +265,7 @@ class Member:
         async with anyio.create_task_group() as groups:
             while True:
                 await self._until(self._is_ready)  # no deadline: `_listen` has one
-                await self._rollouts.has_room(size)
+                await self._rollouts.wait_for_capacity(size)
                 hand = await self._link.do(self._next)
                 if hand is None:
                     continue
@@ -293,7 +295,7 @@ class Member:
         ticket = hand.ticket
         stands = anyio.Event()
 
-        def at_gate() -> None:
+        def on_queued() -> None:
             if not stands.is_set():
                 stands.set()
                 task_status.started()
@@ -301,16 +303,16 @@ class Member:
         is_done = False
         try:
             with hand.scope:
-                is_done = await self._roll_out(hand, at_gate)
+                is_done = await self._roll_out(hand, on_queued)
         finally:
             del self._hands[ticket.key]
             if not is_done:
                 with anyio.move_on_after(_CLOSE_S, shield=True), suppress(AgentLoopError):
                     await self._link.do(partial(self._let_go, hand))
-            at_gate()
+            on_queued()
             self._notify()
 
-    async def _roll_out(self, hand: _Hand, at_gate: Callable[[], None]) -> bool:
+    async def _roll_out(self, hand: _Hand, on_queued: Callable[[], None]) -> bool:
         """Do a ticket; return whether a result was delivered."""
         ticket = hand.ticket
         answer = partial(Result, key=ticket.key, runtime=self._name)
@@ -332,7 +334,7 @@ class Member:
                 size=ticket.size,
                 budget=ticket.budget,
                 oldest=ticket.oldest,
-                at_gate=at_gate,
+                on_queued=on_queued,
             )
             rows = rolled.rows()
             if all(_is_broken(row) for row in rows):
@@ -353,7 +355,7 @@ class Member:
                 )
                 return False
             data = await anyio.to_thread.run_sync(packed, rows)
-            found = answer(teaches=rolled.teaches, figures=rolled.figures)
+            found = answer(has_signal=rolled.has_signal, figures=rolled.figures)
             found = await self._put(found, data)
         await self._bring(hand, found)
         return True

@@ -2,7 +2,7 @@
 
 published ──> require_weights ──> all servers load concurrently ──> each serves again
               (all are STALE)        └─ on failure, timeout or wrong weights:
-                                        it stays STALE until `keep_up` succeeds with it
+                                        it stays STALE until `sync_stale` succeeds with it
 
 There are two transports: disk, a folder that the learner writes and the servers read; and group, a
 broadcast from the learner to the servers (group.py). The version that a server reports proves
@@ -12,7 +12,7 @@ or, if the expected checksums are unknown, with those of the other servers.
 Turns in progress continue under the new weights (`weights.pause`), with the version of each token
 recorded. They continue before the weights are verified, so that a slow server does not delay the
 others. If a server turns out to have wrong weights, its streams are broken off, and
-`Served.distrusts` the rollouts that it sampled in the meantime.
+`Served.is_tainted` the rollouts that it sampled in the meantime.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ class PublishedWeights(Protocol):
 class Serving(Protocol):
     """A set of servers that published weights are synced to: local ones or a fleet's."""
 
-    async def hand_over(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
+    async def sync_weights(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
         """Sync these weights to all servers. Raises ServerError if none gets the right ones."""
         ...
 
-    async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
+    async def sync_stale(self, handover: Handover, *, timeout_s: float) -> bool:
         """Sync the last weights to servers that lack them; return whether all have them now."""
         ...
 
@@ -309,7 +309,7 @@ class Served:
         self._wrong: deque[_Wrong] = deque(maxlen=_MAX_WRONG)
         self._unproven: set[tuple[str, str]] = set()  # (url, reason) already logged
 
-    async def hand_over(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
+    async def sync_weights(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
         """Implement `Serving`. If all servers are being restarted, wait for them.
 
         Raises:
@@ -336,7 +336,7 @@ class Served:
             sum(not proofs[url].rest for url in loaded),
         )
 
-    async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
+    async def sync_stale(self, handover: Handover, *, timeout_s: float) -> bool:
         """Implement `Serving`. STALE servers failed to sync or were restarted with old weights.
 
         Failures are logged.
@@ -388,7 +388,7 @@ class Served:
             if server.url in urls:
                 server.break_streams("its new weights are not the learner's")
 
-    def distrusts(self, trajectory: Trajectory) -> bool:
+    def is_tainted(self, trajectory: Trajectory) -> bool:
         """Return whether a trajectory may have been sampled with wrong weights.
 
         Such a trajectory must not be trained on.

@@ -47,7 +47,7 @@ async def sampled(
     settings = EndpointSettings(**{"url": fake.url, "model": "fake", **QUICK, **told})
     opened = Endpoint.open(settings, sampling or Sampling(), max_response_tokens=max_tokens)
     async with opened as endpoint:
-        return await endpoint.group(task, name="1-one", size=size, at_gate=lambda: None)
+        return await endpoint.group(task, name="1-one", size=size, on_queued=lambda: None)
 
 
 @pytest.mark.anyio
@@ -192,20 +192,20 @@ async def test_the_number_of_requests_in_flight_is_bounded() -> None:
         settings = EndpointSettings(url=fake.url, max_concurrent=3)
         opened = Endpoint.open(settings, Sampling(), max_response_tokens=9)
         async with opened as endpoint, anyio.create_task_group() as tasks:
-            has_room = anyio.Event()
+            wait_for_capacity = anyio.Event()
 
             async def room() -> None:
-                await endpoint.has_room(8)
-                has_room.set()
+                await endpoint.wait_for_capacity(8)
+                wait_for_capacity.set()
 
             async def group() -> None:
-                await endpoint.group(TASK, name="1", size=8, at_gate=lambda: None)
+                await endpoint.group(TASK, name="1", size=8, on_queued=lambda: None)
 
             tasks.start_soon(group)
             await eventually(lambda: fake.num_in_flight == 3)
             tasks.start_soon(room)
             await anyio.wait_all_tasks_blocked()
-            assert not has_room.is_set()
+            assert not wait_for_capacity.is_set()
             assert fake.gate is not None
             fake.gate.set()
     assert fake.most_in_flight == 3

@@ -44,14 +44,14 @@ class Player:
         self.asked: list[tuple[str, str, int]] = []
         self.given: Counter[str] = Counter()
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         await anyio.lowlevel.checkpoint()
 
     async def group(
-        self, task: Task, *, name: str, size: int, at_gate: Callable[[], None]
+        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
     ) -> Sequence[EvaluatedSample]:
         self.asked.append((task.id, name, size))
-        at_gate()
+        on_queued()
         if task.id in self.refuses:
             raise RequestError("messages: too long")
         if self.hangs(task):

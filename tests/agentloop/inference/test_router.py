@@ -641,7 +641,7 @@ async def test_other_policies_let_every_group_start() -> None:
     async with routed(fake, policy="least_requests") as router:
         async with router.group("a", 8, 50) as a, router.group("b", 8, 50) as b:
             assert (a.keys[0], b.keys[-1]) == ("a.0", "b.7")
-            await router.has_room(1000)
+            await router.wait_for_capacity(1000)
 
 
 async def test_a_decision_lists_its_candidates() -> None:

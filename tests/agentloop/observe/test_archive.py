@@ -95,7 +95,7 @@ async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
     assert row["server"] == "http://b"
     group = whole["groups"][0]
     assert (group["id"], group["task"], group["size"]) == ("1-a/b", "a/b", 2)
-    assert (group["mean_reward"], group["kept"], group["teaches"]) == (1.0, 1, True)
+    assert (group["mean_reward"], group["kept"], group["has_signal"]) == (1.0, 1, True)
     assert [row["step"] for row in whole["steps"]] == [1, 2]
     assert (whole["now"]["step"], whole["now"]["policy_version"]) == (2, "1")
     orjson.dumps(whole)

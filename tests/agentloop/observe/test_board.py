@@ -356,7 +356,7 @@ def test_a_finished_group_updates_its_rollouts() -> None:
     made.seen(GroupFinished("1-a", {"1-a.0": 0.5}, {"1-a.1": "infrastructure"}, 0.5, True))
     (group,) = made.take(9)["groups"]
     assert (group["state"], group["num_done"], group["kept"]) == ("done", 2, 1)
-    assert (group["mean_reward"], group["teaches"]) == (0.5, True)
+    assert (group["mean_reward"], group["has_signal"]) == (0.5, True)
     assert made.rows["1-a.0"].advantage == 0.5
     assert made.rows["1-a.1"].dropped == "infrastructure"
     assert made.now()["groups_open"] == 0

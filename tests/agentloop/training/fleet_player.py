@@ -29,7 +29,7 @@ class Group:
 
     rows_: Sequence[Mapping[str, Any]]
     figures: Mapping[str, Any] = field(default_factory=lambda: {"rejected": None, "rollouts": []})
-    teaches: bool = True
+    has_signal: bool = True
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
         return self.rows_
@@ -53,7 +53,7 @@ class Player:
         self.gate: anyio.Event | None = None  # groups wait for it
         self.room: anyio.Event | None = None
 
-    async def has_room(self, size: int) -> None:
+    async def wait_for_capacity(self, size: int) -> None:
         if self.room is not None:
             await self.room.wait()
 
@@ -65,10 +65,10 @@ class Player:
         size: int,
         budget: Budget,
         oldest: int,
-        at_gate: Callable[[], None] = lambda: None,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         self.asked.append(name)
-        at_gate()
+        on_queued()
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
@@ -92,7 +92,7 @@ class Player:
             figures={"rejected": None, "rollouts": [], **self.figures},
         )
 
-    async def hand_over(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
+    async def sync_weights(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
         if self.fails is not None:
             raise self.fails
         self.versions.append(published.version)
@@ -100,7 +100,7 @@ class Player:
         self.pauses.append(published.pause)
         return Handover(published, [self.name], {}, 0.0, self.checksum)
 
-    async def keep_up(self, handover: Handover, *, timeout_s: float) -> bool:
+    async def sync_stale(self, handover: Handover, *, timeout_s: float) -> bool:
         return True
 
     async def run(self, settings: FleetSettings, rollouts: RollsOut | None = None) -> None:

@@ -30,7 +30,7 @@ class Source:
 async def room() -> None: ...
 
 
-async def run(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
+async def run(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
     return [Trajectory(task, [1])]
 
 
@@ -57,8 +57,8 @@ async def test_sources_may_be_asynchronous_or_empty() -> None:
 async def test_groups_are_yielded_as_they_finish() -> None:
     ends = {f"task {index}": anyio.Event() for index in range(3)}
 
-    async def slow(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
-        at_gate()
+    async def slow(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
+        on_queued()
         await ends[task].wait()
         return []
 
@@ -88,7 +88,7 @@ async def test_the_source_is_not_read_without_capacity() -> None:
 
 
 async def test_a_task_that_cannot_run_is_reported_and_the_others_continue() -> None:
-    async def picky(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
+    async def picky(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
         if task == "task 1":
             raise RequestError("too long")
         return []
@@ -106,7 +106,7 @@ async def test_other_errors_are_raised(where: str) -> None:
         if where == "source":
             raise OSError("the disk")
 
-    async def failing(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
+    async def failing(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
         if where == "group":
             raise OSError("the disk")
         return []
@@ -123,12 +123,12 @@ async def test_other_errors_are_raised(where: str) -> None:
 async def test_leaving_early_cancels_the_rest() -> None:
     num_running = 0
 
-    async def endless(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
+    async def endless(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
         nonlocal num_running
         if task == "task 0":
             return []
         num_running += 1
-        at_gate()
+        on_queued()
         try:
             await anyio.sleep_forever()
         finally:
@@ -171,9 +171,9 @@ async def test_the_next_task_is_requested_once_the_last_one_is_queued() -> None:
     """Capacity accounts for queued groups, so it must be checked after the last one is queued."""
     source, in_line, end = Source(3), anyio.Event(), anyio.Event()
 
-    async def slow_to_the_gate(task: str, at_gate: Callable[[], None]) -> list[Trajectory]:
+    async def slow_to_the_gate(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
         await in_line.wait()
-        at_gate()
+        on_queued()
         await end.wait()
         return []
 

@@ -128,9 +128,9 @@ class Played:
         self._right = right
 
     async def __call__(
-        self, prompt: object, *, size: int, name: str, budget: Budget, at_gate: Any
+        self, prompt: object, *, size: int, name: str, budget: Budget, on_queued: Any
     ) -> Sequence[Trajectory]:
-        at_gate()
+        on_queued()
         self.sizes.append(size)
         self.prompts.append(str(prompt))
         self.budgets.append(budget)
@@ -196,7 +196,7 @@ async def played(
                 ),
                 rollouts=Rollouts(
                     run_group,
-                    router.has_room,
+                    router.wait_for_capacity,
                     grader,
                     roc or RocSettings(down_sample_to_n=4),
                     seed=0,
@@ -351,11 +351,11 @@ async def test_what_is_chosen_does_not_depend_on_who_is_first(tmp_path: Path) ->
 
         class InOrder(Played):
             async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
-                options["at_gate"]()
+                options["on_queued"]()
                 number = int(options["name"].split("-")[0]) - 1
                 place = order.index(number)  # noqa: B023
                 await ended[place - 1].wait()  # noqa: B023
-                found = await super().__call__(prompt, **options | {"at_gate": lambda: None})
+                found = await super().__call__(prompt, **options | {"on_queued": lambda: None})
                 for index, one in enumerate(found):
                     one.prompt_ids = [number, index]
                 ended[place].set()  # noqa: B023
@@ -690,7 +690,7 @@ async def test_it_is_told_of_which_groups_something_is_learned(tmp_path: Path) -
     for name, one in finished.items():
         is_chosen = "filter" not in name and "held-out" not in name
         assert one.is_chosen == started[name].is_chosen == is_chosen
-        assert bool(one.kept or one.dropped or one.teaches) == is_chosen
+        assert bool(one.kept or one.dropped or one.has_signal) == is_chosen
         assert one.mean_reward is not None
 
 
@@ -1438,11 +1438,11 @@ async def test_paused_while_it_waits_for_room_it_begins_nothing(
     run_group = free(tasks)
     asked_for, is_room = anyio.Event(), anyio.Event()
 
-    async def has_room(self: Rollouts, size: int) -> None:
+    async def wait_for_capacity(self: Rollouts, size: int) -> None:
         asked_for.set()
         await is_room.wait()
 
-    monkeypatch.setattr(Rollouts, "has_room", has_room)
+    monkeypatch.setattr(Rollouts, "wait_for_capacity", wait_for_capacity)
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await asked_for.wait()
@@ -1462,7 +1462,7 @@ async def test_paused_while_it_waits_for_room_it_begins_nothing(
 
 async def test_a_pause_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog ends runs that are stalled for hours."""
-    monkeypatch.setattr(loop_module, "_KEEP_UP_S", 0.05)
+    monkeypatch.setattr(loop_module, "_SYNC_STALE_S", 0.05)
     moved: list[int] = []
 
     async def meanwhile(loop: TrainingLoop) -> None:

@@ -47,7 +47,7 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         two, three, four = await admitted(queue, 3)
         await queue.finish(two, path="2.jsonl", num_bytes=10, figures={"reward": 0.5})
         await queue.finish(three, path="3.jsonl", num_bytes=5, figures={})
-        await queue.give_back(four, path="4.jsonl", figures={})
+        await queue.discard(four, path="4.jsonl", figures={})
         await queue.lease(1, [three], {"version": 0})
         await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR)
         assert queue.num_bytes == 10
@@ -133,12 +133,12 @@ async def test_groups_given_back_belong_to_the_next_step(tmp_path: Path) -> None
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
         lost, later = await admitted(queue, 2)
-        await queue.give_back(lost, path=None, figures={"n": 9})
+        await queue.discard(lost, path=None, figures={"n": 9})
     async with opened(tmp_path) as queue:
         lease = await queue.lease(1, [one], {})
         assert [group.number for group in lease.groups] == [one]
         assert [(group.number, group.figures) for group in lease.replaced] == [(lost, {"n": 9})]
-        await queue.give_back(later, path=None, figures={})
+        await queue.discard(later, path=None, figures={})
         await queue.lease(2, [two], {})
         again = await queue.rewind(0)
     assert [[group.number for group in lease.replaced] for lease in again] == [[lost], [later]]
@@ -153,7 +153,7 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(
         await queue.begin_stage(1, step=0, tasks=None, cursor={"position": 0})
         one, two, three, four = await finished(queue, 4)
         (given_back,) = await admitted(queue, 1)
-        await queue.give_back(given_back, path="5.jsonl", figures={})
+        await queue.discard(given_back, path="5.jsonl", figures={})
         await queue.lease(1, [one], {})
         await queue.lease(2, [two], {})
         (still_open,) = await admitted(queue, 1)
@@ -162,7 +162,7 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(
         if is_old:
             await queue.note("stage 2", {"begun": 2, "tasks": []})
         (later,) = await admitted(queue, 1)
-        await queue.give_back(later, path="7.jsonl", figures={})
+        await queue.discard(later, path="7.jsonl", figures={})
         await queue.note("cursor", {"position": 10})
         await queue.acknowledge(2)
 
@@ -208,7 +208,7 @@ async def test_a_group_finishes_once(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="finished"):
             await queue.finish(one, path="", num_bytes=0, figures={})
         with pytest.raises(ValueError, match="finished"):
-            await queue.give_back(one, path="", figures={})
+            await queue.discard(one, path="", figures={})
 
 
 CHILD = """

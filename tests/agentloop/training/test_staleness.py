@@ -48,7 +48,7 @@ class Schedule:
             if what == "finish":
                 s.finish(number)
             else:
-                s.give_back(number)
+                s.discard(number)
                 self.ended[number] += 1
         self.take()
 

@@ -483,7 +483,7 @@ class Seen:
     def is_dead(self, url: str) -> bool:
         return url in self.dead
 
-    def is_wanted(self, url: str) -> bool:
+    def is_enabled(self, url: str) -> bool:
         return url not in self.unwanted
 
     def give_up(self, url: str) -> bool:

@@ -91,7 +91,7 @@ async def test_a_source_is_asked_only_when_there_is_room() -> None:
 
     async def source() -> None:
         for index in range(3):
-            await gate.has_room(4)
+            await gate.wait_for_capacity(4)
             asked.append(index)
             tasks.start_soon(hold, gate, f"g{index}", [], end)
             await anyio.wait_all_tasks_blocked()

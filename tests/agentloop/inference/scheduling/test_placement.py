@@ -14,7 +14,13 @@ from agentloop.inference.scheduling.kv_ledger import (
     LengthPredictor,
     LoadReport,
 )
-from agentloop.inference.scheduling.placement import POLICIES, Ask, Costs, Decision, Placement
+from agentloop.inference.scheduling.placement import (
+    POLICIES,
+    Costs,
+    Decision,
+    Placement,
+    PlacementRequest,
+)
 
 PLACES = [DataParallelRank(name) for name in "abcd"]
 
@@ -39,11 +45,13 @@ def placed(
     books.grow(name, 1)  # its prefill is over
 
 
-def ask(key: str = "new", tokens: int = 500, **options: object) -> Ask:
-    return Ask(key, tokens, 1000, **options)  # type: ignore[arg-type]
+def ask(key: str = "new", tokens: int = 500, **options: object) -> PlacementRequest:
+    return PlacementRequest(key, tokens, 1000, **options)  # type: ignore[arg-type]
 
 
-def choose(books: KVLedger, one: Ask, *, waited_s: float = 0.0, seed: int = 0) -> Decision:
+def choose(
+    books: KVLedger, one: PlacementRequest, *, waited_s: float = 0.0, seed: int = 0
+) -> Decision:
     return Placement(books, seed=seed).choose(one, PLACES, now=0.0, waited_s=waited_s)
 
 
@@ -277,10 +285,10 @@ def test_a_full_batch_accepts_no_request() -> None:
         ledger.reserve(f"r{number}", DataParallelRank("full"), 10, 10)
     placement = Placement(ledger)
     decision = placement.choose(
-        Ask("k", 10, 10), [DataParallelRank("full"), DataParallelRank("free")], now=0.0
+        PlacementRequest("k", 10, 10), [DataParallelRank("full"), DataParallelRank("free")], now=0.0
     )
     assert decision.place == DataParallelRank("free")
     decision = placement.choose(
-        Ask("k", 10, 10), [DataParallelRank("full")], now=0.0, waited_s=1000.0
+        PlacementRequest("k", 10, 10), [DataParallelRank("full")], now=0.0, waited_s=1000.0
     )
     assert decision.place is None
