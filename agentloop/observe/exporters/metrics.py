@@ -364,7 +364,7 @@ class Metrics:
         self._cached_tokens.inc(num_cached)
 
     def _record_group(self, event: GroupFinished) -> None:
-        outcome = "has_signal" if event.has_signal else "teaches_nothing"
+        outcome = "has_signal" if event.has_signal else "no_signal"
         if event.mean_reward is not None:
             self._group_reward.observe(event.mean_reward)
         else:

@@ -736,8 +736,8 @@
 
       function fits(group) {
         if (state === "live" && group.state !== "live") return false;
-        if (state === "teach" && !group.teaches) return false;
-        if (state === "idle" && group.teaches !== false) return false;
+        if (state === "teach" && !group.has_signal) return false;
+        if (state === "idle" && group.has_signal !== false) return false;
         return !query || group.id.toLowerCase().includes(query) || String(group.task ?? "").toLowerCase().includes(query);
       }
 
@@ -765,7 +765,7 @@
 
       function cells(group) {
         const live = group.state === "live";
-        const teaches = group.teaches === null || group.teaches === undefined ? "–" : group.teaches ? "yes" : "no";
+        const hasSignal = group.has_signal === null || group.has_signal === undefined ? "–" : group.has_signal ? "yes" : "no";
         const took = ((group.end ?? now()) - group.start) / 1000;
         return [
           h("th", { scope: "row" }, parts.link("group", group.id)),
@@ -773,7 +773,7 @@
           h("td", null, live ? `${group.num_done} of ${group.size} done` : "done"),
           h("td", null, meter(group.mean_reward)),
           h("td", null, Number.isFinite(group.kept) ? `${group.kept} of ${group.size}` : "–"),
-          h("td", { class: teaches === "no" ? "v-muted" : null }, teaches),
+          h("td", { class: hasSignal === "no" ? "v-muted" : null }, hasSignal),
           h("td", { class: "gr-wide num" }, live ? "–" : format.span(took)),
         ];
       }

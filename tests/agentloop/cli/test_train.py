@@ -71,7 +71,7 @@ def test_what_a_fleet_cannot_have_is_refused_by_name(override: str) -> None:
 
 
 def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "laptop.toml"
+    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "laptop.toml"
     settings = load_settings(TrainSettings, [recipe])
     again = tmp_path / "config.toml"
     again.write_text(to_toml(settings), "utf-8")
@@ -84,7 +84,7 @@ def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(Path(__file__).parents[2] / "docs" / "recipes" / "small.toml")
+    recipe = str(Path(__file__).parents[3] / "docs" / "recipes" / "small.toml")
     assert main(["--dry-run", "--json", recipe]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["steps"], told["step"]["num_rollouts"], told["refused"]) == (10, 128, None)
@@ -98,7 +98,7 @@ def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_of_a_run_that_goes_on_has_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "small.toml"
     settings = load_settings(TrainSettings, [recipe], ["loop.steps=123"])
     (tmp_path / "config.toml").write_text(to_toml(settings), "utf-8")
     assert main(["--dry-run", "--resume", str(tmp_path)]) == 0
@@ -126,7 +126,7 @@ def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def run_at(path: Path, *overrides: str) -> TrainSettings:
-    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "small.toml"
     told = [f"run.folder='{path}'", "run.name=one", *overrides]
     return load_settings(TrainSettings, [recipe], told)
 

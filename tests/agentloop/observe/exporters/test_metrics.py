@@ -35,7 +35,7 @@ from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
 from tests.agentloop.observe import story
 from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 STATS = {
     "workers": 2,
     "slots": 4,
@@ -167,7 +167,7 @@ def test_a_run_is_counted() -> None:
         "agentloop_rollouts_without_reward_total": 1,
         "agentloop_reward_seconds_sum": 0.5,
         "agentloop_groups_started_total": 3,
-        'agentloop_groups_total{outcome="teaches"}': 1,
+        'agentloop_groups_total{outcome="has_signal"}': 1,
         'agentloop_groups_total{outcome="no_reward"}': 1,
         'agentloop_groups_total{outcome="not_rolled_out"}': 1,
         'agentloop_group_rollouts_total{choice="kept"}': 2,
@@ -255,7 +255,7 @@ def test_a_version_that_is_not_a_number_is_not_shown() -> None:
 def test_groups_without_signal_are_counted() -> None:
     metrics = made()
     metrics.seen(GroupFinished("g", {}, {"a": "equal rewards"}, 1.0, False))
-    assert values(metrics)['agentloop_groups_total{outcome="teaches_nothing"}'] == 1
+    assert values(metrics)['agentloop_groups_total{outcome="no_signal"}'] == 1
 
 
 def test_negative_rewards() -> None:
@@ -309,7 +309,7 @@ def test_label_values_are_bounded() -> None:
         for event in story.of_rollout(record, f"group-{number}"):
             again.seen(event)
         again.seen(GroupFinished(f"group-{number}", {}, {record.id: f"why {number}"}, 0.1, False))
-    outcome = 'agentloop_groups_total{outcome="teaches_nothing"}'
+    outcome = 'agentloop_groups_total{outcome="no_signal"}'
     assert {name for name in values(again) if "_created" not in name} <= once | {outcome}
 
 

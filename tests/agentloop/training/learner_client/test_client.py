@@ -255,13 +255,13 @@ def test_settings_of_ranks_that_do_not_go_together(values: dict[str, object], me
         RanksSettings.model_validate(values)
 
 
-async def test_a_file_of_the_users_with_the_learners_name_is_not_run(
+async def test_a_file_of_the_users_with_the_packages_name_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The settings are invalid, which the real learner reports first."""
-    (tmp_path / "learner.py").write_text("raise SystemExit('not ours')")
+    (tmp_path / "agentloop.py").write_text("raise SystemExit('not ours')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(learner_module.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(learner_module.__file__).parents[3]))
     with pytest.raises(LearnerError, match=r"learner\.json: [\s\S]*no_such") as caught:
         async with started(
             {"no_such": 1},
