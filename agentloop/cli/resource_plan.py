@@ -1,6 +1,6 @@
 """Estimate what a training run will need: tokens, memory, disk space, processes.
 
-    config.json (weights need not exist) + settings ──> Plan ──> text, with warnings
+    config.json (weights need not exist) + settings ──> Plan ──> text (resource_report.py)
 
 P is the number of parameters, T that of trained parameters (P, or a LoRA's), R the number of ranks,
 w the bytes of `learner.dtype`. With DeepSpeed 0.19's ZeRO stages, each rank holds:
@@ -40,7 +40,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError, safe_open
+
 from agentloop.agent.rollout import Budget
+from agentloop.cli.units import count_of, number, size
 from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.processes.supervise import ServerSettings
@@ -59,6 +62,7 @@ __all__ = [
     "Plan",
     "PlanSettings",
     "ServerMemory",
+    "num_trained",
     "plan",
     "this_machine",
 ]
@@ -66,7 +70,6 @@ __all__ = [
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 _COUNTABLE = ("llama", "mistral", "qwen2", "qwen3")
 _BYTES_PER_TRAJECTORY_TOKEN = 64  # in trajectories/*.jsonl, which hold ids and log-probs twice
-_MAX_HEADER_BYTES = 100 << 20
 
 
 class PlanSettings(Protocol):
@@ -262,10 +265,7 @@ class Plan:
         """Number of GPUs used on this machine. Servers and ranks share GPUs, from the first on."""
         return max(_server_gpus(self.settings), self.settings.ranks.count) if self.on_gpus else 0
 
-    def text(self) -> str:
-        return "\n".join(_lines(self)) + "\n"
-
-    def data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: bytes, tokens and counts."""
         names = ("num_rollouts", "num_kept", "max_tokens", "max_kept_tokens")
         return {
@@ -371,21 +371,20 @@ def _count(config: Mapping[str, Any], query: int, kv: int) -> int:
 
 def _count_tensors(folder: Path, *, tied: bool) -> int:
     """Count the elements of all tensors in a folder's safetensors files."""
-    sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            try:
-                header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
-            except ValueError as error:
-                raise ModelError(f"{path}: not a safetensors file: {error}") from error
-        sizes |= {k: math.prod(v["shape"]) for k, v in header.items() if k != "__metadata__"}
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118
+                    counts[name] = math.prod(file.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ModelError(f"{path}: truncated, or not a safetensors file: {error}") from error
     if tied:
-        sizes.pop("lm_head.weight", None)
-    return sum(sizes.values())
+        counts.pop("lm_head.weight", None)
+    return sum(counts.values())
 
 
-def _num_trained(shape: ModelShape, learner: LearnerSettings) -> int:
+def num_trained(shape: ModelShape, learner: LearnerSettings) -> int:
     """Count the trained parameters: all, or a LoRA's rank x (in + out) per adapted layer."""
     if not learner.lora.rank:
         return shape.num_parameters
@@ -407,7 +406,7 @@ def _num_trained(shape: ModelShape, learner: LearnerSettings) -> int:
 def _learner_memory(
     shape: ModelShape, learner: LearnerSettings, ranks: RanksSettings, on_gpus: bool
 ) -> LearnerMemory:
-    p, t, w = shape.num_parameters, _num_trained(shape, learner), _WIDTHS[learner.dtype]
+    p, t, w = shape.num_parameters, num_trained(shape, learner), _WIDTHS[learner.dtype]
     num_ranks = ranks.count * ranks.nodes
     zero = learner.deepspeed.get("zero_optimization", {})
     stage = learner.zero_stage
@@ -473,7 +472,7 @@ def _server_memory(shape: ModelShape, settings: PlanSettings, on_gpus: bool) -> 
 def _disk(shape: ModelShape, settings: PlanSettings) -> Disk:
     loop, learner = settings.loop, settings.learner
     weights = 0 if learner.zero_stage == 3 else _WIDTHS[learner.dtype]
-    checkpoint = (weights + 12) * _num_trained(shape, learner)
+    checkpoint = (weights + 12) * num_trained(shape, learner)
     every = loop.checkpoint_every or max(1, loop.steps)
     num_checkpoints = math.ceil(loop.steps / every)
     if learner.keep_checkpoints:
@@ -521,17 +520,17 @@ def _warnings(
     longest = s.budget.max_response_tokens
     if 0 < shape.context_length <= longest:
         yield (
-            f"the model's context of {_number(shape.context_length)} tokens does not hold a prompt "
-            f"and budget.max_response_tokens ({_number(longest)})"
+            f"the model's context of {number(shape.context_length)} tokens does not hold a prompt "
+            f"and budget.max_response_tokens ({number(longest)})"
         )
     if s.learner.micro_batch_tokens <= longest:
         yield (
-            f"learner.micro_batch_tokens ({_number(s.learner.micro_batch_tokens)}) does not hold a "
-            f"prompt and budget.max_response_tokens ({_number(longest)})"
+            f"learner.micro_batch_tokens ({number(s.learner.micro_batch_tokens)}) does not hold a "
+            f"prompt and budget.max_response_tokens ({number(longest)})"
         )
     cache = s.server.max_total_tokens
     if cache is not None and not s.servers and cache <= longest:
-        yield f"server.max_total_tokens ({_number(cache)}) does not hold one rollout"
+        yield f"server.max_total_tokens ({number(cache)}) does not hold one rollout"
     if s.learner.optimizer.warmup_steps >= s.loop.steps * s.learner.updates_per_batch > 0:
         yield f"the warm-up of {s.learner.optimizer.warmup_steps} steps lasts the whole run"
     if on_gpus:
@@ -542,11 +541,11 @@ def _warnings(
         host = s.ranks.count * learner.total + own * (server.weights + (server.kv_cache or 0))
     host = max(host, learner.loading, s.ranks.count * learner.offloaded)
     if host > machine.ram_bytes:
-        yield f"{_size(host)} of host memory are needed; there are {_size(machine.ram_bytes)}"
+        yield f"{size(host)} of host memory are needed; there are {size(machine.ram_bytes)}"
     if disk.total > machine.disk_free_bytes:
         yield (
-            f"up to {_size(disk.total)} will be written to {s.run.folder}, where "
-            f"{_size(machine.disk_free_bytes)} are free"
+            f"up to {size(disk.total)} will be written to {s.run.folder}, where "
+            f"{size(machine.disk_free_bytes)} are free"
         )
 
 
@@ -557,7 +556,7 @@ def _gpu_warnings(
     needed = max(server_gpus, s.ranks.count)
     if needed > machine.num_gpus:
         available = machine.num_gpus or "none that nvidia-smi lists"
-        yield f"{_count_of(needed, 'GPU')} needed; this machine has {available}"
+        yield f"{count_of(needed, 'GPU')} needed; this machine has {available}"
     fraction = _mem_fraction(s)
     if server_gpus and fraction is None:
         yield (
@@ -567,123 +566,11 @@ def _gpu_warnings(
     if not machine.gpu_bytes:
         return
     if server_gpus and server.weights > (fraction or 1) * machine.gpu_bytes:
-        yield f"a server's weights take {_size(server.weights)} of each GPU: raise server.tp_size"
+        yield f"a server's weights take {size(server.weights)} of each GPU: raise server.tp_size"
     taken = (fraction or 0) * machine.gpu_bytes if server_gpus else 0
     if learner.total + taken > machine.gpu_bytes:
-        share = f", and servers {_size(taken)}" if taken else ""
+        share = f", and servers {size(taken)}" if taken else ""
         yield (
-            f"a rank takes {_size(learner.total)} of its GPU's {_size(machine.gpu_bytes)}{share}: "
+            f"a rank takes {size(learner.total)} of its GPU's {size(machine.gpu_bytes)}{share}: "
             "use more ranks, a higher learner.zero_stage, fewer micro_batch_tokens or checkpointing"
         )
-
-
-def _lines(p: Plan) -> Iterator[str]:
-    s, loop, learner, shape = p.settings, p.settings.loop, p.settings.learner, p.shape
-    by = "counted in the weights" if shape.counted else "from the configuration"
-    yield f"model      {p.folder}: {_amount(shape.num_parameters)} parameters ({by})"
-    yield (
-        f"           {shape.num_layers} layers of {shape.hidden_size}, vocabulary "
-        f"{_number(shape.vocab_size)}, context {_number(shape.context_length)}"
-    )
-    tokens = _number(s.budget.max_response_tokens)
-    yield f"steps      {loop.steps}; each of them:"
-    yield (
-        f"  roll out {_number(loop.tasks_per_step)} tasks, {loop.group_size} times each: "
-        f"{_number(p.num_rollouts)} rollouts of at most {tokens} tokens and "
-        f"{s.budget.max_turns} turns, {_amount(p.max_tokens)} tokens in all"
-    )
-    yield (
-        f"  train    on at most {_number(p.num_kept)} of them, {_amount(p.max_kept_tokens)} "
-        f"tokens: at least {_number(_micro_batches(p))} micro-batches per rank, "
-        f"{_count_of(learner.updates_per_batch, 'optimizer step')}"
-    )
-    factor = 8 if learner.activation_checkpointing else 6
-    yield (
-        f"  compute  at most {_flops(2 * shape.num_parameters * p.max_tokens)} for rollouts, "
-        f"{_flops(factor * shape.num_parameters * p.max_kept_tokens)} for training, without "
-        "attention"
-    )
-    where = _count_of(s.server.count, "server")
-    if s.servers:
-        where = _count_of(len(s.servers), "external server")
-    yield f"  publish  {_size(p.disk.weights)} of weights for {where}"
-    if loop.evaluate_every:
-        yield f"  every {loop.evaluate_every} steps {loop.evaluate_tasks} held-out tasks, once each"
-    m = p.learner
-    device = "GPU" if p.on_gpus else "process"
-    nodes = f" on each of {s.ranks.nodes} nodes" if s.ranks.nodes > 1 else ""
-    yield (
-        f"learner    {_count_of(s.ranks.count, 'rank')}{nodes}, ZeRO {learner.zero_stage}, "
-        f"{learner.dtype}: {_size(m.total)} each {device}"
-    )
-    if learner.lora.rank:
-        yield f"  LoRA with {_amount(_num_trained(shape, learner))} trained parameters"
-    kept = "checkpointed" if learner.activation_checkpointing else "not checkpointed"
-    parts = (
-        ("weights", m.weights, ""),
-        ("gradients", m.gradients, ""),
-        ("optimizer", m.optimizer, ""),
-        ("buffers", m.buffers, "DeepSpeed's"),
-        ("activations", m.activations, f"{_number(learner.micro_batch_tokens)} tokens, {kept}"),
-        ("logits", m.logits, f"{_number(learner.head_chunk_tokens)} tokens at a time"),
-    )  # fmt: skip
-    for name, size, note in parts:
-        yield f"  {name:<12} {_size(size):>10}  {note}".rstrip()
-    if m.offloaded:
-        yield f"  offloaded    {_size(m.offloaded):>10}  of host memory, per rank"
-    yield f"  at the start {_size(m.loading):>10}  of host memory, for all ranks of a node"
-    own = "" if s.servers else f", tp {s.server.tp_size}, dp {s.server.dp_size}"
-    yield f"inference  {where}{own}; on each {device}:"
-    yield f"  weights      {_size(p.server.weights):>10}"
-    yield (
-        f"  KV cache     {_size(p.server.kv_token):>10}  per token, {_size(p.server.rollout)} per "
-        "rollout that uses up its budget"
-    )
-    if p.server.kv_cache is not None and not s.servers:
-        yield f"               {_size(p.server.kv_cache):>10}  in total"
-    d = p.disk
-    yield f"disk       {s.run.folder}: up to {_size(d.total)}"
-    yield f"  weights      {_size(d.weights):>10}  twice, while they are replaced"
-    yield f"  checkpoints  {_size(d.checkpoints):>10}  at most, {_size(d.checkpoint)} each"
-    per_step = _size(d.trajectories_per_step)
-    yield f"  trajectories {_size(d.trajectories):>10}  at most, {per_step} per step"
-    gpus = f", {_count_of(p.num_gpus, 'GPU')} of this machine" if p.on_gpus else ", no GPU"
-    yield f"processes  {p.num_processes} of servers and learner{gpus}"
-    for warning in p.warnings:
-        yield f"warning    {warning}"
-
-
-def _micro_batches(p: Plan) -> int:
-    tokens = p.settings.learner.micro_batch_tokens
-    ranks = p.settings.ranks
-    return math.ceil(p.max_kept_tokens / tokens / (ranks.count * ranks.nodes))
-
-
-def _size(num_bytes: float) -> str:
-    for unit, width in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= width:
-            value = num_bytes / width
-            return f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def _count_of(number: int, noun: str) -> str:
-    return f"{_number(number)} {noun}{'' if number == 1 else 's'}"
-
-
-def _amount(number: int) -> str:
-    for unit, width in (("billion", 10**9), ("million", 10**6)):
-        if number >= width:
-            return f"{number / width:.4g} {unit}"
-    return _number(number)
-
-
-def _number(number: int) -> str:
-    return f"{number:,}"
-
-
-def _flops(number: float) -> str:
-    for unit, width in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)):
-        if number >= width:
-            return f"{number / width:.3g} {unit}"
-    return f"{number / 1e9:.3g} GFLOP"

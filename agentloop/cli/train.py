@@ -20,6 +20,7 @@ import pydantic
 from agentloop.analysis.plots import plot_runs
 from agentloop.cli import console
 from agentloop.cli.resource_plan import plan
+from agentloop.cli.resource_report import report
 from agentloop.cli.respawn import is_child, revived, tell_run
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.sft import (
@@ -500,7 +501,7 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
     changes = start.learner.config if start is not None else settings.learner.config
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
-        data = {**made.data(), "refused": refused or None, "missing": missing or None}
+        data = {**made.to_dict(), "refused": refused or None, "missing": missing or None}
         console.print_json(data)
         return 2 if refused else 0
     if start is not None:
@@ -514,7 +515,7 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
             f"{budget.max_response_tokens:,} tokens at most"
             + (f", on the hard ones of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
         )
-    print(made.text(), end="")
+    print(report(made), end="")
     if missing:
         print(f"missing    {missing}")
     if refused:

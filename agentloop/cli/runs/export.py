@@ -2,8 +2,8 @@
 
     runs/NAME/weights/40 (train) or runs/NAME/model (sft) ──verify──> cast ──rename──> OUT
 
-Weights are verified against the checksums that they were published with, and cast without torch:
-bfloat16 is the upper half of float32.
+Weights are verified against the checksums that they were published with. They are cast without
+torch, one file at a time, which has to fit in memory.
 Not covered: DeepSpeed checkpoints. Quantized weights are copied, never cast.
 """
 
@@ -12,15 +12,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import shutil
-import struct
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from agentloop.cli import console
 from agentloop.agent.chat_format import ChatFormat
@@ -35,8 +41,7 @@ _INDEX = "model.safetensors.index.json"
 # Files that a loader needs besides the weights.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 _NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}
-_MAX_HEADER_BYTES = 100 << 20  # as in safetensors itself
-_CHUNK_BYTES = 64 << 20
+_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +159,11 @@ def _write(found: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype |
             shutil.copyfile(source, target)
         else:
             _cast_file(source, target, dtype)
+        with _opened(target) as file:
+            for tensor in map(file.get_slice, file.keys()):
+                kinds[_NAMES.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
         with target.open("rb") as stream:
-            for tensor in _header(stream, target).values():
-                size = tensor["data_offsets"][1] - tensor["data_offsets"][0]
-                kinds[_NAMES.get(tensor["dtype"], "")] += size
-                num_bytes += size
+            num_bytes += target.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
     if (out / _INDEX).is_file():
         index = _read_json(out / _INDEX)
         _write_json(out / _INDEX, index | {"metadata": {"total_size": num_bytes}})
@@ -175,77 +180,30 @@ def _write(found: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype |
 
 def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
     """Copy a safetensors file, casting floating-point tensors to `dtype`."""
-    wanted = next(short for short, name in _NAMES.items() if name == dtype)
-    with source.open("rb") as file, target.open("wb") as out:
-        tensors = _header(file, source)
-        begin = file.tell()
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        order = sorted(tensors, key=lambda name: tensors[name]["data_offsets"][0])
-        for name in order:
-            kind, (start, end) = tensors[name]["dtype"], tensors[name]["data_offsets"]
+    tensors = {}
+    with _opened(source) as file:
+        for name in file.keys():  # noqa: SIM118
+            kind = file.get_slice(name).get_dtype()
             if kind.startswith("F") and kind not in _NAMES:
                 raise ModelError(
                     f"{source}: {name} has dtype {kind}, which cannot be cast: omit --dtype"
                 )
-            size = end - start
+            tensor = file.get_tensor(name)
             if kind in _NAMES:
-                size = size // _WIDTHS[kind] * _WIDTHS[wanted]
-            new = wanted if kind in _NAMES else kind
-            header[name] = {**tensors[name], "dtype": new, "data_offsets": [at, at + size]}
-            at += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        out.write(struct.pack("<Q", len(text)) + text)
-        for name in order:
-            start, end = tensors[name]["data_offsets"]
-            file.seek(begin + start)
-            for data in _chunks(file, end - start):
-                out.write(_cast(data, tensors[name]["dtype"], header[name]["dtype"]))
+                with np.errstate(over="ignore"):  # too large for bfloat16: infinite
+                    tensor = tensor.astype(_DTYPES[dtype])
+            tensors[name] = tensor
+    save_file(tensors, target, metadata={"format": "pt"})
 
 
-_WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-
-
-def _cast(data: bytes, old: str, new: str) -> bytes:
-    """Cast little-endian floats from dtype `old` to `new`, rounding half to even."""
-    if old == new:
-        return data
-    import numpy as np  # a dependency of transformers
-
-    if old == "BF16":
-        wide = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-    else:
-        wide = np.frombuffer(data, {"F16": "<f2", "F32": "<f4", "F64": "<f8"}[old]).astype("<f4")
-    if new == "F32":
-        return wide.tobytes()
-    bits = wide.view("<u4")
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    # Rounding would turn the largest NaN into a zero.
-    return np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype("<u2").tobytes()
-
-
-def _chunks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
-    while num_bytes:
-        data = file.read(min(num_bytes, _CHUNK_BYTES))
-        num_bytes -= len(data)
-        yield data
-
-
-def _header(file: BinaryIO, path: Path) -> dict[str, dict[str, Any]]:
-    """Read a safetensors header, by tensor name, and leave the file at the start of the data."""
-    size = int.from_bytes(file.read(8), "little")
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; one that is damaged or truncated is a `ModelError`."""
     try:
-        if not 0 < size <= _MAX_HEADER_BYTES:
-            raise ValueError(f"its header has {size} bytes")
-        header: dict[str, dict[str, Any]] = json.loads(file.read(size))
-    except ValueError as error:
-        raise ModelError(f"{path}: not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-    if path.stat().st_size < 8 + size + end:
-        raise ModelError(f"{path}: the file is truncated")
-    return header
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except SafetensorError as error:
+        raise ModelError(f"{path}: truncated, or not a safetensors file: {error}") from error
 
 
 def _add_card(found: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from agentloop.cli.resource_plan import (
     plan,
     this_machine,
 )
+from agentloop.cli.resource_report import report
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.errors import ModelError, SettingsError
@@ -144,7 +145,7 @@ def test_a_lora_trains_few() -> None:
     assert memory.optimizer == 12 * 4 * 8 * (256 + 192)
     made = planned("learner.lora.rank=8")
     assert made.disk.checkpoint == (4 + 12) * 77_824
-    assert "77,824 trained parameters" in made.text()
+    assert "77,824 trained parameters" in report(made)
 
 
 def test_ranks_on_several_nodes_share_out_more() -> None:
@@ -154,7 +155,7 @@ def test_ranks_on_several_nodes_share_out_more() -> None:
     assert (memory.weights, memory.optimizer) == (4_000_000, 12 * 1_000_000 // 8)
     assert memory.loading == 2 * 4_000_000
     nodes = ("ranks.nodes=4", "ranks.launcher=torchrun", "ranks.address=here")
-    assert "2 ranks on each of 4 nodes" in planned("ranks.count=2", *nodes).text()
+    assert "2 ranks on each of 4 nodes" in report(planned("ranks.count=2", *nodes))
 
 
 def test_buffers_activations_and_logits() -> None:
@@ -270,7 +271,7 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
 def test_warnings(overrides: list[str], said: str) -> None:
     usual = ["budget.max_response_tokens=1000"] if overrides[0].startswith("loop") else []
     made = planned(*usual, *overrides)
-    [line] = [line for line in made.text().splitlines() if re.search(said, line)]
+    [line] = [line for line in report(made).splitlines() if re.search(said, line)]
     assert line.startswith("warning    ")
 
 
@@ -285,7 +286,7 @@ def test_nothing_is_warned_of_without_a_reason() -> None:
 
 def test_a_plan_says_what_a_step_does() -> None:
     made = planned(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
-    text = made.text()
+    text = report(made)
     for said in (
         "14.77 billion parameters (from the configuration)",
         "40 layers of 5120, vocabulary 151,936, context 32,768",
@@ -305,4 +306,4 @@ def test_this_machine(tmp_path: Path) -> None:
     assert machine.disk_free_bytes > 0
     assert bool(machine.num_gpus) == bool(machine.gpu_bytes)
     made = plan(load_settings(TrainSettings, overrides=[f"run.folder='{tmp_path}'"]))
-    assert f"disk       {tmp_path}: up to" in made.text()
+    assert f"disk       {tmp_path}: up to" in report(made)

@@ -1,0 +1,98 @@
+"""The text of a `Plan`, as `agentloop train --dry-run` prints it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from agentloop.cli.resource_plan import Plan, num_trained
+from agentloop.cli.units import amount, count_of, flops, number, size
+
+__all__ = ["report"]
+
+
+def report(plan: Plan) -> str:
+    """Return the estimates and warnings, one per line."""
+    return "\n".join(_lines(plan)) + "\n"
+
+
+def _lines(p: Plan) -> Iterator[str]:
+    s, loop, learner, shape = p.settings, p.settings.loop, p.settings.learner, p.shape
+    by = "counted in the weights" if shape.counted else "from the configuration"
+    yield f"model      {p.folder}: {amount(shape.num_parameters)} parameters ({by})"
+    yield (
+        f"           {shape.num_layers} layers of {shape.hidden_size}, vocabulary "
+        f"{number(shape.vocab_size)}, context {number(shape.context_length)}"
+    )
+    tokens = number(s.budget.max_response_tokens)
+    yield f"steps      {loop.steps}; each of them:"
+    yield (
+        f"  roll out {number(loop.tasks_per_step)} tasks, {loop.group_size} times each: "
+        f"{number(p.num_rollouts)} rollouts of at most {tokens} tokens and "
+        f"{s.budget.max_turns} turns, {amount(p.max_tokens)} tokens in all"
+    )
+    yield (
+        f"  train    on at most {number(p.num_kept)} of them, {amount(p.max_kept_tokens)} "
+        f"tokens: at least {number(_micro_batches(p))} micro-batches per rank, "
+        f"{count_of(learner.updates_per_batch, 'optimizer step')}"
+    )
+    factor = 8 if learner.activation_checkpointing else 6
+    yield (
+        f"  compute  at most {flops(2 * shape.num_parameters * p.max_tokens)} for rollouts, "
+        f"{flops(factor * shape.num_parameters * p.max_kept_tokens)} for training, without "
+        "attention"
+    )
+    where = count_of(s.server.count, "server")
+    if s.servers:
+        where = count_of(len(s.servers), "external server")
+    yield f"  publish  {size(p.disk.weights)} of weights for {where}"
+    if loop.evaluate_every:
+        yield f"  every {loop.evaluate_every} steps {loop.evaluate_tasks} held-out tasks, once each"
+    m = p.learner
+    device = "GPU" if p.on_gpus else "process"
+    nodes = f" on each of {s.ranks.nodes} nodes" if s.ranks.nodes > 1 else ""
+    yield (
+        f"learner    {count_of(s.ranks.count, 'rank')}{nodes}, ZeRO {learner.zero_stage}, "
+        f"{learner.dtype}: {size(m.total)} each {device}"
+    )
+    if learner.lora.rank:
+        yield f"  LoRA with {amount(num_trained(shape, learner))} trained parameters"
+    kept = "checkpointed" if learner.activation_checkpointing else "not checkpointed"
+    parts = (
+        ("weights", m.weights, ""),
+        ("gradients", m.gradients, ""),
+        ("optimizer", m.optimizer, ""),
+        ("buffers", m.buffers, "DeepSpeed's"),
+        ("activations", m.activations, f"{number(learner.micro_batch_tokens)} tokens, {kept}"),
+        ("logits", m.logits, f"{number(learner.head_chunk_tokens)} tokens at a time"),
+    )  # fmt: skip
+    for name, num_bytes, note in parts:
+        yield f"  {name:<12} {size(num_bytes):>10}  {note}".rstrip()
+    if m.offloaded:
+        yield f"  offloaded    {size(m.offloaded):>10}  of host memory, per rank"
+    yield f"  at the start {size(m.loading):>10}  of host memory, for all ranks of a node"
+    own = "" if s.servers else f", tp {s.server.tp_size}, dp {s.server.dp_size}"
+    yield f"inference  {where}{own}; on each {device}:"
+    yield f"  weights      {size(p.server.weights):>10}"
+    yield (
+        f"  KV cache     {size(p.server.kv_token):>10}  per token, {size(p.server.rollout)} per "
+        "rollout that uses up its budget"
+    )
+    if p.server.kv_cache is not None and not s.servers:
+        yield f"               {size(p.server.kv_cache):>10}  in total"
+    d = p.disk
+    yield f"disk       {s.run.folder}: up to {size(d.total)}"
+    yield f"  weights      {size(d.weights):>10}  twice, while they are replaced"
+    yield f"  checkpoints  {size(d.checkpoints):>10}  at most, {size(d.checkpoint)} each"
+    per_step = size(d.trajectories_per_step)
+    yield f"  trajectories {size(d.trajectories):>10}  at most, {per_step} per step"
+    gpus = f", {count_of(p.num_gpus, 'GPU')} of this machine" if p.on_gpus else ", no GPU"
+    yield f"processes  {p.num_processes} of servers and learner{gpus}"
+    for warning in p.warnings:
+        yield f"warning    {warning}"
+
+
+def _micro_batches(p: Plan) -> int:
+    tokens = p.settings.learner.micro_batch_tokens
+    ranks = p.settings.ranks
+    return math.ceil(p.max_kept_tokens / tokens / (ranks.count * ranks.nodes))

@@ -1,0 +1,40 @@
+"""Numbers as text for people: bytes, counts, amounts and floating-point operations."""
+
+from __future__ import annotations
+
+__all__ = ["amount", "count_of", "flops", "number", "size"]
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes with a binary unit, such as `1.5 GiB`."""
+    for unit, width in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= width:
+            value = num_bytes / width
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural unless it is 1: `2 GPUs`."""
+    return f"{number(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def amount(count: int) -> str:
+    """Return a large count in millions or billions, with four digits."""
+    for unit, width in (("billion", 10**9), ("million", 10**6)):
+        if count >= width:
+            return f"{count / width:.4g} {unit}"
+    return number(count)
+
+
+def number(count: int) -> str:
+    """Return a count with commas between the thousands."""
+    return f"{count:,}"
+
+
+def flops(count: float) -> str:
+    """Return a number of floating-point operations with a unit, such as `3.2 TFLOP`."""
+    for unit, width in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)):
+        if count >= width:
+            return f"{count / width:.3g} {unit}"
+    return f"{count / 1e9:.3g} GFLOP"
