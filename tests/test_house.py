@@ -172,7 +172,12 @@ MAY_IMPORT = {
         *BOTTOM,
     },
     "agentloop.training.weight_sync.checksums": set(),
-    "agentloop.inference.scheduling": {"agentloop.inference.scheduling", *BOTTOM},
+    "agentloop.inference.ranks": set(),
+    "agentloop.inference.scheduling": {
+        "agentloop.inference.scheduling",
+        "agentloop.inference.ranks",
+        *BOTTOM,
+    },
     "agentloop": {"agentloop"},
     "bench": {"bench", "agentloop"},
     "tools": {"tools", "agentloop"},

@@ -39,11 +39,15 @@ from agentloop.errors import (
     ServerRefused,
     ServerUnavailable,
 )
+from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate
 from agentloop.inference.scheduling.health import Health, HealthSettings, ServerState
-from agentloop.inference.scheduling.kv_ledger import DataParallelRank, KVLedger, LengthPredictor
-from agentloop.inference.scheduling.placement import Costs, Decision, Placement, PlacementRequest
+from agentloop.inference.scheduling.kv_ledger import KVLedger
+from agentloop.inference.scheduling.kv_policy import Costs
+from agentloop.inference.scheduling.length_predictor import LengthPredictor
+from agentloop.inference.scheduling.placement import Decision, PlacementRequest
+from agentloop.inference.scheduling.policies import make_policy
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from agentloop.inference.sglang.client import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
 from agentloop.trajectory import TurnEnd, VersionSpan
@@ -149,7 +153,7 @@ class _Replica:
     num_retracted: Counter[DataParallelRank] = field(default_factory=Counter)
 
     @property
-    def places(self) -> list[DataParallelRank]:
+    def ranks(self) -> list[DataParallelRank]:
         """The server's data-parallel ranks, each of which has a KV cache of its own."""
         return [DataParallelRank(self.server.url, rank) for rank in range(self.info.dp_size)]
 
@@ -183,8 +187,8 @@ class Router:
     def __init__(self, settings: RouterSettings, *, longest: int) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
-        self._placement = Placement(
-            self._ledger, settings.policy, costs=settings.costs, patience_s=settings.patience_s
+        self._policy = make_policy(
+            settings.policy, self._ledger, costs=settings.costs, patience_s=settings.patience_s
         )
         self._queue: WaitQueue[_Request] = WaitQueue(patience_s=settings.patience_s)
         self._replicas: dict[str, _Replica] = {}
@@ -306,8 +310,8 @@ class Router:
             return
         replica.weight_version = replica.verified_version = version
         replica.num_loads += 1
-        for place in replica.places:
-            self._ledger.flush(place)
+        for rank in replica.ranks:
+            self._ledger.flush(rank)
         if version == self._weights:
             replica.health.weights_loaded()
         self._place_waiting()
@@ -329,9 +333,9 @@ class Router:
 
     def _register(self, replica: _Replica) -> None:
         self._replicas[replica.server.url] = replica
-        for place in replica.places:
+        for rank in replica.ranks:
             self._ledger.add(
-                place,
+                rank,
                 replica.info.max_total_num_tokens,
                 replica.info.max_running_requests or math.inf,
             )
@@ -368,7 +372,7 @@ class Router:
     def view(self) -> list[ServerView]:
         views = []
         for url, replica in self._replicas.items():
-            pools = [self._ledger.pools[place] for place in replica.places]
+            pools = [self._ledger.pools[rank] for rank in replica.ranks]
             views.append(
                 ServerView(
                     url,
@@ -376,12 +380,12 @@ class Router:
                     sum(pool.num_sequences for pool in pools),
                     sum(pool.num_live for pool in pools),
                     sum(pool.num_reserved for pool in pools),
-                    sum(pool.num_wanted for pool in pools),
+                    sum(pool.num_kept for pool in pools),
                     sum(pool.capacity for pool in pools),
                     sum(pool.num_others for pool in pools),
                     replica.health.reason,
                     replica.weight_version,
-                    sum(pool.num_parked - pool.num_wanted for pool in pools),
+                    sum(pool.num_parked - pool.num_kept for pool in pools),
                 )
             )
         return views
@@ -403,7 +407,7 @@ class Router:
 
     async def wait_for_capacity(self, size: int) -> None:
         """Wait until another group of `size` rollouts may start; then ask for the next task."""
-        if self._settings.policy == "kv":
+        if self._policy.may_wait:
             await self._gate.wait_for_capacity(size)
 
     @asynccontextmanager
@@ -416,7 +420,7 @@ class Router:
         Raises:
             ValueError: A group of that name is in flight.
         """
-        if self._settings.policy == "kv":
+        if self._policy.may_wait:
             async with self._gate.group(name, size, num_prompt) as group:
                 try:
                     yield group
@@ -430,7 +434,7 @@ class Router:
 
     def forget_group(self, name: str) -> None:
         """Release the queue position and the assigned server of a group that has ended."""
-        self._placement.forget(name)
+        self._policy.forget(name)
         self._orders.pop(name, None)
 
     # --- turns ----------------------------------------------------------------------------------
@@ -479,8 +483,8 @@ class Router:
                 max_new_tokens=generation.max_new_tokens - len(received),
             )
             replica, decision = await self._place(rest, first=moves > 0)
-            place = decision.place
-            assert place is not None
+            rank = decision.rank
+            assert rank is not None
             offset = len(received)
             # A server added after the turn began may have a smaller context.
             num_new = min(rest.max_new_tokens, replica.context_length - len(rest.ids))
@@ -494,13 +498,13 @@ class Router:
                 offset: int = offset,
                 aborted: list[Chunk] = aborted,
                 replica: _Replica = replica,
-                place: DataParallelRank = place,
+                rank: DataParallelRank = rank,
             ) -> None:
                 self._ledger.grow(rid, len(chunk.ids))
                 received.extend(chunk.ids)
                 self._gate.reached(generation.key, num_own + len(received))
                 if chunk.num_retractions:
-                    replica.num_retracted[place] += chunk.num_retractions
+                    replica.num_retracted[rank] += chunk.num_retractions
                 if chunk.end is None:
                     on_chunk(chunk)
                 elif chunk.end is not TurnEnd.ABORT:
@@ -510,13 +514,13 @@ class Router:
                     on_chunk(replace(chunk, end=None, versions=()))
 
             try:
-                on_placed(place.server, decision)
+                on_placed(rank.server, decision)
                 await replica.server.generate(
                     rest.ids,
                     params,
                     rid=rest.rid,
                     on_chunk=take,
-                    rank=place.rank if replica.info.dp_size > 1 else None,
+                    rank=rank.index if replica.info.dp_size > 1 else None,
                     num_top_logprobs=rest.num_top_logprobs,
                 )
                 if not aborted:
@@ -551,7 +555,7 @@ class Router:
         """
         self._ledger.forget(key)
         self._gate.ended(key, whole=whole)
-        self._placement.forget(key)
+        self._policy.forget(key)
         self._orders.pop(key, None)
 
     async def _place(self, generation: Generation, *, first: bool) -> tuple[_Replica, Decision]:
@@ -614,11 +618,11 @@ class Router:
         if not len(self._queue):
             return
         now = time.monotonic()
-        places = [
-            place
+        ranks = [
+            rank
             for replica in self._replicas.values()
             if replica.health.state.takes_new
-            for place in replica.places
+            for rank in replica.ranks
         ]
         longest = max(
             (
@@ -628,10 +632,10 @@ class Router:
             ),
             default=0,
         )
-        self._queue.place(now, lambda waiting: self._try_to_place(waiting, places, longest, now))
+        self._queue.place(now, lambda waiting: self._try_to_place(waiting, ranks, longest, now))
 
     def _try_to_place(
-        self, waiting: Waiting[_Request], places: list[DataParallelRank], longest: int, now: float
+        self, waiting: Waiting[_Request], ranks: list[DataParallelRank], longest: int, now: float
     ) -> bool:
         """Return whether the turn waits no longer.
 
@@ -644,30 +648,28 @@ class Router:
         if self._closed or ask.num_tokens >= longest:
             request.placed.set()
             return True
-        home = self._ledger.home(generation.key)
-        if home is not None and home.place not in places:  # it may return to a suspect server
-            replica = self._replicas.get(home.place.server)
+        own = self._ledger.affinity(generation.key)
+        if own is not None and own.rank not in ranks:  # it may return to a suspect server
+            replica = self._replicas.get(own.rank.server)
             if replica is not None and replica.health.state.takes_own:
-                places = [*places, home.place]
-        places = [
-            place
-            for place in places
-            if ask.num_tokens < self._replicas[place.server].context_length
+                ranks = [*ranks, own.rank]
+        ranks = [
+            rank for rank in ranks if ask.num_tokens < self._replicas[rank.server].context_length
         ]
-        decision = self._placement.choose(ask, places, now=now, waited_s=now - waiting.since_s)
+        decision = self._policy.choose(ask, ranks, now=now, waited_s=now - waiting.since_s)
         request.decision = decision
-        if decision.place is None:
+        if decision.rank is None:
             return False
         self._ledger.reserve(
             generation.rid,
-            decision.place,
+            decision.rank,
             ask.num_tokens,
             ask.budget,
             key=generation.key,
             group=generation.group,
             num_shared=generation.num_shared,
         )
-        request.replica = self._replicas[decision.place.server]
+        request.replica = self._replicas[decision.rank.server]
         request.placed.set()
         if explain_log.isEnabledFor(logging.INFO):
             waited_s = now - waiting.since_s
@@ -706,10 +708,10 @@ class Router:
         while True:
             await anyio.sleep(self._settings.probe_interval_s)
             if replica.health.state is ServerState.RETIRED:
-                if not any(self._ledger.pools[place].num_sequences for place in replica.places):
+                if not any(self._ledger.pools[rank].num_sequences for rank in replica.ranks):
                     del self._replicas[replica.server.url]
-                    for place in replica.places:
-                        self._ledger.remove(place)
+                    for rank in replica.ranks:
+                        self._ledger.remove(rank)
                     return
                 continue
             try:
@@ -741,17 +743,17 @@ class Router:
             return  # its answer is outdated
         if not before.keeps_running:
             # It may be a new process with an empty cache.
-            for place in replica.places:
-                self._ledger.remove(place)
+            for rank in replica.ranks:
+                self._ledger.remove(rank)
             replica.info = info
             replica.verified_version = None
-            for place in replica.places:
+            for rank in replica.ranks:
                 self._ledger.add(
-                    place, info.max_total_num_tokens, info.max_running_requests or math.inf
+                    rank, info.max_total_num_tokens, info.max_running_requests or math.inf
                 )
         elif replica.weight_version not in (None, version):  # new weights invalidate the cache
-            for place in replica.places:
-                self._ledger.flush(place)
+            for rank in replica.ranks:
+                self._ledger.flush(rank)
         replica.weight_version = version
         has_weights = self._has_weights(replica, version)
         if replica.health.probe_succeeded(has_weights=has_weights) is not before:
@@ -765,13 +767,13 @@ class Router:
         """
         reports = await replica.server.loads()
         now = time.monotonic()
-        places = replica.places
+        ranks = replica.ranks
         num_retracted = 0
-        for place, report in zip(places, reports, strict=False):
-            report = replace(report, num_retracted=replica.num_retracted[place])
-            num_retracted += self._ledger.report(place, report, now)
+        for rank, report in zip(ranks, reports, strict=False):
+            report = replace(report, num_retracted=replica.num_retracted[rank])
+            num_retracted += self._ledger.report(rank, report, now)
         self._ledger.age(now)
-        reported_s = max(self._ledger.reported_s(place) for place in places)
+        reported_s = max(self._ledger.reported_s(rank) for rank in ranks)
         self._gate.observe(now, num_retracted, reported_s)
 
     async def _watch_streams(self) -> None:

@@ -22,7 +22,7 @@ import orjson
 import pydantic
 
 from agentloop.errors import ServerError, ServerRefused, ServerUnavailable
-from agentloop.inference.scheduling.kv_ledger import LoadReport
+from agentloop.inference.ranks import LoadReport
 from agentloop.inference.sglang.http_stream import PostStream, StreamBroken
 from agentloop.trajectory import TurnEnd, VersionSpan
 
