@@ -35,6 +35,7 @@ BOTTOM = {
     "agentloop.events",
     "agentloop.distribution",
     "agentloop.plain_json",
+    "agentloop.restarts",
     "agentloop.inference.processes.openmp",
 }
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
@@ -158,6 +159,7 @@ MAY_IMPORT = {
     "agentloop.models": set(),
     "agentloop.errors": set(),
     "agentloop.plain_json": set(),
+    "agentloop.restarts": set(),
     "agentloop.inference.processes.openmp": set(),
     "agentloop.trajectory": {"agentloop.errors"},
     "agentloop.config": {"agentloop.errors"},

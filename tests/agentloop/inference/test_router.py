@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.scheduling.placement import POLICIES
+from agentloop.inference.scheduling.policies import POLICIES
 from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
 from agentloop.trajectory import TurnEnd
 from tests.support import FakeSGLang, Fault, eventually, logprob, spans_cover
