@@ -51,7 +51,9 @@ from agentloop.inference.processes.supervise import (
     sglang_servers,
 )
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang.client import Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import OtelSettings
 from agentloop.sandbox import Pool, PoolSettings

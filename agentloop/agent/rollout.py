@@ -42,7 +42,8 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.inference.router import Generation
-from agentloop.inference.sglang.client import Chunk, Sampling
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import valid_text
 from agentloop.trajectory import (
     Message,

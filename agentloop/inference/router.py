@@ -49,7 +49,9 @@ from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import Decision, PlacementRequest
 from agentloop.inference.scheduling.policies import make_policy
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
-from agentloop.inference.sglang.client import Chunk, OnChunk, Sampling, ServerInfo, SGLangServer
+from agentloop.inference.sglang.client import ServerInfo, SGLangServer
+from agentloop.inference.sglang.frames import Chunk, OnChunk
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Generation", "Router", "RouterSettings", "ServerView"]

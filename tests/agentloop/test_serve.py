@@ -20,7 +20,7 @@ from agentloop.api.listen import bind
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.router import Router, ServerView
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.client import http_session
+from agentloop.inference.sglang.control import http_session
 from agentloop.observe.exporters.otel import CallerSpan, caller_span
 from agentloop.runtime import Runtime, Settings, _Parts
 from agentloop.sandbox import Pool

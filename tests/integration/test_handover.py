@@ -27,7 +27,11 @@ from safetensors.numpy import load_file
 from agentloop.errors import ServerError, ServerRefused
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, sglang_servers
 from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang.client import Chunk, Pause, Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import Learner, RanksSettings, started
@@ -82,7 +86,7 @@ class Endless(SGLangServer):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._control("POST", "/generate", body)
+        answer = await self._control.post("/generate", body)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
 

@@ -23,7 +23,10 @@ from agentloop.inference.processes.supervise import (
 )
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import StopReason, TurnEnd
 from tests.support import eventually

@@ -35,7 +35,8 @@ import pydantic
 from agentloop.errors import ServerError
 from agentloop.inference.router import Router
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.client import Pause, SGLangServer
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.training.learner_client.client import Learner
 from agentloop.training.weight_sync.process_group import GroupPublisher
 from agentloop.training.weight_sync.verify import UNASKED, Proof, PublishedFiles, judge, prove

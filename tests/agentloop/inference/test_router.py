@@ -20,7 +20,10 @@ from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.inference.scheduling.policies import POLICIES
-from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import TurnEnd
 from tests.support import FakeSGLang, Fault, eventually, logprob, spans_cover
 

@@ -14,7 +14,9 @@ import pytest
 
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang.client import Pause, SGLangServer, WeightsGroup, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.weight_updates import Pause, WeightsGroup
 from agentloop.training.learner_client.client import Learner, LearnerError, LearnerRefused
 from agentloop.training.weight_sync.sync import (
     Handover,

@@ -20,7 +20,9 @@ from safetensors.numpy import save
 
 from agentloop.errors import ServerError
 from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang.client import Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.training.learner_client.client import Learner
 from agentloop.training.weight_sync.sync import InFolder, Served, WeightsSettings, publisher
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
