@@ -529,7 +529,7 @@ class Runtime:
             chat = chat or await self._load_chat(model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
-                tasks.start_soon(keep_alive, processes, self.settings.server, router)
+                tasks.start_soon(keep_alive, processes, self.settings.server, router.replicas)
             task_status.started(
                 {
                     "chat": chat,

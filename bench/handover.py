@@ -38,11 +38,12 @@ import aiohttp
 import anyio
 
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
-from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import ControlClient, http_session
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import Learner, RanksSettings, started
 from agentloop.training.learner_client.settings import LearnerSettings

@@ -20,7 +20,7 @@ from typing import Any
 
 import anyio
 
-from agentloop.inference.router import ServerView
+from agentloop.inference.replicas import ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.scheduling.group_gate import GroupGate
 from agentloop.inference.scheduling.health import ServerState
@@ -214,6 +214,10 @@ class Servers:
         )
 
     # --- as the router ----------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> Servers:
+        return self
 
     def require_weights(self, version: str, *, verified: bool) -> None:
         self._live.clear()

@@ -13,7 +13,7 @@ class DataParallelRank(NamedTuple):
     """A data-parallel rank of a server, which has a KV cache of its own."""
 
     server: str
-    index: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class Clients(Protocol):
-    """The user of the servers, which knows their health: `agentloop.inference.router.Router`."""
+    """The users of the servers, who know their health: `agentloop.inference.replicas.Replicas`."""
 
-    def exited(self, url: str, reason: str) -> None:
+    def mark_exited(self, url: str, reason: str) -> None:
         """Record that the process is gone."""
 
-    def restarting(self, url: str) -> None:
+    def mark_restarting(self, url: str) -> None:
         """Record that a new process is being started."""
 
     def is_dead(self, url: str) -> bool:
@@ -72,7 +72,7 @@ async def keep_alive(
         while True:
             how = await server.wait_dead()
             while True:
-                clients.exited(server.url, how.splitlines()[0])
+                clients.mark_exited(server.url, how.splitlines()[0])
                 if not clients.is_enabled(server.url):
                     return
                 delay_s = restarts.died(time.monotonic())
@@ -83,7 +83,7 @@ async def keep_alive(
                     return
                 log.error("%s died, restarting it: %s", server.url, how)
                 await anyio.sleep(delay_s)
-                clients.restarting(server.url)
+                clients.mark_restarting(server.url)
                 starting.add(server)
                 try:
                     await server.restart(log.info)

@@ -75,7 +75,7 @@ class Candidate(NamedTuple):
         else:
             costs = "does not fit"
         return (
-            f"{self.rank.server}#{self.rank.index} {costs}; needs {self.need} of {self.num_free} "
+            f"{self.rank.server}#{self.rank.number} {costs}; needs {self.need} of {self.num_free} "
             f"tokens, {self.num_cached} cached, {self.num_sequences} sequences"
         )
 

@@ -319,7 +319,7 @@ class Served:
         """
         begun = time.monotonic()
         version = published.version
-        self._router.require_weights(version, verified=True)
+        self._router.replicas.require_weights(version, verified=True)
         with anyio.move_on_after(timeout_s):
             while not self._router.servers:  # noqa: ASYNC110  # no event says so
                 await anyio.sleep(0.1)
@@ -368,7 +368,7 @@ class Served:
             wrong = frozenset(judgement.wrong)
             self._wrong.append(_Wrong(version, wrong, time.time()))
         for url in judgement.right:
-            self._router.weights_loaded(url, version)
+            self._router.replicas.weights_loaded(url, version)
             self._log_unproven(url, proofs[url].unproven)
         failed |= judgement.wrong
         for url, why in failed.items():

@@ -472,10 +472,10 @@ class Seen:
         self.unwanted: set[str] = set()
         self.others: set[str] = set()
 
-    def exited(self, url: str, reason: str) -> None:
+    def mark_exited(self, url: str, reason: str) -> None:
         self.exits.append((url, reason))
 
-    def restarting(self, url: str) -> None:
+    def mark_restarting(self, url: str) -> None:
         self.restarts.append(url)
 
     def is_dead(self, url: str) -> bool:
