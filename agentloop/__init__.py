@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentloop.agent.rollout import Budget
     from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
-    from agentloop.inference.sglang.client import Sampling
+    from agentloop.inference.sglang.sampling import Sampling
     from agentloop.runtime import Runtime, Settings
     from agentloop.trajectory import (
         StopReason,
@@ -54,7 +54,7 @@ __all__ = [
 _MODULES = {
     "agentloop.agent.rollout": ("Budget",),
     "agentloop.errors": ("AgentLoopError", "RequestError", "ServerError", "SettingsError"),
-    "agentloop.inference.sglang.client": ("Sampling",),
+    "agentloop.inference.sglang.sampling": ("Sampling",),
     "agentloop.runtime": ("Runtime", "Settings"),
     "agentloop.trajectory": (
         "ToolCallStatus",

@@ -51,7 +51,9 @@ from agentloop.inference.processes.supervise import (
     sglang_servers,
 )
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang.client import Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import OtelSettings
 from agentloop.sandbox import Pool, PoolSettings
@@ -527,7 +529,7 @@ class Runtime:
             chat = chat or await self._load_chat(model)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
-                tasks.start_soon(keep_alive, processes, self.settings.server, router)
+                tasks.start_soon(keep_alive, processes, self.settings.server, router.replicas)
             task_status.started(
                 {
                     "chat": chat,

@@ -56,8 +56,8 @@ from agentloop.config import load_settings
 from agentloop.distribution import version
 from agentloop.errors import AgentLoopError, RequestError, ServerError, UnknownModel
 from agentloop.events import Emit, Event
-from agentloop.inference.router import ServerView
-from agentloop.inference.sglang.client import Sampling
+from agentloop.inference.replicas import ServerView
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.observe.ask import Ask, asking
 from agentloop.observe.board import Board
 from agentloop.observe.event_fanout import EventFanout

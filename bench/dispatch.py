@@ -42,7 +42,10 @@ from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import RunTool, ToolOutput
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang.client import OnChunk, Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import OnChunk
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.trajectory import ToolCall, ToolCallStatus, Trajectory

@@ -34,11 +34,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anyio
 
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
-from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.router import Router, RouterSettings
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import ControlClient, http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import Learner, RanksSettings, started
 from agentloop.training.learner_client.settings import LearnerSettings
@@ -67,24 +72,36 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-class TimedServer(SGLangServer):
-    """Records its pauses; its requests ignore the end token."""
+class TimedControl(ControlClient):
+    """Records the times between a pause and its end."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.pauses: list[tuple[float, float]] = []
         self._paused_s = 0.0
 
-    async def generate(self, ids: Sequence[int], params: dict[str, Any], **more: Any) -> None:
-        await super().generate(ids, params | {"ignore_eos": True}, **more)
-
-    async def _control(self, method: str, path: str, *arguments: Any) -> Any:
+    async def post(self, path: str, *arguments: Any, **more: Any) -> Any:
         if path == "/pause_generation":
             self._paused_s = time.monotonic()
-        answer = await super()._control(method, path, *arguments)
+        answer = await super().post(path, *arguments, **more)
         if path == "/continue_generation":
             self.pauses.append((self._paused_s, time.monotonic()))
         return answer
+
+
+class TimedServer(SGLangServer):
+    """Records its pauses; its requests ignore the end token."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, **more: Any) -> None:
+        super().__init__(url, session, **more)
+        self._control = self.timed = TimedControl(self.url, session)
+
+    @property
+    def pauses(self) -> list[tuple[float, float]]:
+        return self.timed.pauses
+
+    async def generate(self, ids: Sequence[int], params: dict[str, Any], **more: Any) -> None:
+        await super().generate(ids, params | {"ignore_eos": True}, **more)
 
 
 @dataclass

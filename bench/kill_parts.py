@@ -34,8 +34,12 @@ from agentloop.cli import rollouts as rollouts_module
 from agentloop.cli import train as train_module
 from agentloop.config import load_settings
 from agentloop.errors import RequestError, ServerUnavailable
-from agentloop.inference.router import Generation, Router
-from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.router import Router
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
 from agentloop.runtime import Settings
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.learner_client import client as learner_module

@@ -56,10 +56,15 @@ import numpy as np
 from agentloop.errors import AgentLoopError
 from agentloop.inference.processes import guardian as guardian_module
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
-from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.scheduling.admission import AdmissionSettings
-from agentloop.inference.scheduling.placement import POLICIES, Costs
-from agentloop.inference.sglang.client import Chunk, OnChunk, Sampling, SGLangServer, http_session
+from agentloop.inference.scheduling.kv_policy import Costs
+from agentloop.inference.scheduling.policies import POLICIES
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk, OnChunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
 from bench.countdown_model import EOS, FILLER, LONGEST, VOCAB_SIZE, countdown, save
 from bench.pace import Pace, environment
 from bench.router import Options, Result, RolloutSpec, Simulation, TurnSpec, make_trace

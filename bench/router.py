@@ -44,14 +44,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from agentloop.inference.ranks import DataParallelRank, LoadReport
 from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
-from agentloop.inference.scheduling.kv_ledger import (
-    DataParallelRank,
-    KVLedger,
-    LengthPredictor,
-    LoadReport,
-)
-from agentloop.inference.scheduling.placement import POLICIES, Costs, Placement, PlacementRequest
+from agentloop.inference.scheduling.kv_ledger import KVLedger
+from agentloop.inference.scheduling.kv_policy import Costs
+from agentloop.inference.scheduling.length_predictor import LengthPredictor
+from agentloop.inference.scheduling.placement import PlacementRequest
+from agentloop.inference.scheduling.policies import POLICIES, make_policy
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from bench.server_model import Job, ServerModel, ServerParams
 
@@ -182,19 +181,20 @@ class _CacheAware:
         self._num_servers = num_servers
         self._seen: list[dict[str, int]] = [{} for _ in range(num_servers)]
 
-    def choose(self, ask: PlacementRequest, loads: Sequence[int]) -> int:
+    def choose(self, request: PlacementRequest, loads: Sequence[int]) -> int:
         least = min(range(self._num_servers), key=loads.__getitem__)
         most = max(loads)
         chosen = least
         if not (most - loads[least] > 64 and most > 1.5 * loads[least]):
             matches = [
-                seen.get(ask.key, 0) or seen.get("group " + ask.group, 0) for seen in self._seen
+                seen.get(request.key, 0) or seen.get("group " + request.group, 0)
+                for seen in self._seen
             ]
             best = max(range(self._num_servers), key=matches.__getitem__)
-            if matches[best] > 0.3 * ask.num_tokens:
+            if matches[best] > 0.3 * request.num_tokens:
                 chosen = best
-        self._seen[chosen][ask.key] = ask.num_tokens
-        self._seen[chosen]["group " + ask.group] = ask.num_shared
+        self._seen[chosen][request.key] = request.num_tokens
+        self._seen[chosen]["group " + request.group] = request.num_shared
         return chosen
 
 
@@ -218,18 +218,18 @@ class Simulation:
         self.options = options
         self.policy = policy
         self.result = Result(policy, seed)
-        self.places = [DataParallelRank(f"server{index}") for index in range(options.num_servers)]
-        self.servers = [ServerModel(options.params) for _ in self.places]
+        self.ranks = [DataParallelRank(f"server{index}") for index in range(options.num_servers)]
+        self.servers = [ServerModel(options.params) for _ in self.ranks]
         self.ledger = KVLedger(LengthPredictor(quantile=options.quantile))
-        for place in self.places:
-            self.ledger.add(place, options.params.capacity, options.params.max_running)
+        for rank in self.ranks:
+            self.ledger.add(rank, options.params.capacity, options.params.max_running)
         ours = policy if policy in POLICIES else "kv"
-        self.placement = Placement(
-            self.ledger, ours, costs=options.costs, patience_s=options.patience_s, seed=seed
+        self.placement = make_policy(
+            ours, self.ledger, costs=options.costs, patience_s=options.patience_s, seed=seed
         )
         self.cache_aware = _CacheAware(options.num_servers) if policy == "cache_aware" else None
         self.holds_back = policy == "kv" or options.room
-        self.room: WaitQueue[_Rollout] = WaitQueue(
+        self.queue: WaitQueue[_Rollout] = WaitQueue(
             patience_s=options.patience_s, max_overtaken=options.max_overtaken
         )
         self.admission = Admission(options.admission, Forecast(longest=options.budget))
@@ -238,7 +238,7 @@ class Simulation:
         self._counter = itertools.count()
         self._server_s = [math.inf] * options.num_servers  # times of the scheduled events
         self._jobs: dict[str, tuple[_Rollout, int]] = {}  # with the tokens known to the ledger
-        self._index = {place: index for index, place in enumerate(self.places)}
+        self._index = {rank: index for index, rank in enumerate(self.ranks)}
         groups: dict[str, list[RolloutSpec]] = {}
         for spec in trace:
             groups.setdefault(spec.group, []).append(spec)
@@ -275,7 +275,7 @@ class Simulation:
         self._forecast_ends()
         result = self.result
         assert not self._jobs
-        assert not len(self.room)
+        assert not len(self.queue)
         assert all(pool.num_live == pool.num_reserved == 0 for pool in self.ledger.pools.values())
         result.makespan_s = self.now
         result.goodput /= max(self.now, 1e-9)  # a rollout may take no time at all
@@ -318,13 +318,13 @@ class Simulation:
         if self.holds_back:
             expected = rollout.num_context + self.ledger.predictor.remaining(rollout.spec.group)
             name = f"{rollout.key}.{rollout.turn}"
-            self.room.enter(Waiting(name, rollout.order, expected, self.now, rollout))
+            self.queue.enter(Waiting(name, rollout.order, expected, self.now, rollout))
             self._dirty = True
         else:
             self._send(rollout, self._choose(rollout, 0.0))
 
     def _place_waiting(self) -> None:
-        if not len(self.room):
+        if not len(self.queue):
             self._dirty = False
             return
         self._dirty = False
@@ -340,25 +340,25 @@ class Simulation:
                 self._send(waiting.request, index)
             return index >= 0
 
-        self.room.place(self.now, try_to_place)
+        self.queue.place(self.now, try_to_place)
 
     def _set_dirty(self) -> None:
         self._dirty = True
 
     def _refuse_late(self) -> None:
         timeout_s = self.options.wait_timeout_s
-        if self.room.longest_wait_s(self.now) < timeout_s:
+        if self.queue.longest_wait_s(self.now) < timeout_s:
             return
-        late = [waiting for waiting in self.room if self.now - waiting.since_s >= timeout_s]
+        late = [waiting for waiting in self.queue if self.now - waiting.since_s >= timeout_s]
         for waiting in late:
-            self.room.leave(waiting.name)
+            self.queue.leave(waiting.name)
             self.result.num_refused += 1
             self._finish(waiting.request, whole=False)
 
     def _choose(self, rollout: _Rollout, waited_s: float) -> int:
         """Return the server's index, or -1 to wait."""
         spec = rollout.spec
-        ask = PlacementRequest(
+        request = PlacementRequest(
             rollout.key,
             rollout.num_context,
             self._budget(rollout),
@@ -368,15 +368,15 @@ class Simulation:
         started = time.perf_counter()
         if self.cache_aware is not None:
             pools = self.ledger.pools.values()
-            chosen = self.cache_aware.choose(ask, [pool.num_sequences for pool in pools])
+            chosen = self.cache_aware.choose(request, [pool.num_sequences for pool in pools])
         else:
-            decision = self.placement.choose(ask, self.places, now=self.now, waited_s=waited_s)
-            chosen = -1 if decision.place is None else self._index[decision.place]
+            decision = self.placement.choose(request, self.ranks, now=self.now, waited_s=waited_s)
+            chosen = -1 if decision.rank is None else self._index[decision.rank]
         self._choose_s.append(time.perf_counter() - started)
         if self.options.room and self.policy != "kv" and chosen >= 0:
-            pool = self.ledger.pools[self.places[chosen]]
-            need = self.ledger.need(pool, ask.group, ask.num_tokens, ask.budget)
-            chosen = chosen if self.ledger.fits(pool, need) else -1
+            pool = self.ledger.pools[self.ranks[chosen]]
+            need = pool.need(request.group, request.num_tokens, request.budget)
+            chosen = chosen if pool.fits(need) else -1
         return chosen
 
     def _budget(self, rollout: _Rollout) -> int:
@@ -387,7 +387,7 @@ class Simulation:
         spec, name = rollout.spec, f"{rollout.key}.{rollout.turn}"
         self.ledger.reserve(
             name,
-            self.places[index],
+            self.ranks[index],
             rollout.num_context,
             self._budget(rollout),
             key=rollout.key,
@@ -476,18 +476,18 @@ class Simulation:
         self._dirty = True
 
     def _forecast_ends(self) -> None:
-        """LoadReport ends with the delay of tokens, or short rollouts would seem frequent."""
+        """Report ends with the delay of tokens, or short rollouts would seem frequent."""
         for key, whole in self._over:
             self.admission.forecast.end(key, whole=whole)
         self._over.clear()
 
     def _reported(self, reports: Sequence[LoadReport]) -> None:
         num_retracted = 0
-        for place, report in zip(self.places, reports, strict=True):
-            num_retracted += self.ledger.report(place, report, self.now)
+        for rank, report in zip(self.ranks, reports, strict=True):
+            num_retracted += self.ledger.report(rank, report, self.now)
         self.ledger.age(self.now)
         if self.holds_back:
-            reported_s = max(self.ledger.reported_s(place) for place in self.places)
+            reported_s = max(self.ledger.reported_s(rank) for rank in self.ranks)
             self.admission.observe(self.now, num_retracted, reported_s)
             self._start_groups()
 

@@ -21,7 +21,7 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from agentloop.inference.scheduling.kv_ledger import LoadReport
+from agentloop.inference.ranks import LoadReport
 
 __all__ = ["Job", "ServerModel", "ServerParams"]
 

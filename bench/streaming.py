@@ -225,7 +225,8 @@ async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) ->
     from agentloop.agent.chat_format import ChatFormat
     from agentloop.agent.rollout import Budget, Rollout
     from agentloop.inference.router import Router, RouterSettings
-    from agentloop.inference.sglang.client import SGLangServer, http_session
+    from agentloop.inference.sglang.client import SGLangServer
+    from agentloop.inference.sglang.control import http_session
     from agentloop.models import SMALL
 
     chat = ChatFormat.load(SMALL)

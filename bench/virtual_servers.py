@@ -20,11 +20,11 @@ from typing import Any
 
 import anyio
 
-from agentloop.inference.router import ServerView
+from agentloop.inference.replicas import ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.scheduling.group_gate import GroupGate
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.client import Checksum, Pause
+from agentloop.inference.sglang.weight_updates import Checksum, Pause
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from bench.router import RolloutSpec
 from bench.server_model import Job, ServerModel, ServerParams
@@ -214,6 +214,10 @@ class Servers:
         )
 
     # --- as the router ----------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> Servers:
+        return self
 
     def require_weights(self, version: str, *, verified: bool) -> None:
         self._live.clear()

@@ -19,9 +19,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from agentloop.agent.chat_format import ChatFormat, Render
 from agentloop.events import Explained
-from agentloop.inference.router import Generation
 from agentloop.inference.scheduling.placement import Decision
-from agentloop.inference.sglang.client import Chunk
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 START, END = "<|im_start|>", "<|im_end|>"

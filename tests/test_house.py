@@ -38,6 +38,7 @@ BOTTOM = {
     "agentloop.events",
     "agentloop.distribution",
     "agentloop.plain_json",
+    "agentloop.restarts",
     "agentloop.inference.processes.openmp",
 }
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
@@ -161,6 +162,7 @@ MAY_IMPORT = {
     "agentloop.models": set(),
     "agentloop.errors": set(),
     "agentloop.plain_json": set(),
+    "agentloop.restarts": set(),
     "agentloop.inference.processes.openmp": set(),
     "agentloop.trajectory": {"agentloop.errors"},
     "agentloop.config": {"agentloop.errors"},
@@ -175,7 +177,12 @@ MAY_IMPORT = {
         *BOTTOM,
     },
     "agentloop.training.weight_sync.checksums": set(),
-    "agentloop.inference.scheduling": {"agentloop.inference.scheduling", *BOTTOM},
+    "agentloop.inference.ranks": set(),
+    "agentloop.inference.scheduling": {
+        "agentloop.inference.scheduling",
+        "agentloop.inference.ranks",
+        *BOTTOM,
+    },
     "agentloop": {"agentloop"},
     "bench": {"bench", "agentloop"},
     "tools": {"tools", "agentloop"},

@@ -41,8 +41,9 @@ from agentloop.events import (
     TurnStarted,
     ignore,
 )
-from agentloop.inference.router import Generation
-from agentloop.inference.sglang.client import Chunk, Sampling
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
 from agentloop.plain_json import valid_text
 from agentloop.trajectory import (
     Message,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from agentloop.inference.processes.keep_alive import Restarts
+from agentloop.restarts import Restarts
 
 __all__ = ["is_child", "revived", "tell_run"]
 

@@ -22,7 +22,7 @@ from agentloop.cli import console
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, sole
 from agentloop.events import Emit, Event, Measured
-from agentloop.inference.router import ServerView
+from agentloop.inference.replicas import ServerView
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.ask import asking
 from agentloop.observe.board import Board

@@ -38,7 +38,7 @@ from agentloop.distribution import is_installed
 from agentloop.errors import SettingsError, sole
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
-from agentloop.inference.sglang.client import Sampling
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.observe.exporters.journal import JournalSettings
 from agentloop.observe.exporters.sinks import SinksSettings

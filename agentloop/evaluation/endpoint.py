@@ -24,7 +24,7 @@ from agentloop.agent.channels import answer_in
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
 from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
-from agentloop.inference.sglang.client import Sampling
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import ValidText, loads
 from agentloop.tasks.sources import Task
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd

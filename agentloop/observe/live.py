@@ -23,7 +23,7 @@ import anyio
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
-from agentloop.inference.router import ServerView
+from agentloop.inference.replicas import ServerView
 from agentloop.observe.board import Board, Row
 from agentloop.observe.record import Telling
 from agentloop.observe.runs import curves, runs_beside

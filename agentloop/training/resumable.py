@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from agentloop.inference.processes.keep_alive import Restarts
+from agentloop.restarts import Restarts
 from agentloop.training.learner_client.client import (
     KeptLearner,
     Learner,

@@ -18,9 +18,10 @@ import pytest
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
-from agentloop.inference.router import Router, ServerView
+from agentloop.inference.replicas import ServerView
+from agentloop.inference.router import Router
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.client import http_session
+from agentloop.inference.sglang.control import http_session
 from agentloop.observe.exporters.otel import CallerSpan, caller_span
 from agentloop.runtime import Runtime, Settings, _Parts
 from agentloop.sandbox import Pool

@@ -14,8 +14,8 @@ import pytest
 
 import bench.pace
 from agentloop.errors import ServerUnavailable
-from agentloop.inference.router import Generation
-from agentloop.inference.sglang.client import Chunk, OnChunk
+from agentloop.inference.sglang.frames import Chunk, OnChunk
+from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
 from bench.countdown_model import FILLER, countdown
 from bench.live_router import (

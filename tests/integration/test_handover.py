@@ -26,8 +26,13 @@ from safetensors.numpy import load_file
 
 from agentloop.errors import ServerError, ServerRefused
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, sglang_servers
-from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang.client import Chunk, Pause, Sampling, SGLangServer, http_session
+from agentloop.inference.router import Router, RouterSettings
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.sglang.weight_updates import Pause
+from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import Learner, RanksSettings, started
@@ -82,7 +87,7 @@ class Endless(SGLangServer):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._control("POST", "/generate", body)
+        answer = await self._control.post("/generate", body)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
@@ -477,8 +482,8 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
 
         # It comes back, with the weights of its start.
         monkeypatch.undo()
-        here.router.exited(victim.url, "killed")
-        here.router.restarting(victim.url)
+        here.router.replicas.mark_exited(victim.url, "killed")
+        here.router.replicas.mark_restarting(victim.url)
         await victim.restart(print)
         await eventually(lambda: here.states()[0] == "stale", within_s=60)
         assert await Served(here.router).sync_stale(came, timeout_s=TIMEOUT_S)

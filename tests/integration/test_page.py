@@ -25,7 +25,7 @@ from agentloop.api.listen import bind
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.events import CallStarted, Event, RolloutStarted
-from agentloop.inference.sglang.client import Sampling
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.runtime import Runtime, Settings

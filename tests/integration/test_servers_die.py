@@ -21,9 +21,13 @@ from agentloop.inference.processes.supervise import (
     ServerSettings,
     sglang_servers,
 )
-from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import StopReason, TurnEnd
 from tests.support import eventually
@@ -103,7 +107,7 @@ async def test_one_of_three_servers_is_killed_with_rollouts_in_flight(tmp_path: 
         ) as router,
         anyio.create_task_group() as keeper,
     ):
-        keeper.start_soon(keep_alive, processes, settings, router)
+        keeper.start_soon(keep_alive, processes, settings, router.replicas)
         victim = processes[1]
 
         def view_of_victim() -> ServerState:

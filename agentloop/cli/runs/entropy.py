@@ -24,7 +24,7 @@ from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.config import load_known, load_settings
 from agentloop.distribution import require
 from agentloop.errors import DataError, SettingsError
-from agentloop.inference.sglang.client import Sampling
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL, not_a_model
 from agentloop.analysis.entropy import Analysis, Kind, TokenPosition, analyze, nearest_version
 from agentloop.analysis.entropy_files import (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,38 +16,20 @@ import anyio
 
 from agentloop.errors import ServerError, ServerStartError
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings
+from agentloop.restarts import Restarts
 
-__all__ = ["Clients", "Restarts", "keep_alive"]
+__all__ = ["Clients", "keep_alive"]
 
 log = logging.getLogger(__name__)
 
 
-class Restarts:
-    """Pure: decides whether a dead server is restarted, and after which delay."""
-
-    def __init__(self, max_restarts: int, *, window_s: float = 600.0) -> None:
-        self._max_restarts = max_restarts
-        self._window_s = window_s
-        self._when: deque[float] = deque()
-
-    def died(self, now: float) -> float | None:
-        """Return the delay in seconds until the restart: 0, 1, 2, 4, ... 30; None to give up."""
-        while self._when and now - self._when[0] >= self._window_s:
-            self._when.popleft()
-        if len(self._when) >= self._max_restarts:
-            return None
-        delay_s = 0.0 if not self._when else min(30.0, 2.0 ** (len(self._when) - 1))
-        self._when.append(now)
-        return delay_s
-
-
 class Clients(Protocol):
-    """The user of the servers, which knows their health: `agentloop.inference.router.Router`."""
+    """The users of the servers, who know their health: `agentloop.inference.replicas.Replicas`."""
 
-    def exited(self, url: str, reason: str) -> None:
+    def mark_exited(self, url: str, reason: str) -> None:
         """Record that the process is gone."""
 
-    def restarting(self, url: str) -> None:
+    def mark_restarting(self, url: str) -> None:
         """Record that a new process is being started."""
 
     def is_dead(self, url: str) -> bool:
@@ -91,7 +72,7 @@ async def keep_alive(
         while True:
             how = await server.wait_dead()
             while True:
-                clients.exited(server.url, how.splitlines()[0])
+                clients.mark_exited(server.url, how.splitlines()[0])
                 if not clients.is_enabled(server.url):
                     return
                 delay_s = restarts.died(time.monotonic())
@@ -102,7 +83,7 @@ async def keep_alive(
                     return
                 log.error("%s died, restarting it: %s", server.url, how)
                 await anyio.sleep(delay_s)
-                clients.restarting(server.url)
+                clients.mark_restarting(server.url)
                 starting.add(server)
                 try:
                     await server.restart(log.info)

@@ -37,7 +37,7 @@ from agentloop.events import (
     TurnStarted,
     WeightsLoaded,
 )
-from agentloop.inference.router import ServerView
+from agentloop.inference.replicas import ServerView
 from agentloop.trajectory import Trajectory
 
 __all__ = ["Metrics"]

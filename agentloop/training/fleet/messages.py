@@ -27,7 +27,7 @@ import pydantic
 from agentloop.agent.rollout import Budget
 from agentloop.distribution import install_hint
 from agentloop.errors import ServerError, SettingsError
-from agentloop.inference.sglang.client import Pause
+from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.plain_json import ValidText, dumps, loads
 from agentloop.tasks.sources import Task
 

@@ -28,7 +28,8 @@ import anyio
 import orjson
 
 from agentloop.errors import ServerError, SettingsError
-from agentloop.inference.sglang.client import Bucket, SGLangServer, WeightsGroup, WeightsInfo
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.weight_updates import Bucket, WeightsGroup, WeightsInfo
 from agentloop.training.learner_client.client import Learner, LearnerRefused
 from agentloop.training.weight_sync.checksums import Layout, config_dtype
 from agentloop.training.weight_sync.verify import UNASKED, Proof, layout_of, prove

@@ -35,7 +35,8 @@ import pydantic
 from agentloop.errors import ServerError
 from agentloop.inference.router import Router
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.client import Pause, SGLangServer
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.training.learner_client.client import Learner
 from agentloop.training.weight_sync.process_group import GroupPublisher
 from agentloop.training.weight_sync.verify import UNASKED, Proof, PublishedFiles, judge, prove
@@ -318,7 +319,7 @@ class Served:
         """
         begun = time.monotonic()
         version = published.version
-        self._router.require_weights(version, verified=True)
+        self._router.replicas.require_weights(version, verified=True)
         with anyio.move_on_after(timeout_s):
             while not self._router.servers:  # noqa: ASYNC110  # no event says so
                 await anyio.sleep(0.1)
@@ -367,7 +368,7 @@ class Served:
             wrong = frozenset(judgement.wrong)
             self._wrong.append(_Wrong(version, wrong, time.time()))
         for url in judgement.right:
-            self._router.weights_loaded(url, version)
+            self._router.replicas.weights_loaded(url, version)
             self._log_unproven(url, proofs[url].unproven)
         failed |= judgement.wrong
         for url, why in failed.items():

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np  # a dependency of transformers
 
-from agentloop.inference.sglang.client import Checksum, WeightsInfo
+from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
 from agentloop.training.weight_sync.checksums import (
     MODELS,
     VERSIONS,

@@ -29,7 +29,7 @@ from agentloop.events import (
     TurnSampled,
     TurnStarted,
 )
-from agentloop.inference.sglang.client import Chunk
+from agentloop.inference.sglang.frames import Chunk
 from agentloop.trajectory import (
     StopReason,
     ToolCallStatus,

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.listen import bind, serving
-from agentloop.inference.sglang.client import http_session
+from agentloop.inference.sglang.control import http_session
 from agentloop.sandbox.guard import is_loopback, url_at
 
 LOCAL = ServeSettings()

@@ -20,7 +20,7 @@ from agentloop.api.listen import bind
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
-from agentloop.inference.router import ServerView
+from agentloop.inference.replicas import ServerView
 from agentloop.runtime import Runtime
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder

@@ -23,7 +23,7 @@ from agentloop.evaluation.endpoint import (
     retry_after_s,
 )
 from agentloop.evaluation.loop import EvaluatedSample
-from agentloop.inference.sglang.client import Sampling
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rewards.answers import final_answer
 from agentloop.tasks.sources import Task
 from agentloop.trajectory import StopReason

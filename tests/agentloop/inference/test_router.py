@@ -17,10 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
-from agentloop.inference.router import Generation, Router, RouterSettings
+from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.scheduling.placement import POLICIES
-from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
+from agentloop.inference.scheduling.policies import POLICIES
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
 from tests.support import FakeSGLang, Fault, eventually, logprob, spans_cover
 
@@ -547,7 +551,7 @@ async def test_requests_to_a_server_of_one_rank_name_no_rank() -> None:
 async def test_only_servers_with_the_required_weights_serve() -> None:
     old, new = FakeSGLang(ANSWER, version="7"), FakeSGLang(ANSWER, version="8")
     async with routed(old, new) as router:
-        router.require_weights("8")
+        router.replicas.require_weights("8")
         await eventually(lambda: [v.state for v in router.view()] == ["stale", "healthy"])
         for n in range(4):
             assert (await read(router, generation(f"t{n}"))).placed == [new.url]
@@ -556,14 +560,14 @@ async def test_only_servers_with_the_required_weights_serve() -> None:
         new.version = "7"  # changed by someone else
         await eventually(lambda: router.view()[1].state is ServerState.STALE)
         assert (await read(router, generation("t9"))).placed == [old.url]
-        router.require_weights(None)
+        router.replicas.require_weights(None)
         await eventually(lambda: all(view.healthy for view in router.view()))
 
 
 async def test_new_weights_flush_the_ledger() -> None:
     fake = FakeSGLang(ANSWER, version="7")
     async with routed(fake) as router:
-        await eventually(lambda: router._replicas[fake.url].weight_version == "7")
+        await eventually(lambda: router.replicas[fake.url].weight_version == "7")
         await read(router, generation())
         assert router.view()[0].num_parked_tokens == len(PROMPT) + len(ANSWER)
         fake.version = "8"
@@ -577,12 +581,12 @@ async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
         await read(router, generation("a"))
         fake.ready = other.ready = False
         for view in router.view():
-            router.exited(view.url, "was killed by SIGKILL")
+            router.replicas.mark_exited(view.url, "was killed by SIGKILL")
         assert [(v.state, v.reason) for v in router.view()] == [
             ("dead", "was killed by SIGKILL")
         ] * 2
-        assert router.is_dead(fake.url)
-        router.restarting(fake.url)
+        assert router.replicas.is_dead(fake.url)
+        router.replicas.mark_restarting(fake.url)
         assert router.view()[0].state is ServerState.RESTARTING
         fake.max_total_num_tokens, fake.dp_size = 500, 3
         fake.ready = True
@@ -590,8 +594,8 @@ async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
         view = router.view()[0]
         assert (view.capacity_tokens, view.num_parked_tokens) == (1500, 0)
         check_unbroken(await read(router, generation("a")))
-        assert not router.is_dead(fake.url)
-        router.exited("http://nobody", "not a server of this router")
+        assert not router.replicas.is_dead(fake.url)
+        router.replicas.mark_exited("http://nobody", "not a server of this router")
 
 
 async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
@@ -605,7 +609,7 @@ async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
             tasks.start_soon(read, router, generation(), seen)
             await eventually(lambda: len(seen.ids) == 4)
             other.ready = True
-            router.exited(silent.url, "ended with exit status 1")
+            router.replicas.mark_exited(silent.url, "ended with exit status 1")
         assert seen.moved == [
             (silent.url, f"{silent.url}: ended with exit status 1, after 4 tokens")
         ]
@@ -706,7 +710,7 @@ async def test_missing_reports_do_not_block_turns_or_groups() -> None:
 
     async with routed(fake) as router, anyio.create_task_group() as tasks:
         fake.ready = False
-        router.exited(fake.url, "was killed by SIGKILL")
+        router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
         seen = Read()
         tasks.start_soon(read, router, generation(), seen)
         for name in "ab":
@@ -752,7 +756,7 @@ async def test_an_answer_from_before_a_servers_end_is_ignored() -> None:
     fake._model_info = slow  # type: ignore[method-assign]
     async with routed(fake) as router:
         await eventually(lambda: num_asked == 1)
-        router.exited(fake.url, "was killed by SIGKILL")
+        router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
         answer.set()
         await eventually(lambda: num_asked >= 3)
         assert router.view()[0].state is ServerState.DEAD
@@ -776,11 +780,11 @@ async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
 
     fake._model_info = slow  # type: ignore[method-assign]
     async with routed(fake) as router:
-        router.require_weights("7")
+        router.replicas.require_weights("7")
         await asked.wait()
-        router.require_weights("8")
+        router.replicas.require_weights("8")
         fake.version = "8"
-        router.weights_loaded(fake.url, "8")
+        router.replicas.weights_loaded(fake.url, "8")
         assert router.view()[0].healthy
         seen = num_asked
         answer.set()
@@ -795,11 +799,11 @@ async def test_a_restarting_server_is_dead_until_it_answers() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         fake.ready = False
-        router.exited(fake.url, "was killed by SIGKILL")
-        router.restarting(fake.url)
-        assert router.is_dead(fake.url)
+        router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
+        router.replicas.mark_restarting(fake.url)
+        assert router.replicas.is_dead(fake.url)
         fake.ready = True
-        await eventually(lambda: not router.is_dead(fake.url))
+        await eventually(lambda: not router.replicas.is_dead(fake.url))
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
@@ -842,7 +846,7 @@ async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
         tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
         await eventually(lambda: large.num_streaming == 1)
         await router.add(SGLangServer(small.url, session))
-        router.exited(large.url, "was killed by SIGKILL")
+        router.replicas.mark_exited(large.url, "was killed by SIGKILL")
     assert seen.placed == [large.url, small.url]
     if context_length > 10:
         check_unbroken(seen)
@@ -864,7 +868,7 @@ async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> No
         await eventually(lambda: len(seen.ids) == 5)
         await router.add(SGLangServer(small.url, session))
         large.ready = False
-        router.exited(large.url, "was killed by SIGKILL")
+        router.replicas.mark_exited(large.url, "was killed by SIGKILL")
         await eventually(lambda: router.num_waiting == 1)
         large.ready = True
     check_unbroken(seen)
@@ -884,7 +888,7 @@ async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
         tasks.start_soon(lost)
         await eventually(lambda: fake.num_streaming == 1)
         fake.max_total_num_tokens, fake.num_prompt = 60, 3
-        router.exited(fake.url, "was killed by SIGKILL")
+        router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
         gate.set()
         seen = Read()
         tasks.start_soon(read, router, generation("b"), seen)
@@ -923,7 +927,7 @@ async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
             await eventually(lambda: len(seen.ids) == 4)
             other.ready = True
             router.retire(silent.url)
-            router.exited(silent.url, "ended with exit status 1")
+            router.replicas.mark_exited(silent.url, "ended with exit status 1")
         await eventually(lambda: [view.url for view in router.view()] == [other.url])
     check_unbroken(seen)
 

@@ -25,7 +25,8 @@ from agentloop.config import to_toml
 from agentloop.errors import ModelError, RequestError, SettingsError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang.client import SGLangServer, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
 from agentloop.observe.stalls import Stalls
 from agentloop.rewards.reward import Grader, RewardFunction, RewardSettings
 from agentloop.tasks.sources import TaskSource, TasksSettings

@@ -7,15 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentloop.inference.scheduling.kv_ledger import (
-    DataParallelRank,
-    KVLedger,
-    LengthPredictor,
-    LoadReport,
-)
+from agentloop.inference.ranks import DataParallelRank, LoadReport
+from agentloop.inference.scheduling.kv_ledger import KVLedger
+from agentloop.inference.scheduling.length_predictor import LengthPredictor
 
 A, B = DataParallelRank("a"), DataParallelRank("a", 1)
-PLACES = st.sampled_from([A, B, DataParallelRank("b")])
+RANKS = st.sampled_from([A, B, DataParallelRank("b")])
 KEYS = st.sampled_from(["", "k1", "k2", "k3", "k4"])
 GROUPS = {"": "", "k1": "g", "k2": "g", "k3": "g", "k4": "h"}
 PROMPTS = {"": 0, "g": 10, "h": 7}
@@ -28,21 +25,21 @@ class Ledger(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.ledger = KVLedger(LengthPredictor(prior=8, min_samples=2))
-        self.live: dict[str, tuple[DataParallelRank, str, int]] = {}  # place, key, tokens
+        self.live: dict[str, tuple[DataParallelRank, str, int]] = {}  # rank, key, tokens
         self.streamed: dict[DataParallelRank, int] = {}
         self.count = 0
 
-    @rule(place=PLACES, capacity=st.integers(20, 200))
-    def add(self, place: DataParallelRank, capacity: int) -> None:
-        if place not in self.ledger.pools:
-            self.ledger.add(place, capacity)
+    @rule(rank=RANKS, capacity=st.integers(20, 200))
+    def add(self, rank: DataParallelRank, capacity: int) -> None:
+        if rank not in self.ledger.pools:
+            self.ledger.add(rank, capacity)
 
     @precondition(lambda self: self.ledger.pools)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        place = data.draw(st.sampled_from(sorted(self.ledger.pools)))
-        self.ledger.remove(place)
-        self.live = {name: one for name, one in self.live.items() if one[0] != place}
+        rank = data.draw(st.sampled_from(sorted(self.ledger.pools)))
+        self.ledger.remove(rank)
+        self.live = {name: one for name, one in self.live.items() if one[0] != rank}
 
     @precondition(lambda self: self.ledger.pools)
     @rule(data=st.data(), key=KEYS, more=st.integers(1, 60), budget=st.integers(0, 50))
@@ -50,15 +47,15 @@ class Ledger(RuleBasedStateMachine):
         pool = self.ledger.pools[data.draw(st.sampled_from(sorted(self.ledger.pools)))]
         group = GROUPS[key]
         tokens = PROMPTS[group] + more
-        need = self.ledger.need(pool, group, tokens, budget)
-        if not self.ledger.fits(pool, need):
+        need = pool.need(group, tokens, budget)
+        if not pool.fits(need):
             return
-        idle, before = not pool.num_sequences, pool.room
+        idle, before = not pool.num_sequences, pool.num_free
         self.count += 1
         cached = min(pool.num_cached(key, group), tokens - 1)
         computed = self.ledger.reserve(
             f"s{self.count}",
-            pool.place,
+            pool.rank,
             tokens,
             budget,
             key=key,
@@ -66,17 +63,17 @@ class Ledger(RuleBasedStateMachine):
             num_shared=PROMPTS[group],
         )
         assert computed == tokens - cached
-        assert pool.room == before - need
-        assert idle or pool.room >= 0  # never over capacity, except in an idle pool
-        self.live[f"s{self.count}"] = (pool.place, key, tokens)
+        assert pool.num_free == before - need
+        assert idle or pool.num_free >= 0  # never over capacity, except in an idle pool
+        self.live[f"s{self.count}"] = (pool.rank, key, tokens)
 
     @rule(number=st.integers(0, 15), tokens=st.integers(0, 30))
     def grow(self, number: int, tokens: int) -> None:
         name = f"s{number}"
         self.ledger.grow(name, tokens)
         if name in self.live:
-            place, key, held = self.live[name]
-            self.live[name] = (place, key, held + tokens)
+            rank, key, held = self.live[name]
+            self.live[name] = (rank, key, held + tokens)
 
     @rule(number=st.integers(0, 15), parks=st.booleans(), again=st.booleans())
     def end(self, number: int, parks: bool, again: bool) -> None:
@@ -97,8 +94,8 @@ class Ledger(RuleBasedStateMachine):
     @rule(data=st.data())
     def flush(self, data: st.DataObject) -> None:
         pool = self.ledger.pools[data.draw(st.sampled_from(sorted(self.ledger.pools)))]
-        self.ledger.flush(pool.place)
-        assert pool.num_parked == pool.num_wanted == 0
+        self.ledger.flush(pool.rank)
+        assert pool.num_parked == pool.num_kept == 0
 
     @precondition(lambda self: self.ledger.pools)
     @rule(
@@ -108,8 +105,8 @@ class Ledger(RuleBasedStateMachine):
         retracted=st.integers(0, 3),
     )
     def report(self, data: st.DataObject, used: int, running: int, retracted: int) -> None:
-        place = data.draw(st.sampled_from(sorted(self.ledger.pools)))
-        assert self.ledger.report(place, LoadReport(used, running, 1, retracted), self.now) >= 0
+        rank = data.draw(st.sampled_from(sorted(self.ledger.pools)))
+        assert self.ledger.report(rank, LoadReport(used, running, 1, retracted), self.now) >= 0
 
     @rule(seconds=st.floats(0.1, 8.0))
     def wait(self, seconds: float) -> None:
@@ -118,8 +115,8 @@ class Ledger(RuleBasedStateMachine):
 
     @invariant()
     def sums_agree_with_a_recount(self) -> None:
-        for place, pool in self.ledger.pools.items():
-            mine = [(key, tokens) for at, key, tokens in self.live.values() if at == place]
+        for rank, pool in self.ledger.pools.items():
+            mine = [(key, tokens) for at, key, tokens in self.live.values() if at == rank]
             groups = [GROUPS[key] for key, _ in mine]
             shared = {group for group in groups if group}
             saved = sum(PROMPTS[group] * (groups.count(group) - 1) for group in shared)
@@ -127,15 +124,15 @@ class Ledger(RuleBasedStateMachine):
             assert pool.num_live == sum(tokens for _, tokens in mine) - saved
             if not mine:
                 assert pool.num_reserved == pool.num_prefill == 0
-            assert 0 <= pool.num_wanted <= pool.num_parked
-            assert pool.num_parked == sum(one.num_tokens for one in pool._lru.values())
-            assert pool.num_wanted == sum(p.num_tokens for p in pool._lru.values() if p.wanted)
+            assert 0 <= pool.num_kept <= pool.num_parked
+            assert pool.num_parked == sum(one.num_tokens for one in pool._parked.values())
+            assert pool.num_kept == sum(p.num_tokens for p in pool._parked.values() if p.is_kept)
             assert min(pool.num_reserved, pool.num_prefill) >= 0
             assert 0 <= pool.num_others <= pool.capacity
             assert pool.num_strangers >= 0
             held = pool.num_live + pool.num_others
             assert not pool.num_parked or held + pool.num_parked <= pool.capacity
-            prompts = {name for name, is_prompt in pool._lru if is_prompt}
+            prompts = {name for name, is_prompt in pool._parked if is_prompt}
             assert prompts | shared == set(pool.prompts)
 
 
@@ -152,11 +149,11 @@ def ledger(capacity: int = 100, **options: float) -> KVLedger:
 def test_an_idle_pool_accepts_whatever_its_capacity_can_hold() -> None:
     made = ledger()
     pool = made.pools[A]
-    assert made.fits(pool, 100)
-    assert not made.fits(pool, 101)
+    assert pool.fits(100)
+    assert not pool.fits(101)
     made.reserve("s", A, 10, 0)
-    assert made.fits(pool, 90)
-    assert not made.fits(pool, 91)
+    assert pool.fits(90)
+    assert not pool.fits(91)
 
 
 def test_a_sequence_cannot_hold_two_reservations() -> None:
@@ -187,8 +184,8 @@ def test_a_returning_trajectory_computes_only_new_tokens() -> None:
     made.reserve("s1", A, 50, 20, key="k")
     made.grow("s1", 20)
     made.park("s1", 1.0)
-    assert made.home("k") is made.pools[A]
-    assert made.pools[A].num_wanted == 70
+    assert made.affinity("k") is made.pools[A]
+    assert made.pools[A].num_kept == 70
     assert made.reserve("s2", A, 75, 0, key="k") == 5
     assert made.pools[A].num_parked == 0
 
@@ -224,9 +221,9 @@ def test_tokens_are_not_kept_for_a_trajectory_that_is_away_for_long() -> None:
     made.reserve("s", A, 30, 0, key="k")
     made.park("s", 0.0)
     made.age(5.0)
-    assert made.pools[A].num_wanted == 30
+    assert made.pools[A].num_kept == 30
     made.age(5.1)
-    assert (made.pools[A].num_wanted, made.pools[A].num_cached("k", "")) == (0, 30)
+    assert (made.pools[A].num_kept, made.pools[A].num_cached("k", "")) == (0, 30)
 
 
 def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
@@ -237,11 +234,11 @@ def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
     assert (pool.num_others, pool.num_strangers) == (0, 0)
     made.report(A, LoadReport(350, 2, 1), 1.0)
     assert (pool.num_others, pool.num_strangers) == (250, 2)
-    assert pool.room == 650
+    assert pool.num_free == 650
     made.age(6.0)
     assert pool.num_others == 125
     made.age(11.0)
-    assert (pool.num_others, pool.num_strangers, pool.room) == (0, 0, 900)
+    assert (pool.num_others, pool.num_strangers, pool.num_free) == (0, 0, 900)
 
 
 def test_a_report_below_our_accounting_changes_nothing() -> None:
@@ -249,7 +246,7 @@ def test_a_report_below_our_accounting_changes_nothing() -> None:
     made.reserve("s", A, 500, 100)
     for now in range(3):
         made.report(A, LoadReport(now, 0, 0), float(now))
-    assert made.pools[A].room == 490
+    assert made.pools[A].num_free == 490
 
 
 def test_a_report_that_never_changes_fades() -> None:
@@ -281,8 +278,8 @@ def test_a_pool_that_is_removed_takes_its_sequences_along() -> None:
     made.remove(A)
     made.grow("s1", 5)
     made.park("s1", 1.0)
-    assert made.home("k1") is None
-    assert made.home("k2") is made.pools[B]
+    assert made.affinity("k1") is None
+    assert made.affinity("k2") is made.pools[B]
     made.reserve("s1", B, 10, 0, key="k1")
     assert made.pools[B].num_live == 20
 

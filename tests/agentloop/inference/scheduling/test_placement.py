@@ -8,40 +8,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.inference.scheduling.kv_ledger import (
-    DataParallelRank,
-    KVLedger,
-    LengthPredictor,
-    LoadReport,
-)
-from agentloop.inference.scheduling.placement import (
-    POLICIES,
-    Costs,
-    Decision,
-    Placement,
-    PlacementRequest,
-)
+from agentloop.inference.ranks import DataParallelRank, LoadReport
+from agentloop.inference.scheduling.kv_ledger import KVLedger
+from agentloop.inference.scheduling.kv_policy import Costs, KVPolicy
+from agentloop.inference.scheduling.length_predictor import LengthPredictor
+from agentloop.inference.scheduling.placement import Decision, PlacementRequest
+from agentloop.inference.scheduling.policies import POLICIES, make_policy
 
-PLACES = [DataParallelRank(name) for name in "abcd"]
+RANKS = [DataParallelRank(name) for name in "abcd"]
 
 
 def ledger(capacity: int = 10_000) -> KVLedger:
     made = KVLedger(LengthPredictor(prior=100))
-    for place in PLACES:
-        made.add(place, capacity)
+    for rank in RANKS:
+        made.add(rank, capacity)
     return made
 
 
 def placed(
     books: KVLedger,
-    place: DataParallelRank,
+    rank: DataParallelRank,
     name: str,
     tokens: int,
     *,
     group: str = "",
     shared: int = 0,
 ) -> None:
-    books.reserve(name, place, tokens, 0, key=f"k{name}", group=group, num_shared=shared)
+    books.reserve(name, rank, tokens, 0, key=f"k{name}", group=group, num_shared=shared)
     books.grow(name, 1)  # its prefill is over
 
 
@@ -52,195 +45,195 @@ def ask(key: str = "new", tokens: int = 500, **options: object) -> PlacementRequ
 def choose(
     books: KVLedger, one: PlacementRequest, *, waited_s: float = 0.0, seed: int = 0
 ) -> Decision:
-    return Placement(books, seed=seed).choose(one, PLACES, now=0.0, waited_s=waited_s)
+    return KVPolicy(books, seed=seed).choose(one, RANKS, now=0.0, waited_s=waited_s)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_seed_decides_the_same(policy: str) -> None:
     def decisions(seed: int) -> list[DataParallelRank | None]:
         books = ledger()
-        placement = Placement(books, policy, seed=seed)
+        placement = make_policy(policy, books, seed=seed)
         chosen = []
         for number in range(60):
             key = f"k{number % 20}"
             one = ask(key, group=f"g{number % 5}", num_shared=200)
-            place = placement.choose(one, PLACES, now=float(number)).place
-            chosen.append(place)
-            if place is not None:
-                books.reserve(f"s{number}", place, 500, 50, key=key)
+            rank = placement.choose(one, RANKS, now=float(number)).rank
+            chosen.append(rank)
+            if rank is not None:
+                books.reserve(f"s{number}", rank, 500, 50, key=key)
                 books.park(f"s{number}", float(number))
         return chosen
 
     assert decisions(3) == decisions(3)
-    assert len(set(decisions(3))) == len(PLACES)  # no server is left out
+    assert len(set(decisions(3))) == len(RANKS)  # no server is left out
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "round_robin"])
 def test_ties_do_not_always_go_to_the_first(policy: str) -> None:
-    placement = Placement(ledger(), policy)
+    placement = make_policy(policy, ledger())
     counts = Counter(
-        placement.choose(ask(f"k{number}"), PLACES, now=0.0).place for number in range(400)
+        placement.choose(ask(f"k{number}"), RANKS, now=0.0).rank for number in range(400)
     )
-    assert set(counts) == set(PLACES)
+    assert set(counts) == set(RANKS)
     assert max(counts.values()) < 160
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_places_that_are_offered_are_chosen(policy: str) -> None:
     books = ledger()
-    placement = Placement(books, policy)
+    placement = make_policy(policy, books)
     for number in range(8):
-        placement.choose(ask(f"k{number}"), PLACES, now=0.0)
+        placement.choose(ask(f"k{number}"), RANKS, now=0.0)
     for number in range(8):
-        decision = placement.choose(ask(f"k{number}"), PLACES[2:3], now=0.0)
-        assert decision.place == PLACES[2]
-    assert placement.choose(ask(), [], now=0.0).place is None
+        decision = placement.choose(ask(f"k{number}"), RANKS[2:3], now=0.0)
+        assert decision.rank == RANKS[2]
+    assert placement.choose(ask(), [], now=0.0).rank is None
 
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="no policy 'best': choose one of static, round_robin"):
-        Placement(ledger(), "best")
+        make_policy("best", ledger())
 
 
 def test_static_keeps_a_group_together_in_equal_shares() -> None:
-    placement = Placement(ledger(), "static")
-    homes = {
+    placement = make_policy("static", ledger())
+    affinity = {
         group: {
-            placement.choose(ask(f"k{group}.{member}", group=f"g{group}"), PLACES, now=0.0).place
+            placement.choose(ask(f"k{group}.{member}", group=f"g{group}"), RANKS, now=0.0).rank
             for member in range(4)
         }
         for group in range(8)
     }
-    assert all(len(places) == 1 for places in homes.values())
-    assert set(Counter(next(iter(places)) for places in homes.values()).values()) == {2}
+    assert all(len(ranks) == 1 for ranks in affinity.values())
+    assert set(Counter(next(iter(ranks)) for ranks in affinity.values()).values()) == {2}
 
 
 def test_counting_policies_see_counts() -> None:
     books = ledger()
-    for number, place in enumerate(PLACES[:3]):
-        placed(books, place, f"s{number}", 100)
+    for number, rank in enumerate(RANKS[:3]):
+        placed(books, rank, f"s{number}", 100)
     for policy in ("least_requests", "sticky_least_loaded"):
-        assert Placement(books, policy).choose(ask(), PLACES, now=0.0).place == PLACES[3]
-    two = Placement(books, "power_of_two").choose(ask(), PLACES[2:], now=0.0)
-    assert two.place == PLACES[3]
-    sticky = Placement(books, "sticky_least_loaded")
-    sticky.choose(ask(), PLACES, now=0.0)
+        assert make_policy(policy, books).choose(ask(), RANKS, now=0.0).rank == RANKS[3]
+    two = make_policy("power_of_two", books).choose(ask(), RANKS[2:], now=0.0)
+    assert two.rank == RANKS[3]
+    sticky = make_policy("sticky_least_loaded", books)
+    sticky.choose(ask(), RANKS, now=0.0)
     for number in range(9):
-        placed(books, PLACES[3], f"t{number}", 100)
-    assert sticky.choose(ask(), PLACES, now=0.0).place == PLACES[3]
+        placed(books, RANKS[3], f"t{number}", 100)
+    assert sticky.choose(ask(), RANKS, now=0.0).rank == RANKS[3]
     sticky.forget("new")
-    assert sticky.choose(ask(), PLACES, now=0.0).place != PLACES[3]
+    assert sticky.choose(ask(), RANKS, now=0.0).rank != RANKS[3]
 
 
 def test_kv_goes_where_it_fits() -> None:
     books = ledger(1000)
-    for place in PLACES[:3]:
-        placed(books, place, place.server, 700)
+    for rank in RANKS[:3]:
+        placed(books, rank, rank.server, 700)
     for number in range(3):
-        placed(books, PLACES[3], f"s{number}", 10)
-    assert choose(books, ask(tokens=400)).place == PLACES[3]
+        placed(books, RANKS[3], f"s{number}", 10)
+    assert choose(books, ask(tokens=400)).rank == RANKS[3]
     decision = choose(books, ask(tokens=900))
-    assert (decision.place, decision.why) == (None, "no server has free KV capacity for it")
+    assert (decision.rank, decision.why) == (None, "no server has free KV capacity for it")
 
 
 def test_kv_prefers_the_less_busy_server() -> None:
     books = ledger()
-    for number, place in enumerate(PLACES[:3] * 3):
-        placed(books, place, f"s{number}", 1000)
+    for number, rank in enumerate(RANKS[:3] * 3):
+        placed(books, rank, f"s{number}", 1000)
     decision = choose(books, ask())
-    assert decision.place == PLACES[3]
+    assert decision.rank == RANKS[3]
     assert decision.why == "lowest cost"
 
 
 def test_kv_returns_to_its_context_while_that_is_cheaper() -> None:
     books = ledger(100_000)
-    placed(books, PLACES[1], "s", 5000)
+    placed(books, RANKS[1], "s", 5000)
     books.park("s", 0.0)
     for number in range(8):
-        placed(books, PLACES[1], f"t{number}", 100)
+        placed(books, RANKS[1], f"t{number}", 100)
     decision = choose(books, ask("ks", 5050))
-    assert decision.place == PLACES[1]
+    assert decision.rank == RANKS[1]
     assert decision.why == "its own server caches its context"
     for number in range(80):
-        placed(books, PLACES[1], f"u{number}", 500)
+        placed(books, RANKS[1], f"u{number}", 500)
     decision = choose(books, ask("ks", 5050))
-    assert decision.place != PLACES[1]
+    assert decision.rank != RANKS[1]
     assert decision.why.startswith("moves: ")
 
 
 def test_kv_waits_for_its_server_while_moving_costs_more() -> None:
     books = ledger(6000)
-    for place in PLACES[1:]:
+    for rank in RANKS[1:]:
         for number in range(100):  # a prefill stops all of them
-            placed(books, place, f"{place.server}{number}", 5)
-    placed(books, PLACES[0], "s", 2000)
+            placed(books, rank, f"{rank.server}{number}", 5)
+    placed(books, RANKS[0], "s", 2000)
     books.park("s", 0.0)
-    placed(books, PLACES[0], "big", 5800)
+    placed(books, RANKS[0], "big", 5800)
     books.release("big", 0.0)
-    placed(books, PLACES[0], "bigger", 5900)
+    placed(books, RANKS[0], "bigger", 5900)
     decision = choose(books, ask("ks", 2100))
-    assert decision.place is None
+    assert decision.rank is None
     assert "will have capacity in" in decision.why
     decision = choose(books, ask("ks", 2100), waited_s=60.0)
-    assert decision.place in PLACES[1:]
+    assert decision.rank in RANKS[1:]
 
 
 def test_kv_lets_siblings_share_until_others_are_much_less_busy() -> None:
     books = ledger(1_000_000)
     for number in range(3):
-        placed(books, PLACES[2], f"s{number}", 2010, group="g", shared=2000)
+        placed(books, RANKS[2], f"s{number}", 2010, group="g", shared=2000)
     sibling = ask(tokens=2000, group="g", num_shared=2000)
     decision = choose(books, sibling)
-    assert decision.place == PLACES[2]
+    assert decision.rank == RANKS[2]
     assert decision.why == "shares its group's prompt"
     for number in range(300):
-        placed(books, PLACES[2], f"t{number}", 1000)
-    assert choose(books, sibling).place != PLACES[2]
+        placed(books, RANKS[2], f"t{number}", 1000)
+    assert choose(books, sibling).rank != RANKS[2]
 
 
 def test_kv_keeps_capacity_for_returning_trajectories_unless_a_request_waited_for_long() -> None:
     books = ledger(1000)
-    for place in PLACES:
-        placed(books, place, place.server, 700)
-        books.park(place.server, 0.0)
-        placed(books, place, f"{place.server}2", 50)
-    assert choose(books, ask()).place is None
-    assert choose(books, ask(), waited_s=10.1).place is not None
-    assert choose(books, ask("ka", 750)).place == PLACES[0]  # it is its own
+    for rank in RANKS:
+        placed(books, rank, rank.server, 700)
+        books.park(rank.server, 0.0)
+        placed(books, rank, f"{rank.server}2", 50)
+    assert choose(books, ask()).rank is None
+    assert choose(books, ask(), waited_s=10.1).rank is not None
+    assert choose(books, ask("ka", 750)).rank == RANKS[0]  # it is its own
 
 
 def test_kv_counts_requests_of_others_as_reported() -> None:
     books = ledger()
-    for place in PLACES[:3]:
+    for rank in RANKS[:3]:
         for now in range(2):
-            books.report(place, LoadReport(9000, 40, 0), float(now))
-    assert {choose(books, ask(), seed=seed).place for seed in range(9)} == {PLACES[3]}
+            books.report(rank, LoadReport(9000, 40, 0), float(now))
+    assert {choose(books, ask(), seed=seed).rank for seed in range(9)} == {RANKS[3]}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3000)), max_size=30), st.integers())
 def test_kv_never_admits_what_does_not_fit(held: list[tuple[int, int]], seed: int) -> None:
     books = ledger()
     for number, (index, tokens) in enumerate(held):
-        pool = books.pools[PLACES[index]]
-        if tokens <= pool.room:
-            placed(books, pool.place, f"s{number}", tokens)
+        pool = books.pools[RANKS[index]]
+        if tokens <= pool.num_free:
+            placed(books, pool.rank, f"s{number}", tokens)
             if number % 3 == 0:
                 books.park(f"s{number}", 0.0)
     decision = choose(books, ask(tokens=2000), seed=seed)
     for one in decision.candidates:
-        pool = books.pools[one.place]
-        if one.place == decision.place and pool.num_sequences:
-            assert pool.room - pool.num_wanted >= 2000 + 100
-    if decision.place is None:
+        pool = books.pools[one.rank]
+        if one.rank == decision.rank and pool.num_sequences:
+            assert pool.num_free - pool.num_kept >= 2000 + 100
+    if decision.rank is None:
         assert all(not one.fits for one in decision.candidates)
 
 
 def test_a_decision_explains_its_candidates() -> None:
     books = ledger()
-    placed(books, PLACES[0], "s", 1000)
+    placed(books, RANKS[0], "s", 1000)
     books.park("s", 0.0)
     decision = choose(books, ask("ks", 1200))
-    assert [one.place for one in decision.candidates] == PLACES
+    assert [one.rank for one in decision.candidates] == RANKS
     own = decision.candidates[0]
     assert (own.num_cached, own.need, own.fits) == (1001, 1200, True)
     assert own.prefill_s == pytest.approx(199 * Costs().prefill_s_per_token)
@@ -253,8 +246,8 @@ def test_a_decision_explains_its_candidates() -> None:
 
 def test_a_rank_without_room_is_shown_as_such() -> None:
     books = ledger(1000)
-    for place in PLACES[:3]:
-        placed(books, place, place.server, 700)
+    for rank in RANKS[:3]:
+        placed(books, rank, rank.server, 700)
     decision = choose(books, ask(tokens=400))
     assert [one.fits for one in decision.candidates] == [False] * 3 + [True]
     lines = decision.explain().splitlines()
@@ -265,15 +258,15 @@ def test_a_rank_without_room_is_shown_as_such() -> None:
 def test_costs_only_need_to_be_right_in_proportion() -> None:
     books = ledger(100_000)
     for number in range(12):
-        placed(books, PLACES[number % 3], f"s{number}", 1000 + 500 * number)
+        placed(books, RANKS[number % 3], f"s{number}", 1000 + 500 * number)
         if number % 2:
             books.park(f"s{number}", 0.0)
     slow = Costs(**{name: 10 * cost for name, cost in Costs().model_dump().items()})
     for number in range(1, 12, 2):
         one = ask(f"ks{number}", 1000 + 500 * number + 200)
-        fast_choice = Placement(books).choose(one, PLACES, now=0.0)
-        slow_choice = Placement(books, costs=slow).choose(one, PLACES, now=0.0)
-        assert fast_choice.place == slow_choice.place
+        fast_choice = KVPolicy(books).choose(one, RANKS, now=0.0)
+        slow_choice = KVPolicy(books, costs=slow).choose(one, RANKS, now=0.0)
+        assert fast_choice.rank == slow_choice.rank
 
 
 def test_a_full_batch_accepts_no_request() -> None:
@@ -283,12 +276,12 @@ def test_a_full_batch_accepts_no_request() -> None:
         ledger.add(DataParallelRank(name), 100_000, 2)
     for number in range(2):
         ledger.reserve(f"r{number}", DataParallelRank("full"), 10, 10)
-    placement = Placement(ledger)
+    placement = KVPolicy(ledger)
     decision = placement.choose(
         PlacementRequest("k", 10, 10), [DataParallelRank("full"), DataParallelRank("free")], now=0.0
     )
-    assert decision.place == DataParallelRank("free")
+    assert decision.rank == DataParallelRank("free")
     decision = placement.choose(
         PlacementRequest("k", 10, 10), [DataParallelRank("full")], now=0.0, waited_s=1000.0
     )
-    assert decision.place is None
+    assert decision.rank is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import deque
 from collections.abc import AsyncIterator
@@ -11,18 +10,12 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentloop.errors import ServerRefused, ServerUnavailable
-from agentloop.inference.sglang import client as sglang
-from agentloop.inference.sglang.client import (
-    Chunk,
-    FrameDecoder,
-    Sampling,
-    SGLangServer,
-    http_session,
-)
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import TurnEnd, VersionSpan
 from tests.support import FakeSGLang, Fault, eventually, logprob
 
@@ -30,47 +23,6 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = [1, 2, 3]
 ANSWER = list(range(10, 22))
-FAST = settings(max_examples=100, deadline=None)
-
-
-def cut(data: bytes, cuts: list[int]) -> list[bytes]:
-    edges = [0, *sorted(min(at, len(data)) for at in cuts), len(data)]
-    return [data[a:b] for a, b in itertools.pairwise(edges)]
-
-
-payloads = st.lists(st.text("ab{}: é\\", min_size=1, max_size=10).map(str.encode), max_size=6)
-
-
-@FAST
-@given(payloads, st.sampled_from([b"\n", b"\r\n"]), st.lists(st.integers(0, 120), max_size=12))
-def test_frames_are_decoded_however_the_bytes_are_split(
-    sent: list[bytes], newline: bytes, cuts: list[int]
-) -> None:
-    stream = b"".join(b"data: " + payload + newline * 2 for payload in sent)
-    decoder = FrameDecoder()
-    assert [p for piece in cut(stream, cuts) for p in decoder.feed(piece)] == sent
-
-
-def test_a_frame_of_several_lines_and_other_fields() -> None:
-    stream = b": comment\n\nevent: x\nid: 3\ndata: one\ndata:two\n\ndata: three\n\ndata: unfinished"
-    assert FrameDecoder().feed(stream) == [b"one\ntwo", b"three"]
-
-
-def test_a_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "_MAX_FRAME_BYTES", 1000)
-    decoder = FrameDecoder()
-    for _ in range(10):
-        assert decoder.feed(b"x" * 100) == []
-    with pytest.raises(ServerUnavailable, match="longer than 1000 bytes"):
-        decoder.feed(b"x")
-
-
-def test_a_large_frame_is_not_copied_again_for_each_piece() -> None:
-    decoder = FrameDecoder()
-    decoder.feed(b"data: " + b"x" * 1_000_000)
-    before = decoder._rest
-    decoder.feed(b"y")
-    assert decoder._rest is before  # extended in place
 
 
 @asynccontextmanager
@@ -130,13 +82,6 @@ async def test_top_logprobs_are_reported_if_requested(
     assert {chunk.cached_tokens for chunk in given} == {2}
 
 
-def test_without_stop_ids_the_models_end_token_is_ignored() -> None:
-    """Otherwise SGLang stops at the model's own end token."""
-    params = Sampling().to_sglang(max_new_tokens=1, stop_ids=())
-    assert (params["stop_token_ids"], params["ignore_eos"]) == ([], True)
-    assert "ignore_eos" not in Sampling().to_sglang(max_new_tokens=1, stop_ids=(9,))
-
-
 async def test_requests_use_sglangs_parameters() -> None:
     fake = FakeSGLang(ANSWER, end="length")
     async with client(fake) as server:
@@ -149,18 +94,6 @@ async def test_requests_use_sglangs_parameters() -> None:
     assert (params["max_new_tokens"], params["stop_token_ids"]) == (4, [99])
     assert "sampling_seed" not in params
     assert aborted == {"rid": "r-1"}
-    assert Sampling(top_k=0).to_sglang(max_new_tokens=1, stop_ids=())["top_k"] == -1  # all
-    seeded = Sampling(seed=7).to_sglang(max_new_tokens=1, stop_ids=())
-    assert seeded["sampling_seed"] == 7
-
-
-def test_each_group_has_its_own_seed() -> None:
-    assert Sampling().of_group("a") == Sampling()
-    one, other = (Sampling(seed=7).of_group(name) for name in ("a", "b"))
-    assert one == Sampling(seed=7).of_group("a")
-    assert len({one.seed, other.seed, Sampling(seed=8).of_group("a").seed}) == 3
-    assert one.seed is not None
-    assert 0 <= one.seed < 1 << 63
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -331,11 +264,3 @@ async def test_a_server_of_another_kind_is_refused() -> None:
             await SGLangServer(fake.url + "/elsewhere", session).info()
         with pytest.raises(ServerRefused, match="not an SGLang server"):
             await SGLangServer(fake.url, session).info()
-
-
-@pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"topp": 1}]
-)
-def test_sampling_is_checked_when_it_is_built(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Sampling(**bad)

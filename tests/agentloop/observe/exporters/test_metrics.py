@@ -28,7 +28,7 @@ from agentloop.events import (
     TurnStarted,
     WeightsLoaded,
 )
-from agentloop.inference.router import ServerView
+from agentloop.inference.replicas import ServerView
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.observe.exporters.metrics import Metrics
 from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory

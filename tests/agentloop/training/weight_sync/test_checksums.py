@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.inference.sglang.client import Checksum, WeightsInfo
+from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
 from agentloop.training.weight_sync.checksums import (
     Layout,
     Tensor,

@@ -14,7 +14,9 @@ import pytest
 
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.sglang.client import Pause, SGLangServer, WeightsGroup, http_session
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.weight_updates import Pause, WeightsGroup
 from agentloop.training.learner_client.client import Learner, LearnerError, LearnerRefused
 from agentloop.training.weight_sync.sync import (
     Handover,
@@ -290,8 +292,8 @@ async def test_a_single_server_is_compared_where_it_is_known_what_it_must_say(
 async def test_weights_that_the_learner_no_longer_has_are_not_given(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(1)) as here:
         came = await here.sync_weights()
-        here.router.require_weights("0")
-        here.router.require_weights("1", verified=True)
+        here.router.replicas.require_weights("0")
+        here.router.replicas.require_weights("1", verified=True)
         here.learner.num_updates += 1
         checksums, failed = await came.published.give(here.router.servers, timeout_s=15)
         assert (checksums, list(failed.values())) == ({}, ["open: these are gone"])

@@ -19,8 +19,11 @@ from aiohttp import web
 from safetensors.numpy import save
 
 from agentloop.errors import ServerError
-from agentloop.inference.router import Generation, Router, RouterSettings
-from agentloop.inference.sglang.client import Sampling, SGLangServer, http_session
+from agentloop.inference.router import Router, RouterSettings
+from agentloop.inference.sglang.client import SGLangServer
+from agentloop.inference.sglang.control import http_session
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
 from agentloop.training.learner_client.client import Learner
 from agentloop.training.weight_sync.sync import InFolder, Served, WeightsSettings, publisher
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
@@ -201,7 +204,7 @@ async def test_it_waits_for_a_server_that_is_started_again() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake, probe_interval_s=0.01) as router:
         fake.ready = False
-        router.exited(fake.url, "killed")
+        router.replicas.mark_exited(fake.url, "killed")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: Served(router).sync_weights(ONE, timeout_s=15))
             await eventually(lambda: not router.servers)

@@ -1,0 +1,217 @@
+"""The stream of /generate: from bytes to chunks of tokens.
+
+    bytes ──FrameDecoder──> payloads of `data:` ──> frames (JSON) ──merged──> chunks
+
+Frames that arrive together are merged, so that later stages cost the same for one token as for
+many. Token ids and log-probabilities are read; the server's text is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from agentloop.errors import ServerUnavailable
+from agentloop.trajectory import TurnEnd, VersionSpan
+
+__all__ = ["Chunk", "ChunkReader", "ErrorFrame", "FrameDecoder", "InvalidFrame", "OnChunk"]
+
+_MAX_FRAME_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one or more frames that arrived together; the last chunk has `end` set."""
+
+    ids: list[int]
+    logprobs: list[float]
+    version: str
+    end: TurnEnd | None = None
+    versions: tuple[VersionSpan, ...] = ()  # of the whole response; in the last chunk
+    cached_tokens: int = 0  # of the prompt
+    num_retractions: int = 0  # times the server retracted it from its batch; in the last chunk
+    error: str | None = None  # the server's message, with TurnEnd.ABORT
+    top_logprobs: Sequence[list[tuple[float, int]]] = ()  # for each id, if requested
+
+
+OnChunk = Callable[[Chunk], None]
+
+
+class InvalidFrame(Exception):
+    """A frame does not have SGLang's format."""
+
+
+class ErrorFrame(Exception):
+    """An error of the server, in a stream that began with status 200."""
+
+    def __init__(self, message: object, status: object) -> None:
+        super().__init__(message)
+        self.status = status if isinstance(status, int) else 500
+
+
+class FrameDecoder:
+    """Decodes the bytes of a server-sent event stream into the payloads of `data:`.
+
+    It takes time linear in the bytes; an event longer than 64 MiB is refused.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._half_newline = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes and return the payloads that are complete.
+
+        Raises:
+            ServerUnavailable: An event is too long.
+        """
+        # The common case: one whole event.
+        if (
+            data.startswith(b"data: ")
+            and data.find(b"\n") == len(data) - 2
+            and data.endswith(b"\n\n")
+            and not self._rest
+            and not self._half_newline
+        ):
+            return [data[6:-2]]
+        if self._half_newline or b"\r" in data:
+            data = self._with_plain_newlines(data)
+        if self._rest:
+            # The separator may be split over two reads; earlier bytes are not searched again.
+            unseen = len(self._rest) - 1
+            self._rest += data
+            if len(self._rest) > _MAX_FRAME_BYTES:
+                raise ServerUnavailable(f"an event is longer than {_MAX_FRAME_BYTES} bytes")
+            if self._rest.find(b"\n\n", unseen) < 0:
+                return []
+            data = bytes(self._rest)
+        *events, rest = data.split(b"\n\n")
+        self._rest = bytearray(rest)
+        payloads = []
+        for event in events:
+            if event.startswith(b"data: ") and b"\n" not in event:
+                payloads.append(event[6:])
+            elif payload := _data_lines(event):
+                payloads.append(payload)
+        return payloads
+
+    def _with_plain_newlines(self, data: bytes) -> bytes:
+        if self._half_newline:
+            data = b"\r" + data
+        self._half_newline = data.endswith(b"\r")
+        if self._half_newline:
+            data = data[:-1]
+        return data.replace(b"\r\n", b"\n")
+
+
+def _data_lines(event: bytes) -> bytes:
+    lines = (line[5:].removeprefix(b" ") for line in event.split(b"\n") if line[:5] == b"data:")
+    return b"\n".join(lines)
+
+
+class ChunkReader:
+    """Converts the bytes of one response into chunks.
+
+    Attributes:
+        num_tokens: Tokens received so far.
+        ended: Whether the last chunk has been received.
+    """
+
+    def __init__(self, on_chunk: OnChunk) -> None:
+        self.num_tokens = 0
+        self.ended = False
+        self._decoder = FrameDecoder()
+        self._on_chunk = on_chunk
+
+    def feed(self, data: bytes) -> bool:
+        """Add bytes; return whether the response has ended.
+
+        Raises:
+            InvalidFrame, ErrorFrame, ServerUnavailable: A frame is not a part of the response.
+        """
+        for chunk in _merge_frames(self._decoder.feed(data), self.num_tokens):
+            self.num_tokens += len(chunk.ids)
+            self._on_chunk(chunk)
+            if chunk.end is not None:
+                self.ended = True
+                return True
+        return False
+
+
+def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
+    """Merge frames that arrived together into one chunk per policy version.
+
+    Later stages cost the same for one token as for many. `num_tokens` tokens came before.
+    """
+    chunks: list[Chunk] = []
+    ids: list[int] = []
+    logprobs: list[float] = []
+    top: list[list[tuple[float, int]]] = []
+    version, num_cached = "", 0
+    try:
+        for payload in payloads:
+            if payload == b"[DONE]":
+                break
+            frame = _frame(payload)
+            meta = frame["meta_info"]
+            if ids and meta["weight_version"] != version:
+                chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
+                ids, logprobs, top = [], [], []
+            version, num_cached = meta["weight_version"], meta.get("cached_tokens") or 0
+            # With `--incremental-streaming-output` a frame has only new ids, otherwise all so far:
+            # counting from the end works for both.
+            if num_new := meta["completion_tokens"] - num_tokens:
+                num_tokens += num_new
+                new_ids = frame["output_ids"][-num_new:]
+                new_logprobs = meta["output_token_logprobs"][-num_new:]
+                if not len(new_ids) == len(new_logprobs) == num_new:
+                    raise InvalidFrame(f"{num_new} new tokens announced, {len(new_ids)} received")
+                ids += new_ids
+                logprobs += [entry[0] for entry in new_logprobs]
+                if "output_top_logprobs" in meta:
+                    new_top = meta["output_top_logprobs"][-num_new:]
+                    top += [[(entry[0], entry[1]) for entry in place] for place in new_top]
+            if meta["finish_reason"] is not None:
+                chunks.append(_last_chunk(ids, logprobs, top, meta))
+                return chunks
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise InvalidFrame(f"{type(error).__name__}: {error}") from error
+    if ids:
+        chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
+    return chunks
+
+
+def _frame(payload: bytes) -> Any:
+    frame = orjson.loads(payload)
+    if "error" in frame:
+        said = frame["error"] if isinstance(frame["error"], dict) else {"message": frame["error"]}
+        # SGLang 0.5.23 answers a bad request with status 200 and sends the true status here.
+        raise ErrorFrame(said.get("message", said), said.get("code"))
+    return frame
+
+
+def _last_chunk(
+    ids: list[int], logprobs: list[float], top: list[list[tuple[float, int]]], meta: Any
+) -> Chunk:
+    finish = meta["finish_reason"]
+    kind = finish["type"]
+    status = finish.get("status_code")
+    if isinstance(status, int) and 400 <= status < 500:  # aborted because the request is invalid
+        raise ErrorFrame(finish.get("message"), status)
+    return Chunk(
+        ids,
+        logprobs,
+        meta["weight_version"],
+        end=TurnEnd(kind) if kind in ("stop", "length") else TurnEnd.ABORT,
+        versions=tuple(
+            VersionSpan(span["version"], span["start"], span["end"])
+            for span in meta.get("weight_versions") or ()
+        ),
+        cached_tokens=meta.get("cached_tokens") or 0,
+        num_retractions=meta.get("num_retractions") or 0,
+        error=finish.get("message"),
+        top_logprobs=top,
+    )

@@ -1,0 +1,301 @@
+"""Loading new weights into a server while it serves, from disk or in a process group.
+
+    pause ──> load from a folder, or receive bucket after bucket ──> checksum ──> continue
+
+Source of the protocol: SGLang's /pause_generation, /update_weights_from_disk, /weights_checker and
+the endpoints of its update groups (0.5.23).
+"""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import anyio
+
+from agentloop.errors import ServerError, ServerRefused
+from agentloop.inference.sglang.control import ControlClient
+
+__all__ = ["Bucket", "Checksum", "Pause", "WeightUpdates", "WeightsGroup", "WeightsInfo"]
+
+# Settings of a server that make its tensors differ from those of the model.
+_UNUSUAL = ("quantization", "enable_dp_attention", "enable_fp32_lm_head", "cpu_offload_gb")
+_UNUSUAL_ABOVE_1 = ("attn_cp_size", "dcp_size")
+
+Pause = Literal["retract", "in_place"]
+"""How running requests are treated in a weight sync. retract: they are recomputed from their ids,
+and the prefix cache is flushed. in_place: they keep the KV of the old weights, and so does the
+prefix cache, but new requests do not find its entries (see `SGLangServer.update_weights`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsGroup:
+    """A process group for weight sync; its rank 0, the sender, is at `address`."""
+
+    name: str
+    address: str
+    port: int
+    backend: str
+    world_size: int
+    pause: Pause = "retract"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """The way a server stores its weights.
+
+    Attributes:
+        num_ranks: Tensor-parallel ranks; each is a member of a group.
+        device: "cpu", "cuda", ...
+        dtype: The configured one; may be "auto".
+        sglang: The version of SGLang.
+        unusual: Settings that make its tensors differ from the model's; usually empty.
+    """
+
+    num_ranks: int
+    device: str
+    dtype: str
+    sglang: str
+    unusual: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that are sent in one piece, stored end to end."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """Checksums of a server's weights.
+
+    Attributes:
+        whole: Checksum of all weights.
+        ranks: For each process its tensor-parallel rank and the checksums by the server's tensor
+            names.
+    """
+
+    whole: str
+    ranks: list[tuple[int, dict[str, str]]]
+
+
+class WeightUpdates(ABC):
+    """The part of a server's client that updates its weights."""
+
+    def __init__(self, url: str, control: ControlClient) -> None:
+        self.url = url
+        self._control = control
+        self._cache_key: str | None = None  # namespace of new requests in the prefix cache
+        self._is_loading = False  # or loading has failed: its weights are unknown
+
+    @abstractmethod
+    def break_streams(self, why: str) -> None:
+        """Break all streams, because the server is dead or its results are not wanted."""
+
+    async def update_weights(
+        self, folder: str, version: str, *, timeout_s: float, pause: Pause = "retract"
+    ) -> Checksum:
+        """Load the weights in `folder`, which the server must be able to read, while requests run.
+
+        SGLang finds entries of the prefix cache by ids alone, and refuses to flush while requests
+        run. Without flushing, a new prompt would use KV of the old weights: for a system prompt,
+        over any number of versions. So with `pause` in_place, later requests have a key of their
+        own and find only each other's entries; the others are evicted as the oldest. in_place also
+        needs SGLang to run without overlapped scheduling: a retraction waits for tokens in
+        progress, but this pause leaves one per request in flight, which would be reported with the
+        new version.
+
+        The checksum is computed during the pause. SGLang computes it between two batches, so that
+        afterwards it would stall the streams for as long. If anything fails, the streams are broken
+        before the server continues, so that every received token is of known weights; the turns
+        move to other servers.
+
+        Returns:
+            The checksum of the new weights; equal weights have equal ones (SGLang's own).
+
+        Raises:
+            ServerUnavailable, ServerRefused: It failed or timed out; the server's weights are
+                unknown.
+        """
+        if pause == "in_place":
+            self._check_in_place(await self._control.get("/server_info"))
+        try:
+            await self._control.post("/pause_generation", {"mode": pause}, timeout_s=timeout_s)
+            self._is_loading = True
+            flush = pause == "retract"
+            body = {"model_path": folder, "weight_version": version, "flush_cache": flush}
+            await self._control.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+            checksum = await self._checksum(timeout_s)
+        except BaseException:  # it may be paused even if the request failed
+            # no deadline: the request has one, ten seconds
+            with anyio.CancelScope(shield=True), suppress(ServerError):  # in ten seconds at most
+                await self._resume()
+            raise
+        self._mark_loaded(pause)
+        await self._resume()
+        return checksum
+
+    async def weights_info(self) -> WeightsInfo:
+        """Return how the server stores its weights.
+
+        Raises:
+            ServerUnavailable, ServerRefused: It did not answer as expected.
+        """
+        return self._weights_info(await self._control.get("/server_info"))
+
+    def _weights_info(self, info: Any) -> WeightsInfo:
+        try:
+            unusual = [name for name in _UNUSUAL if info.get(name)]
+            unusual += [name for name in _UNUSUAL_ABOVE_1 if int(info.get(name) or 1) > 1]
+            unusual += ["model_impl"] * (info.get("model_impl") not in (None, "auto", "sglang"))
+            return WeightsInfo(
+                num_ranks=int(info.get("tp_size") or 1),
+                device=str(info.get("device")),
+                dtype=str(info.get("dtype")),
+                sglang=str(info.get("version")),
+                unusual=", ".join(f"{name} = {info[name]}" for name in unusual),
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
+
+    async def group_member(self, pause: Pause = "retract") -> WeightsInfo:
+        """Return how the server would take part in a group.
+
+        Raises:
+            ServerUnavailable: It did not answer.
+            ServerRefused: It cannot be a member.
+        """
+        info = await self._control.get("/server_info")
+        try:
+            if max(int(info.get(name) or 1) for name in ("dp_size", "pp_size")) > 1:
+                raise ServerRefused(
+                    f"{self.url}: data- and pipeline-parallel ranks of SGLang load weights only "
+                    "from disk: set weights.by to disk",
+                    status=200,
+                )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
+        if pause == "in_place":
+            self._check_in_place(info)
+        return self._weights_info(info)
+
+    async def join_group(self, group: WeightsGroup, rank: int, *, timeout_s: float) -> None:
+        """Pause the server and add its ranks to the group, from `rank` on.
+
+        Returns when all members have joined. `finish_group` or `leave_group` must follow, even on
+        failure.
+
+        Raises:
+            ServerUnavailable, ServerRefused: It failed.
+        """
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._control.post("/pause_generation", {"mode": group.pause}, timeout_s=timeout_s)
+        with suppress(ServerRefused):  # an update left over from an earlier group; usually none
+            await self._control.post("/end_weight_update", {}, timeout_s=timeout_s)
+        await self._control.post("/init_weights_update_group", body, timeout_s=timeout_s)
+        await self._control.post("/begin_weight_update", {}, timeout_s=timeout_s)
+
+    async def receive(
+        self, group: WeightsGroup, bucket: Bucket, version: str | None, *, timeout_s: float
+    ) -> None:
+        """Load a bucket that is being sent.
+
+        `version` is passed with the last one, which flushes the cache unless the pause is in_place:
+        see `update_weights`.
+
+        Raises:
+            ServerUnavailable, ServerRefused: It failed; the server's weights are unknown.
+        """
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": version is not None and group.pause == "retract",
+            "weight_version": version,
+        }
+        self._is_loading = True
+        await self._control.post("/update_weights_from_distributed", body, timeout_s=timeout_s)
+
+    async def finish_group(self, group: WeightsGroup, *, timeout_s: float) -> Checksum:
+        """Leave the group after the last bucket, and resume serving.
+
+        Returns:
+            The checksum of the new weights; equal weights have equal ones (SGLang's own).
+
+        Raises:
+            ServerUnavailable, ServerRefused: It failed; `leave_group` must follow.
+        """
+        await self._control.post("/end_weight_update", {}, timeout_s=timeout_s)
+        checksum = await self._checksum(timeout_s)
+        self._mark_loaded(group.pause)
+        body = {"group_name": group.name}
+        await self._control.post("/destroy_weights_update_group", body, timeout_s=timeout_s)
+        await self._resume()
+        return checksum
+
+    async def leave_group(self, group: WeightsGroup) -> None:
+        """Leave a failed group at any point and resume serving.
+
+        Running requests are broken if the server may have some of the new weights.
+
+        Raises:
+            ServerUnavailable, ServerRefused: It does not answer: it is gone, or hangs.
+        """
+        for path, body in (
+            ("/end_weight_update", {}),
+            ("/destroy_weights_update_group", {"group_name": group.name}),
+        ):
+            with suppress(ServerRefused):  # nothing to end
+                await self._control.post(path, body)
+        await self._resume()
+
+    def _check_in_place(self, info: Any) -> None:
+        if not info.get("disable_overlap_schedule"):
+            raise ServerRefused(
+                f"{self.url}: weights.pause = in_place would give tokens the wrong version while "
+                "SGLang overlaps batches: start it with --disable-overlap-schedule "
+                "(server.extra_args), or set weights.pause to retract",
+                status=200,
+            )
+
+    def _mark_loaded(self, pause: Pause) -> None:
+        self._is_loading = False
+        if pause == "in_place":  # a random key: another run may use the same version
+            self._cache_key = uuid.uuid4().hex
+
+    async def _resume(self) -> None:
+        if self._is_loading:
+            self.break_streams("its weight update is incomplete")
+        await self._control.post("/continue_generation", {})
+
+    async def _checksum(self, timeout_s: float) -> Checksum:
+        answer = await self._control.post(
+            "/weights_checker", {"action": "checksum"}, timeout_s=timeout_s
+        )
+        try:
+            ranks = answer["ranks"]
+            whole = " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
+            return Checksum(whole, [_rank_checksums(rank) for rank in ranks])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ServerRefused(f"{self.url}/weights_checker: {answer}", status=200) from error
+
+
+def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+    (parallelism, *_) = rank.get("parallelism_info") or [{}]  # a draft model's would follow
+    return int(parallelism.get("tp_rank") or 0), dict(rank.get("checksums") or {})

@@ -1,0 +1,140 @@
+"""A turn on its way over one server, or several: what has been sampled, and what is left to do.
+
+Generation ──> OngoingTurn ──rest──> TurnStream on a server ──chunks──> the reader
+                    ▲                     │
+                    └───────ids───────────┘
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, replace
+
+from agentloop.errors import ServerUnavailable
+from agentloop.inference.ranks import DataParallelRank
+from agentloop.inference.replicas import Replica
+from agentloop.inference.scheduling.group_gate import GroupGate
+from agentloop.inference.scheduling.kv_ledger import KVLedger
+from agentloop.inference.sglang.frames import Chunk, OnChunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.trajectory import TurnEnd, VersionSpan
+
+__all__ = ["Generation", "OngoingTurn", "TurnStream"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A turn to be generated.
+
+    `rid` is its unique name, `key` the name of its trajectory. Siblings have the same `group` and
+    share the first `num_shared` ids of the prompt.
+    """
+
+    rid: str
+    key: str
+    ids: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    group: str = ""
+    num_shared: int = 0
+    num_top_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class OngoingTurn:
+    """A turn and the ids that its servers have sampled so far."""
+
+    generation: Generation
+    on_chunk: OnChunk
+    received: list[int] = field(default_factory=list)
+
+    def rest(self) -> Generation:
+        """Return the part that is still to be generated."""
+        return replace(
+            self.generation,
+            # Never reused, nor a prefix of another: SGLang aborts by prefix, and once more after a
+            # stream has ended.
+            rid=uuid.uuid4().hex,
+            ids=self.generation.ids + self.received,
+            max_new_tokens=self.generation.max_new_tokens - len(self.received),
+        )
+
+    def missing_end(self) -> Chunk | None:
+        """Return the last chunk if a stream broke just before the frame that ends the turn."""
+        if not self.received:
+            return None
+        if self.received[-1] in self.generation.stop_ids:
+            return Chunk([], [], "", end=TurnEnd.STOP)
+        if len(self.received) >= self.generation.max_new_tokens:
+            return Chunk([], [], "", end=TurnEnd.LENGTH)
+        return None
+
+
+class TurnStream:
+    """The stream of a turn's rest from one server, with the accounting of its tokens."""
+
+    def __init__(
+        self,
+        turn: OngoingTurn,
+        rest: Generation,
+        replica: Replica,
+        rank: DataParallelRank,
+        ledger: KVLedger,
+        gate: GroupGate,
+    ) -> None:
+        self.aborted: Chunk | None = None  # the last chunk, if the server itself aborted
+        self._turn = turn
+        self._rest = rest
+        self._replica = replica
+        self._rank = rank
+        self._ledger = ledger
+        self._gate = gate
+        self._start = len(turn.received)
+        # Tokens of the trajectory besides its group's prompt, before this turn.
+        self._num_before = len(turn.generation.ids) - turn.generation.num_shared
+
+    async def run(self) -> None:
+        """Generate the rest.
+
+        Raises:
+            ServerUnavailable, ServerRefused: The turn has not ended.
+        """
+        rest, replica = self._rest, self._replica
+        # A server added after the turn began may have a smaller context.
+        num_new = min(rest.max_new_tokens, replica.context_length - len(rest.ids))
+        await replica.server.generate(
+            rest.ids,
+            rest.sampling.to_sglang(max_new_tokens=num_new, stop_ids=rest.stop_ids),
+            rid=rest.rid,
+            on_chunk=self._take,
+            rank=self._rank.number if replica.info.dp_size > 1 else None,
+            num_top_logprobs=rest.num_top_logprobs,
+        )
+        if self.aborted is not None:
+            raise ServerUnavailable(f"{replica.url} aborted: {self.aborted.error}")
+
+    def _take(self, chunk: Chunk) -> None:
+        turn = self._turn
+        self._ledger.grow(self._rest.rid, len(chunk.ids))
+        turn.received.extend(chunk.ids)
+        self._gate.reached(turn.generation.key, self._num_before + len(turn.received))
+        if chunk.num_retractions:
+            self._replica.num_retracted[self._rank] += chunk.num_retractions
+        if chunk.end is None:
+            turn.on_chunk(chunk)
+        elif chunk.end is not TurnEnd.ABORT:
+            turn.on_chunk(_shift_versions(chunk, self._start))
+        else:  # the server's own abort: its tokens are valid, and the turn goes on
+            self.aborted = chunk
+            turn.on_chunk(replace(chunk, end=None, versions=()))
+
+
+def _shift_versions(chunk: Chunk, offset: int) -> Chunk:
+    """Return the chunk with `versions` counted from the turn's first token."""
+    if not offset:
+        return chunk
+    spans = tuple(
+        VersionSpan(span.version, span.start + offset, span.end + offset) for span in chunk.versions
+    )
+    return replace(chunk, versions=spans)

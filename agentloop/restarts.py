@@ -1,0 +1,33 @@
+"""Pure: decides whether and when something that died is restarted.
+
+Servers (inference/processes/keep_alive.py), the learner (training/resumable.py) and a training
+process that was killed (cli/respawn.py) all follow it. Time is passed in as `now` [s], on any
+monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+__all__ = ["Restarts"]
+
+_MAX_DELAY_S = 30.0
+
+
+class Restarts:
+    """A bound on the restarts within a sliding window, with a growing delay between them."""
+
+    def __init__(self, max_restarts: int, *, window_s: float = 600.0) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._when: deque[float] = deque()
+
+    def died(self, now: float) -> float | None:
+        """Return the delay in seconds until the restart: 0, 1, 2, 4, ... 30; None to give up."""
+        while self._when and now - self._when[0] >= self._window_s:
+            self._when.popleft()
+        if len(self._when) >= self._max_restarts:
+            return None
+        delay_s = 0.0 if not self._when else min(_MAX_DELAY_S, 2.0 ** (len(self._when) - 1))
+        self._when.append(now)
+        return delay_s

@@ -1,0 +1,105 @@
+"""Frames of a token stream, however their bytes are split, and the chunks that they become."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.errors import ServerUnavailable
+from agentloop.inference.sglang import frames
+from agentloop.inference.sglang.frames import Chunk, ChunkReader, ErrorFrame, FrameDecoder
+from agentloop.trajectory import TurnEnd, VersionSpan
+
+FAST = settings(max_examples=100, deadline=None)
+
+
+def cut(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(min(at, len(data)) for at in cuts), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+payloads = st.lists(st.text("ab{}: é\\", min_size=1, max_size=10).map(str.encode), max_size=6)
+
+
+@FAST
+@given(payloads, st.sampled_from([b"\n", b"\r\n"]), st.lists(st.integers(0, 120), max_size=12))
+def test_frames_are_decoded_however_the_bytes_are_split(
+    sent: list[bytes], newline: bytes, cuts: list[int]
+) -> None:
+    stream = b"".join(b"data: " + payload + newline * 2 for payload in sent)
+    decoder = FrameDecoder()
+    assert [p for piece in cut(stream, cuts) for p in decoder.feed(piece)] == sent
+
+
+def test_a_frame_of_several_lines_and_other_fields() -> None:
+    stream = b": comment\n\nevent: x\nid: 3\ndata: one\ndata:two\n\ndata: three\n\ndata: unfinished"
+    assert FrameDecoder().feed(stream) == [b"one\ntwo", b"three"]
+
+
+def test_a_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_MAX_FRAME_BYTES", 1000)
+    decoder = FrameDecoder()
+    for _ in range(10):
+        assert decoder.feed(b"x" * 100) == []
+    with pytest.raises(ServerUnavailable, match="longer than 1000 bytes"):
+        decoder.feed(b"x")
+
+
+def test_a_large_frame_is_not_copied_again_for_each_piece() -> None:
+    decoder = FrameDecoder()
+    decoder.feed(b"data: " + b"x" * 1_000_000)
+    before = decoder._rest
+    decoder.feed(b"y")
+    assert decoder._rest is before  # extended in place
+
+
+def frame(
+    *ids: int, upto: int, version: str = "v0", finish: dict[str, Any] | None = None, **meta: Any
+) -> bytes:
+    """Return an incremental frame with `ids`, after which `upto` tokens have been sampled."""
+    body = {
+        "output_ids": ids,
+        "meta_info": {
+            "weight_version": version,
+            "completion_tokens": upto,
+            "output_token_logprobs": [[-token / 10, token, None] for token in ids],
+            "finish_reason": finish,
+            **meta,
+        },
+    }
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def test_frames_that_arrive_together_become_one_chunk_per_version() -> None:
+    chunks: list[Chunk] = []
+    reader = ChunkReader(chunks.append)
+    together = frame(1, upto=1) + frame(2, upto=2) + frame(3, upto=3, version="v1")
+    assert not reader.feed(together)
+    assert [(chunk.ids, chunk.version) for chunk in chunks] == [([1, 2], "v0"), ([3], "v1")]
+    assert chunks[0].logprobs == [-0.1, -0.2]
+    assert (reader.num_tokens, reader.ended) == (3, False)
+    spans = [{"version": "v0", "start": 0, "end": 2}, {"version": "v1", "start": 2, "end": 4}]
+    last = frame(4, upto=4, version="v1", finish={"type": "stop"}, weight_versions=spans)
+    assert reader.feed(last + b"data: [DONE]\n\n")
+    assert (chunks[-1].ids, chunks[-1].end) == ([4], TurnEnd.STOP)
+    assert chunks[-1].versions == (VersionSpan("v0", 0, 2), VersionSpan("v1", 2, 4))
+    assert (reader.num_tokens, reader.ended) == (4, True)
+
+
+def test_a_stream_that_is_done_without_a_last_frame_has_not_ended() -> None:
+    reader = ChunkReader(lambda chunk: None)
+    assert not reader.feed(frame(1, upto=1) + b"data: [DONE]\n\n")
+    assert not reader.ended
+
+
+def test_an_error_frame_carries_its_status() -> None:
+    with pytest.raises(ErrorFrame, match="too long") as caught:
+        ChunkReader(lambda chunk: None).feed(
+            b'data: {"error": {"message": "too long", "code": 400}}\n\n'
+        )
+    assert caught.value.status == 400

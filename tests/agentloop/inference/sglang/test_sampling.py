@@ -1,0 +1,46 @@
+"""Sampling parameters, and what SGLang is given of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentloop.inference.sglang.sampling import Sampling
+
+
+def test_without_stop_ids_the_models_end_token_is_ignored() -> None:
+    """Otherwise SGLang stops at the model's own end token."""
+    params = Sampling().to_sglang(max_new_tokens=1, stop_ids=())
+    assert (params["stop_token_ids"], params["ignore_eos"]) == ([], True)
+    assert "ignore_eos" not in Sampling().to_sglang(max_new_tokens=1, stop_ids=(9,))
+
+
+def test_parameters_have_sglangs_names_and_values() -> None:
+    assert Sampling(top_k=0).to_sglang(max_new_tokens=1, stop_ids=())["top_k"] == -1  # all
+    seeded = Sampling(seed=7).to_sglang(max_new_tokens=1, stop_ids=())
+    assert seeded["sampling_seed"] == 7
+
+
+def test_each_group_has_its_own_seed() -> None:
+    assert Sampling().of_group("a") == Sampling()
+    one, other = (Sampling(seed=7).of_group(name) for name in ("a", "b"))
+    assert one == Sampling(seed=7).of_group("a")
+    assert len({one.seed, other.seed, Sampling(seed=8).of_group("a").seed}) == 3
+    assert one.seed is not None
+    assert 0 <= one.seed < 1 << 63
+
+
+def test_each_sibling_has_its_own_seed_within_63_bits() -> None:
+    last = (1 << 63) - 1
+    seeds = [Sampling(seed=last).of_sibling(index).seed for index in range(3)]
+    assert seeds == [last, 0, 1]
+    assert Sampling().of_sibling(1) == Sampling()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"topp": 1}]
+)
+def test_sampling_is_checked_when_it_is_built(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)

@@ -1,0 +1,29 @@
+"""Restarts are bounded in every window and follow each other ever more slowly."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentloop.restarts import Restarts
+
+
+@given(st.lists(st.floats(0, 400), max_size=30), st.integers(0, 5))
+def test_restarts_are_bounded_in_every_window(gaps: list[float], most: int) -> None:
+    restarts, now, starts = Restarts(most, window_s=600.0), 0.0, list[float]()
+    for gap in gaps:
+        now += gap
+        delay_s = restarts.died(now)
+        recent = [start for start in starts if now - start < 600.0]
+        assert (delay_s is None) == (len(recent) >= most)
+        if delay_s is not None:
+            assert 0 <= delay_s <= 30
+            assert (delay_s == 0) == (not recent)
+            starts.append(now)
+
+
+def test_the_delay_doubles_up_to_half_a_minute_and_starts_again_after_the_window() -> None:
+    restarts = Restarts(8, window_s=600.0)
+    assert [restarts.died(0.0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, None]
+    assert restarts.died(599.9) is None
+    assert restarts.died(600.0) == 0
