@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ from agentloop.sandbox.pool import _SlotQueue, _Waiter, _Worker
 from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import FrameReader, encode
 from agentloop.sandbox.worker.kernel import remove_below
+from agentloop.sandbox.worker.wire import INLINE_JOB
 from tests.sandbox.chaos import children, descendants, kill
 from tests.sandbox.conftest import BARE
 
@@ -97,6 +99,26 @@ async def test_stdin(pool: Pool) -> None:
     ended = (await pool.run("input()")).error
     assert ended is not None
     assert (ended.type, ended.message, ended.line) == ("EOFError", "EOF when reading a line", 1)
+
+
+@pytest.mark.parametrize("size", [1, 1000, INLINE_JOB - 200, INLINE_JOB, INLINE_JOB + 1])
+async def test_stdin_of_any_size_is_a_file_of_its_own(pool: Pool, size: int) -> None:
+    code = "import os, sys\ntext = sys.stdin.read()\nsys.stdin.seek(0)\n"
+    code += "assert sys.stdin.read() == text\n(len(text), set(text), os.listdir())"
+    result = await pool.run(code, stdin="x" * size)
+    assert result.result == repr((size, {"x"}, [])), result
+
+
+async def test_a_cell_has_its_stdin_where_its_directory_is_full() -> None:
+    fill = "import os\nf = open('big', 'wb', 0)\n"
+    fill += (
+        "try:\n  while True: f.write(bytes(1 << 16))\nexcept OSError as error: full = error.errno"
+    )
+    async with Pool(BARE.model_copy(update={"scratch_mib": 1})) as pool, pool.session() as session:
+        assert (await session.run("input()", stdin="first")).result == "'first'"
+        assert (await session.run(fill)).ok
+        result = await session.run("input(), full", stdin="second")
+        assert result.result == repr(("second", errno.ENOSPC)), result
 
 
 async def test_traceback_shows_the_program_alone(pool: Pool) -> None:
