@@ -30,9 +30,9 @@ from agentloop.sandbox import (
 )
 from agentloop.sandbox.backend import _read_worker
 from agentloop.sandbox.link import MAX_SILENT_BEATS, Link
-from agentloop.sandbox.pool import _SlotQueue, _Waiter, _Worker
 from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import FrameReader, encode
+from agentloop.sandbox.slots import PoolWorker, SlotQueue, SlotWaiter
 from agentloop.sandbox.worker.kernel import remove_below
 from agentloop.sandbox.worker.wire import INLINE_JOB
 from tests.sandbox.chaos import children, descendants, kill
@@ -417,17 +417,17 @@ async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_m
 
 
 class Grants:
-    """A `_SlotQueue` of workers with four slots, with the grants of each waiter."""
+    """A `SlotQueue` of workers with four slots, with the grants of each waiter."""
 
     def __init__(self, num_workers: int) -> None:
-        self.queue = _SlotQueue()
-        self.workers = [_Worker(Link(str(n)), BARE) for n in range(num_workers)]
+        self.queue = SlotQueue()
+        self.workers = [PoolWorker(Link(str(n)), BARE) for n in range(num_workers)]
         self.queue.workers += self.workers
 
-    def ask(self, *, alone: bool = False, only: _Worker | None = None) -> _Waiter:
+    def ask(self, *, alone: bool = False, only: PoolWorker | None = None) -> SlotWaiter:
         return self.queue.enter(only, alone)
 
-    def given(self, *waiters: _Waiter) -> list[int | None]:
+    def given(self, *waiters: SlotWaiter) -> list[int | None]:
         """Return the number of a waiter's worker; None: it still waits."""
         return [None if w.worker is None else self.workers.index(w.worker) for w in waiters]
 
@@ -557,7 +557,7 @@ async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: P
 
 
 async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentloop.sandbox.pool.GRACE_S", 0.3)
+    monkeypatch.setattr("agentloop.sandbox.slots.GRACE_S", 0.3)
     others = set(children(os.getpid()))
     async with Pool(BARE) as pool:
         async with anyio.create_task_group() as group:
