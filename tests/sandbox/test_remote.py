@@ -28,7 +28,8 @@ from agentloop.sandbox import (
 )
 from agentloop.sandbox.protocol import FrameReader, encode
 from agentloop.sandbox.remote import HostLink
-from agentloop.sandbox.serve import SandboxServeSettings, serving
+from agentloop.sandbox.serve import serving
+from agentloop.sandbox.serve_settings import SandboxServeSettings
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
 from tests.sandbox.test_sessions import wait_until_lost
