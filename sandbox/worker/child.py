@@ -118,7 +118,7 @@ def become_nobody(spec: Spec, lane: int) -> None:
         most = spec.processes
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        if not spec.traces:  # the front measures it with the rights of this uid
+        if not spec.traces:  # the server measures it with the rights of this uid
             prctl(PR_SET_DUMPABLE, 1)
     else:  # one uid for all: the limit may count the others too
         most = spec.processes if spec.counts_apart else spec.processes + spec.others
@@ -139,7 +139,7 @@ def become_nobody(spec: Spec, lane: int) -> None:
 
 
 def read_job() -> tuple[Job | None, int | None]:
-    """Return the next job of our channel, None when the front has closed it; and a file with its
+    """Return the next job of our channel, None when the server has closed it; and a file with its
     standard input: no pipe to fill, nobody to wait for."""
     data = os.read(JOB_FD, INLINE_JOB)
     if not data:
@@ -271,7 +271,7 @@ def run_lasting_cell(
     try:
         signal.signal(signal.SIGINT, interrupt)
         REPORT_SIZE.pack_into(area, STARTED.size, 0)
-        STARTED.pack_into(area, 0, time.monotonic_ns())  # from here on the front may interrupt
+        STARTED.pack_into(area, 0, time.monotonic_ns())  # from here on the server may interrupt
         status, report = run_cell(code, variables, name)
         return status, report, ignore_interrupts()
     except KeyboardInterrupt:  # as the cell ended

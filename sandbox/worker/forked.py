@@ -1,4 +1,4 @@
-"""What the front holds of one child: its call, its channel, its output."""
+"""What the server holds of one child: its call, its channel, its output."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Call:
 
 
 class Forked:
-    """A forked process and what the front holds of it."""
+    """A forked process and what the server holds of it."""
 
     def __init__(self, lane: int, level: int, keep: int) -> None:
         self.lane = lane

@@ -1,8 +1,10 @@
-"""What the front, the zygotes and the children say to each other.
+"""What the server, the zygotes and the children say to each other.
 
-front to zygote   FORK, with the child's descriptors     zygote to front   NEWS of a child
-front to child    JOB, code, standard input; or FILE_JOB child to front    a report, in a mapping
-child to front    STARTED, once, before its program runs; then CELL_DONE after each cell
+server to zygote   FORK, with the child's descriptors
+zygote to server   NEWS of a child
+server to child    JOB, code, standard input; or FILE_JOB
+child to server    STARTED, once, before its program runs; then CELL_DONE after each cell;
+                   a report, in a mapping
 
 A child that ended without STARTED has not run its program, which is the fault of the sandbox. No
 program can keep that message from being sent, change it or take it back.

@@ -704,7 +704,7 @@ async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
         assert process.stdout is not None
         with anyio.fail_after(60):
             assert (await process.stdout.receive()).startswith(b"up")
-        # outer, front, zygote, call
+        # outer, server, zygote, call
         await wait_until(lambda: len(descendants(process.pid)) >= 4)
         family = descendants(process.pid)
         process.send_signal(signal.SIGKILL)
