@@ -15,8 +15,9 @@ from agentloop.sandbox.errors import (
     SandboxUnavailable,
     SessionLost,
 )
-from agentloop.sandbox.pool import Pool, Session
+from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.results import CallError, CallResult, CallStatus
+from agentloop.sandbox.session import Session
 from agentloop.sandbox.settings import PoolSettings
 
 __all__ = [

@@ -40,7 +40,7 @@ TUNED = (
 # In the order of their imports.
 WORKER_MODULES = (
     "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "usage",
-    "watch", "front",
+    "watch", "server",
 )  # fmt: skip
 
 

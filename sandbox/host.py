@@ -15,11 +15,12 @@ from aiohttp import web
 
 from agentloop.sandbox.api import LinkRequest, check, has_more_values, max_values
 from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxError, SessionLost
-from agentloop.sandbox.pool import GRACE_S, Pool
+from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.protocol import FrameReader, encode
 from agentloop.sandbox.remote import Outbox
 from agentloop.sandbox.results import CallResult, CallStatus
 from agentloop.sandbox.sessions import Sessions
+from agentloop.sandbox.slots import GRACE_S
 
 log = logging.getLogger("sandbox")
 
@@ -87,7 +88,7 @@ class Guest:
         ready = {
             "op": "ready",
             "slots": self._num_slots,
-            "seats": settings.sessions_per_worker * stats["workers"],
+            "sessions": settings.sessions_per_worker * stats["workers"],
             "grace_s": settings.max_wait_s + 2 * GRACE_S,
             "layers": stats["layers"],
         }

@@ -4,7 +4,7 @@ A host uses the frames of a worker (protocol.py) over a WebSocket at `/v1/link`,
 it like a worker: waiting, cancelling, sessions, and a second run elsewhere after a loss. Additional
 frames and fields:
 
-From the host     ready {slots, seats, grace_s, layers}     load {others}
+From the host     ready {slots, sessions, grace_s, layers}     load {others}
                   done {..., queue_s, worker_id, attempt}
 
 `others` is the number of calls that the host runs for other clients; the pool prefers hosts with

@@ -15,8 +15,9 @@ import anyio
 import anyio.abc
 
 from agentloop.sandbox.errors import LostBy, SessionLost
-from agentloop.sandbox.pool import Pool, Session
+from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.results import CallResult
+from agentloop.sandbox.session import Session
 
 
 class _Held:

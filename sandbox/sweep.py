@@ -3,7 +3,7 @@
 A malicious process may fork faster than a walk of /proc can follow, so all processes of a user are
 killed by a single kill(-1). They cannot kill this process in return: a sender's uid must match the
 target's real or saved uid, which are the spare uid and 0 meanwhile. The spare uid is the one after
-the largest, which the worker's front end reserves for this purpose.
+the largest, which the worker's server reserves for this purpose.
 """
 
 from __future__ import annotations

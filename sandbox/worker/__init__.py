@@ -1,12 +1,12 @@
 """The worker: runs untrusted Python, one forked process per call. Stdlib only.
 
-    supervisor <-- frames --> front <-- SEQPACKET --> zygotes --fork--> children, one per call
+    supervisor <-- frames --> server <-- SEQPACKET --> zygotes --fork--> children, one per call
 
-The front (pid 1 of its container or namespace) holds the only connection to the supervisor,
+The server (pid 1 of its container or namespace) holds the only connection to the supervisor,
 reads the output pipes, keeps the deadlines, kills and cleans. A zygote has its modules loaded
 and warmed; it forks when told and says how each child ended. A child becomes a uid of its own
 before it sees a job, says that it has started, and keeps no descriptor but 0, 1 and 2 (in a session
-the one that brings the next cell, too): what it wants to tell goes into a mapping that the front
+the one that brings the next cell, too): what it wants to tell goes into a mapping that the server
 reads once the child is dead. Children are forked ahead of their calls.
 
 A *lane* is a uid with a scratch directory; it serves one process tree at a time and is free
@@ -21,12 +21,12 @@ Python object's reference count is a write. So the zygote does once what can be 
 what it has loaded immortal, and rehearses a call before the first fork.
 
     boot.py    the start: takes all else from the supervisor
-    front.py   the loop of pid 1       forked.py  what it holds of one child
+    server.py  the loop of pid 1       forked.py  what it holds of one child
                                        lanes.py   killing and cleaning
     zygote.py  forks                   warm.py    what it loads and prepares
     child.py   the call
     spec.py    what the supervisor asked for
-    wire.py    what front, zygote and child say to each other
+    wire.py    what server, zygote and child say to each other
     kernel.py  system calls and /proc
 
 The sources travel over the connection: nothing of ours is in the image, and no stale copy is run.

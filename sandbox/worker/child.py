@@ -118,7 +118,7 @@ def become_nobody(spec: Spec, lane: int) -> None:
         most = spec.processes
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        if not spec.traces:  # the front measures it with the rights of this uid
+        if not spec.traces:  # the server measures it with the rights of this uid
             prctl(PR_SET_DUMPABLE, 1)
     else:  # one uid for all: the limit may count the others too
         most = spec.processes if spec.counts_apart else spec.processes + spec.others
@@ -139,11 +139,14 @@ def become_nobody(spec: Spec, lane: int) -> None:
 
 
 def read_job() -> tuple[Job | None, int | None]:
-    """The next job of our channel, None when the front has closed it; and its standard input, a
-    file of memory: no pipe to fill, nobody to wait for."""
+    """Return the next job of our channel, None when the server has closed it; and a file with its
+    standard input: no pipe to fill, nobody to wait for."""
     data = os.read(JOB_FD, INLINE_JOB)
+    if not data:
+        return None, None
     if len(data) != FILE_JOB.size:
-        return (unpack_job(data) if data else None), None
+        job = unpack_job(data)
+        return job, keep_in_file(job.stdin) if job.stdin else None
     (num_stdin,) = FILE_JOB.unpack(data)
     with socket.socket(fileno=os.dup(JOB_FD)) as channel:
         _, (fd,), _, _ = socket.recv_fds(channel, 1, 1)
@@ -154,6 +157,18 @@ def read_job() -> tuple[Job | None, int | None]:
     os.ftruncate(fd, num_stdin)
     os.lseek(fd, 0, os.SEEK_SET)
     return job, fd
+
+
+def keep_in_file(data: bytes) -> int:
+    """Return a file without a name in the call's directory, which is still empty."""
+    try:
+        fd = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError:  # not every file system has files without a name
+        fd = os.open("stdin", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        os.unlink("stdin")
+    os.write(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def give_stdin(file: int | None) -> None:
@@ -256,7 +271,7 @@ def run_lasting_cell(
     try:
         signal.signal(signal.SIGINT, interrupt)
         REPORT_SIZE.pack_into(area, STARTED.size, 0)
-        STARTED.pack_into(area, 0, time.monotonic_ns())  # from here on the front may interrupt
+        STARTED.pack_into(area, 0, time.monotonic_ns())  # from here on the server may interrupt
         status, report = run_cell(code, variables, name)
         return status, report, ignore_interrupts()
     except KeyboardInterrupt:  # as the cell ended

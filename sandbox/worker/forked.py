@@ -1,4 +1,4 @@
-"""What the front holds of one child: its call, its channel, its output."""
+"""What the server holds of one child: its call, its channel, its output."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Call:
 
 
 class Forked:
-    """A forked process and what the front holds of it."""
+    """A forked process and what the server holds of it."""
 
     def __init__(self, lane: int, level: int, keep: int) -> None:
         self.lane = lane
@@ -155,8 +155,10 @@ class Forked:
         if call.keep_output_bytes is not None:
             self.out.keep(call.keep_output_bytes)
             self.err.keep(call.keep_output_bytes)
-        if not call.stdin and len(call.job) <= INLINE_JOB:
-            self.channel.send(call.job)
+        # A later cell may have no space left in its directory for its standard input.
+        is_inline = call.session is None or not call.stdin
+        if is_inline and len(call.job) + len(call.stdin) <= INLINE_JOB:
+            self.channel.send(call.job + call.stdin)
             return
         with open(os.memfd_create("stdin", os.MFD_CLOEXEC), "wb", buffering=0) as file:
             for part in (call.stdin, call.job):

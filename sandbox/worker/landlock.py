@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from agentloop.sandbox.worker.kernel import libc
 
+_syscall = libc.syscall  # looked up once, here, and not in each child
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION, PATH_BENEATH = 1, 1
 LEAST_ABI = 2  # the first in which files can be moved from one directory to another
@@ -32,7 +33,7 @@ PROC = ("cpuinfo", "filesystems", "loadavg", "meminfo", "stat", "sys", "uptime",
 
 def abi() -> int:
     """The version of Landlock that this kernel has; less than 1 where it has none."""
-    return int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION))
+    return int(_syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION))
 
 
 def make_ruleset(scratch: str, own_proc: bool) -> int:
@@ -53,7 +54,8 @@ def make_ruleset(scratch: str, own_proc: bool) -> int:
 
 def shut_in(ruleset: int) -> None:
     """Give up, in this process and its children, what the ruleset does not hold. Raises OSError."""
-    _checked(RESTRICT_SELF, ruleset, 0)
+    if _syscall(RESTRICT_SELF, ruleset, 0) != 0:
+        raise OSError(ctypes.get_errno(), "landlock")
 
 
 def _open_to_all(own_proc: bool) -> Iterator[tuple[str, int]]:
@@ -69,7 +71,7 @@ def _open_to_all(own_proc: bool) -> Iterator[tuple[str, int]]:
 
 
 def _checked(*arguments: int | bytes | ctypes.c_size_t) -> int:
-    result = int(libc.syscall(*arguments))
+    result = int(_syscall(*arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), "landlock")
     return result

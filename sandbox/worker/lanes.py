@@ -29,14 +29,14 @@ MAX_FAILURES = 3
 
 
 class Lanes:
-    """The front's own: it acts with the front's capabilities."""
+    """The lanes of one worker. Only its server uses them, with its own capabilities."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.free = deque(range(spec.num_lanes))
         self.helpers: dict[int, Callable[[int], None]] = {}  # by pid: told the wait status
         self.num_failures = [0] * spec.num_lanes  # of cleaners, in a row
-        self.ours: set[int] = set()  # children of the front that are no call's: the zygotes
+        self.ours: set[int] = set()  # children of the server that are no call's: the zygotes
         self.empty_bytes: int | None = None  # of an empty directory, where that tells
 
     def make(self) -> None:
@@ -63,7 +63,7 @@ class Lanes:
 
         Whoever sends a signal is compared with the real and the saved uid of the target. Ours are
         the spare uid, which no other process has, and 0. So the lane's processes can't strike back
-        at us, and a kill(-1) of ours reaches nobody but them. For the front alone: of two who act
+        at us, and a kill(-1) of ours reaches nobody but them. For the server alone: of two who act
         so, one could kill the other.
         """
         if self.spec.kill_by != "uid":
@@ -169,7 +169,7 @@ class Lanes:
             os._exit(status)
 
     def reap(self) -> None:
-        """Wait for children of the front that have ended, and tell who waits for them.
+        """Wait for children of the server that have ended, and tell who waits for them.
 
         Raises OSError for a lane that can't be emptied: the worker is to be replaced.
         """

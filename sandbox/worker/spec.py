@@ -46,9 +46,9 @@ class Spec:
         self.counts_apart: bool = given.get("counts_apart", False)
         #: A descriptor of what calls may open; set by the zygote.
         self.ruleset: int | None = None
-        #: The front may read every process's memory maps; set when it starts.
+        #: The server may read every process's memory maps; set when it starts.
         self.traces = False
-        #: The front is pid 1: with it everything ends.
+        #: The server is pid 1: with it everything ends.
         self.own_pids = os.getpid() == 1
         # Processes of the same uid that aren't the call's: in a user namespace those of the
         # worker, elsewhere all that the user happens to run.
@@ -74,6 +74,6 @@ class Spec:
 
     @property
     def spare_uid(self) -> int:
-        """A uid of our range that no process has but the front, for the time of a signal."""
+        """A uid of our range that no process has but the server, for the time of a signal."""
         assert self.uid_base is not None
         return self.uid_base + self.num_lanes

@@ -117,7 +117,7 @@ def audit(seen: Iterable[Process]) -> int:
     The processes should be stopped: if one ends meanwhile, its share of common pages goes to those
     that are read later, and counts twice. One that keeps its memory from being read counts with the
     most that it can hold. An audit may take long and wait for a lock of the processes, so it does
-    not run in the front itself.
+    not run in the server itself.
 
     Args:
         seen: the result of the last census.

@@ -1,8 +1,10 @@
-"""What the front, the zygotes and the children say to each other.
+"""What the server, the zygotes and the children say to each other.
 
-front to zygote   FORK, with the child's descriptors     zygote to front   NEWS of a child
-front to child    a job: JOB, code; or FILE_JOB          child to front    a report, in a mapping
-child to front    STARTED, once, before its program runs; then CELL_DONE after each cell
+server to zygote   FORK, with the child's descriptors
+zygote to server   NEWS of a child
+server to child    JOB, code, standard input; or FILE_JOB
+child to server    STARTED, once, before its program runs; then CELL_DONE after each cell;
+                   a report, in a mapping
 
 A child that ended without STARTED has not run its program, which is the fault of the sandbox. No
 program can keep that message from being sent, change it or take it back.
@@ -17,8 +19,8 @@ FORK = struct.Struct("<i")  # lane
 NEWS = struct.Struct("<iiidq")  # kind, lane, pid or wait status, cpu_s, max rss in KiB
 NEWS_FORKED, NEWS_EXITED, NEWS_FAILED = 1, 2, 3
 
-JOB = struct.Struct("<d?Q")  # timeout_s, of a session, bytes of memory
-INLINE_JOB = 64 * 1024  # larger jobs travel as a memory file, and those with standard input
+JOB = struct.Struct("<d?QI")  # timeout_s, of a session, bytes of memory, bytes of code
+INLINE_JOB = 64 * 1024  # larger jobs travel as a memory file
 FILE_JOB = struct.Struct("<Q")  # bytes of standard input, which come first in the file
 
 STARTED = struct.Struct("<q")  # time.monotonic_ns()
@@ -41,15 +43,19 @@ class Job(NamedTuple):
     timeout_s: float
     lasting: bool  # one of a session's cells
     memory_bytes: int
+    stdin: bytes  # empty if it came as a file
 
 
 def pack_job(code: str, timeout_s: float, lasting: bool, memory_bytes: int) -> bytes:
-    return JOB.pack(timeout_s, lasting, memory_bytes) + code.encode("utf-8", "surrogatepass")
+    text = code.encode("utf-8", "surrogatepass")
+    return JOB.pack(timeout_s, lasting, memory_bytes, len(text)) + text
 
 
 def unpack_job(data: bytes) -> Job:
-    code = data[JOB.size :].decode("utf-8", "surrogatepass")
-    return Job(code, *JOB.unpack_from(data))
+    timeout_s, lasting, memory_bytes, size = JOB.unpack_from(data)
+    end = JOB.size + size
+    code = data[JOB.size : end].decode("utf-8", "surrogatepass")
+    return Job(code, timeout_s, lasting, memory_bytes, data[end:])
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:

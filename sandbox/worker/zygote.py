@@ -30,12 +30,12 @@ NUM_FDS = 4  # of a child: its channel, its two outputs, its report
 
 
 class Zygote:
-    """Forks children that start with these modules loaded; tells the front how they ended."""
+    """Forks children that start with these modules loaded; tells the server how they ended."""
 
-    def __init__(self, spec: Spec, level: int, front: socket.socket) -> None:
+    def __init__(self, spec: Spec, level: int, server: socket.socket) -> None:
         self.spec = spec
         self.level = level
-        self.front = front
+        self.server = server
         self.lanes: dict[int, int] = {}  # pid to lane
 
     def prepare(self) -> None:
@@ -65,13 +65,13 @@ class Zygote:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a call's
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         poll = select.poll()
-        poll.register(self.front, select.POLLIN)
+        poll.register(self.server, select.POLLIN)
         poll.register(wake, select.POLLIN)
         warm.freeze()
         limit_address_space(self.spec)
         if self.spec.fenced:
             self.spec.ruleset = landlock.make_ruleset(self.spec.scratch, self.spec.own_proc)
-        self.front.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
+        self.server.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
         while True:
             for fd, _ in poll.poll():
                 if fd == wake:
@@ -81,9 +81,9 @@ class Zygote:
                     return
 
     def serve(self) -> bool:
-        """Fork a child, as the front asks; False when the front is gone."""
+        """Fork a child, as the server asks; False when the server is gone."""
         try:
-            data, controls, _, _ = self.front.recvmsg(FORK.size, socket.CMSG_SPACE(4 * NUM_FDS))
+            data, controls, _, _ = self.server.recvmsg(FORK.size, socket.CMSG_SPACE(4 * NUM_FDS))
         except ConnectionResetError:
             return False
         if not data:
@@ -97,7 +97,7 @@ class Zygote:
         else:
             self.lanes[pid] = lane
             news = NEWS.pack(NEWS_FORKED, lane, pid, 0.0, 0)
-        self.front.send(news)
+        self.server.send(news)
         for fd in fds:
             os.close(fd)
         return True
@@ -133,7 +133,7 @@ class Zygote:
             lane = self.lanes.pop(pid, None)
             if lane is not None:
                 cpu_s = usage.ru_utime + usage.ru_stime
-                self.front.send(NEWS.pack(NEWS_EXITED, lane, status, cpu_s, usage.ru_maxrss))
+                self.server.send(NEWS.pack(NEWS_EXITED, lane, status, cpu_s, usage.ru_maxrss))
 
 
 def set_limits(spec: Spec) -> None:

@@ -124,7 +124,7 @@ class PrivateEngine:
         """Every process in its containers, also where the engine itself is down."""
         return [pid for path in self._cgroups() for pid in _pids_in(path)]
 
-    def fronts(self) -> list[int]:
+    def servers(self) -> list[int]:
         """The first process of each container."""
         inside = self.pids()
         return [pid for pid in inside if _parent(pid) not in {*inside, 0}]

@@ -126,7 +126,7 @@ async def test_calls_while_everything_is_killed(engine: PrivateEngine, scratch: 
                 await engine.start()
 
             group.start_soon(
-                kill_at_random, ["front", "zygote", "call", "call"], engine.fronts,
+                kill_at_random, ["server", "zygote", "call", "call"], engine.servers,
                 tally, KILL_EVERY, dice, killed,
             )  # fmt: skip
             group.start_soon(kill_containers, engine, tally, dice, killed)
@@ -140,7 +140,7 @@ async def test_calls_while_everything_is_killed(engine: PrivateEngine, scratch: 
         tally.check()
         assert tally.ends["right"] > 0.95 * NUM_CALLS
         assert killed["engine"] == 1
-        assert min(killed[kind] for kind in ("front", "zygote", "call", "container")) > 0
+        assert min(killed[kind] for kind in ("server", "zygote", "call", "container")) > 0
 
         async def whole() -> bool:
             stats = pool.stats()
@@ -170,8 +170,8 @@ async def test_what_an_engine_could_not_remove_is_removed_when_it_is_back(
     async with Pool(settings) as pool:
         first = f"/agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
         await engine.kill()
-        (front,) = engine.fronts()
-        os.kill(front, signal.SIGKILL)
+        (server,) = engine.servers()
+        os.kill(server, signal.SIGKILL)
         results = []
 
         async def call() -> None:
@@ -201,9 +201,9 @@ async def test_the_loss_of_one_of_two_engines(engine: PrivateEngine) -> None:
     """What ran on the lost one runs on the other from then on."""
     engines = {"engines": [engine.url, "unix:///var/run/docker.sock"], "workers": 2}
     async with Pool(settings_for(engine).model_copy(update=engines)) as pool:
-        (front,) = engine.fronts()  # one worker on each
+        (server,) = engine.servers()  # one worker on each
         await engine.kill()
-        os.kill(front, signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
 
         async def whole() -> bool:
             return bool(pool.stats()["replaced"] and pool.stats()["workers"] == 2)

@@ -353,7 +353,7 @@ async def test_a_killed_container_is_replaced_and_its_call_runs_again(
 async def test_a_paused_container_counts_as_lost(
     engine: aiodocker.Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentloop.sandbox.pool.GRACE_S", 0.5)
+    monkeypatch.setattr("agentloop.sandbox.slots.GRACE_S", 0.5)
     async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
         name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
         await (await engine.containers.get(name)).pause()

@@ -202,9 +202,9 @@ async def test_calls_while_workers_are_killed(
     tally, killed = Tally([0] * 1000), Counter[str]()
     async with Pool(settings) as pool:
         async with anyio.create_task_group() as group:
-            kinds = ["front", "zygote", "call"]
+            kinds = ["server", "zygote", "call"]
             dice = random.Random(7)
-            group.start_soon(kill_at_random, kinds, engine.fronts, tally, 100, dice, killed)
+            group.start_soon(kill_at_random, kinds, engine.servers, tally, 100, dice, killed)
             await run_load(pool, 1000, tally)
             group.cancel_scope.cancel()
         print(dict(killed), dict(tally.ends), tally.second)

@@ -247,7 +247,7 @@ for score in (-1000, 0, 499):
 try:
     with open("/proc/1/autogroup", "w") as f:
         f.write("19")
-    print("the front's priority")
+    print("the server's priority")
 except OSError:
     pass
 """

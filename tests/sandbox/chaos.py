@@ -112,11 +112,11 @@ def kill(pid: int) -> bool:
     return True
 
 
-def kill_one(kind: str, fronts: list[int], dice: random.Random) -> bool:
-    """Kill a front, a zygote (its child) or a call (a zygote's child)."""
-    pids = fronts
-    if kind != "front":
-        pids = [pid for front in fronts for pid in children(front)]
+def kill_one(kind: str, servers: list[int], dice: random.Random) -> bool:
+    """Kill a server, a zygote (its child) or a call (a zygote's child)."""
+    pids = servers
+    if kind != "server":
+        pids = [pid for server in servers for pid in children(server)]
     if kind == "call":
         pids = [pid for zygote in pids for pid in children(zygote)]
     return bool(pids) and kill(dice.choice(pids))
@@ -133,13 +133,13 @@ async def answers(tally: Tally, every: int, dice: random.Random) -> AsyncIterato
 
 
 async def kill_at_random(
-    kinds: list[str], fronts: Callable[[], list[int]], tally: Tally, every: int,
+    kinds: list[str], servers: Callable[[], list[int]], tally: Tally, every: int,
     dice: random.Random, killed: Counter[str],
 ) -> None:  # fmt: skip
     """Kill random processes of random workers until cancelled."""
     async for _ in answers(tally, every, dice):
         kind = dice.choice(kinds)
-        killed[kind] += kill_one(kind, fronts(), dice)
+        killed[kind] += kill_one(kind, servers(), dice)
 
 
 async def own_a_pool(settings: PoolSettings) -> None:

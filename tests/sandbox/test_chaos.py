@@ -46,9 +46,9 @@ async def test_calls_while_workers_are_killed(scratch: Path) -> None:
     def outers() -> list[int]:
         return [pid for pid in children(os.getpid()) if pid not in others]
 
-    def fronts() -> list[int]:
+    def servers() -> list[int]:
         seen.update(descendants(os.getpid()))
-        return [front for outer in outers() for front in children(outer)]
+        return [server for outer in outers() for server in children(outer)]
 
     async with Pool(SETTINGS) as pool:
         async with anyio.create_task_group() as group:
@@ -59,8 +59,8 @@ async def test_calls_while_workers_are_killed(scratch: Path) -> None:
                     with contextlib.suppress(ProcessLookupError, IndexError):
                         os.kill(dice.choice(outers()), 9)
 
-            kinds = ["front", "zygote", "call", "call"]
-            group.start_soon(kill_at_random, kinds, fronts, tally, 80, dice, killed)
+            kinds = ["server", "zygote", "call", "call"]
+            group.start_soon(kill_at_random, kinds, servers, tally, 80, dice, killed)
             group.start_soon(kill_outers)
             await run_load(pool, NUM_CALLS, tally)
             group.cancel_scope.cancel()
@@ -79,7 +79,7 @@ async def test_calls_while_workers_are_killed(scratch: Path) -> None:
 
 async def test_killing_the_owner_under_load_leaves_nothing(scratch: Path) -> None:
     family = await kill_an_owner(SETTINGS, scratch)
-    assert len(family) >= 6  # for each worker an outer, a front and a zygote at least
+    assert len(family) >= 6  # for each worker an outer, a server and a zygote at least
     await wait_until(lambda: not any(map(runs, family)))
     async with Pool(SETTINGS) as pool:
         assert (await pool.run("print(1)")).stdout == "1\n"

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agentloop.sandbox import Pool, connections
 from agentloop.sandbox.connections import Connections
-from agentloop.sandbox.serve import SandboxServeSettings, load, main, serving
+from agentloop.sandbox.serve import main, serving
+from agentloop.sandbox.serve_settings import SandboxServeSettings, load
 from tests.sandbox.test_serve import Client, service, until_stat
 
 pytestmark = [pytest.mark.timeout(60)]  # real workers are started

@@ -327,7 +327,7 @@ def test_uids_in_use_are_not_given_to_a_worker() -> None:
 
 # -- killing and cleaning -------------------------------------------------------------------
 
-# Lanes of a front that is not pid 1, and a call that stops and kills whatever it may.
+# Lanes of a server that is not pid 1, and a call that stops and kills whatever it may.
 STRIKES_BACK = """
 import os, signal, time
 from agentloop.sandbox.worker.lanes import Lanes

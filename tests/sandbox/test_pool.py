@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -29,10 +30,11 @@ from agentloop.sandbox import (
 )
 from agentloop.sandbox.backend import _read_worker
 from agentloop.sandbox.link import MAX_SILENT_BEATS, Link
-from agentloop.sandbox.pool import _SlotQueue, _Waiter, _Worker
 from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import FrameReader, encode
+from agentloop.sandbox.slots import PoolWorker, SlotQueue, SlotWaiter
 from agentloop.sandbox.worker.kernel import remove_below
+from agentloop.sandbox.worker.wire import INLINE_JOB
 from tests.sandbox.chaos import children, descendants, kill
 from tests.sandbox.conftest import BARE
 
@@ -97,6 +99,26 @@ async def test_stdin(pool: Pool) -> None:
     ended = (await pool.run("input()")).error
     assert ended is not None
     assert (ended.type, ended.message, ended.line) == ("EOFError", "EOF when reading a line", 1)
+
+
+@pytest.mark.parametrize("size", [1, 1000, INLINE_JOB - 200, INLINE_JOB, INLINE_JOB + 1])
+async def test_stdin_of_any_size_is_a_file_of_its_own(pool: Pool, size: int) -> None:
+    code = "import os, sys\ntext = sys.stdin.read()\nsys.stdin.seek(0)\n"
+    code += "assert sys.stdin.read() == text\n(len(text), set(text), os.listdir())"
+    result = await pool.run(code, stdin="x" * size)
+    assert result.result == repr((size, {"x"}, [])), result
+
+
+async def test_a_cell_has_its_stdin_where_its_directory_is_full() -> None:
+    fill = "import os\nf = open('big', 'wb', 0)\n"
+    fill += (
+        "try:\n  while True: f.write(bytes(1 << 16))\nexcept OSError as error: full = error.errno"
+    )
+    async with Pool(BARE.model_copy(update={"scratch_mib": 1})) as pool, pool.session() as session:
+        assert (await session.run("input()", stdin="first")).result == "'first'"
+        assert (await session.run(fill)).ok
+        result = await session.run("input(), full", stdin="second")
+        assert result.result == repr(("second", errno.ENOSPC)), result
 
 
 async def test_traceback_shows_the_program_alone(pool: Pool) -> None:
@@ -395,17 +417,17 @@ async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_m
 
 
 class Grants:
-    """A `_SlotQueue` of workers with four slots, with the grants of each waiter."""
+    """A `SlotQueue` of workers with four slots, with the grants of each waiter."""
 
     def __init__(self, num_workers: int) -> None:
-        self.queue = _SlotQueue()
-        self.workers = [_Worker(Link(str(n)), BARE) for n in range(num_workers)]
+        self.queue = SlotQueue()
+        self.workers = [PoolWorker(Link(str(n)), BARE) for n in range(num_workers)]
         self.queue.workers += self.workers
 
-    def ask(self, *, alone: bool = False, only: _Worker | None = None) -> _Waiter:
+    def ask(self, *, alone: bool = False, only: PoolWorker | None = None) -> SlotWaiter:
         return self.queue.enter(only, alone)
 
-    def given(self, *waiters: _Waiter) -> list[int | None]:
+    def given(self, *waiters: SlotWaiter) -> list[int | None]:
         """Return the number of a waiter's worker; None: it still waits."""
         return [None if w.worker is None else self.workers.index(w.worker) for w in waiters]
 
@@ -535,7 +557,7 @@ async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: P
 
 
 async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentloop.sandbox.pool.GRACE_S", 0.3)
+    monkeypatch.setattr("agentloop.sandbox.slots.GRACE_S", 0.3)
     others = set(children(os.getpid()))
     async with Pool(BARE) as pool:
         async with anyio.create_task_group() as group:
@@ -682,7 +704,7 @@ async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
         assert process.stdout is not None
         with anyio.fail_after(60):
             assert (await process.stdout.receive()).startswith(b"up")
-        # outer, front, zygote, call
+        # outer, server, zygote, call
         await wait_until(lambda: len(descendants(process.pid)) >= 4)
         family = descendants(process.pid)
         process.send_signal(signal.SIGKILL)

@@ -3,9 +3,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentloop.sandbox import ProtocolError
 from agentloop.sandbox.protocol import HEADER, FrameReader, encode
+from agentloop.sandbox.worker.wire import Job, pack_job, unpack_job
 
 
 def test_frames_survive_any_chunking() -> None:
@@ -35,3 +38,18 @@ def test_lone_surrogates_pass() -> None:
 def test_nonsense_is_refused(data: bytes, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
         FrameReader().feed(data)
+
+
+@given(
+    code=st.text(st.characters()),
+    stdin=st.binary(),
+    timeout_s=st.floats(0, 3600),
+    lasting=st.booleans(),
+    memory_bytes=st.integers(0, 1 << 50),
+)
+@settings(deadline=None)
+def test_a_job_is_unpacked_as_it_was_packed(
+    code: str, stdin: bytes, timeout_s: float, lasting: bool, memory_bytes: int
+) -> None:
+    packed = pack_job(code, timeout_s, lasting, memory_bytes)
+    assert unpack_job(packed + stdin) == Job(code, timeout_s, lasting, memory_bytes, stdin)

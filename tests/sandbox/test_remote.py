@@ -28,7 +28,8 @@ from agentloop.sandbox import (
 )
 from agentloop.sandbox.protocol import FrameReader, encode
 from agentloop.sandbox.remote import HostLink
-from agentloop.sandbox.serve import SandboxServeSettings, serving
+from agentloop.sandbox.serve import serving
+from agentloop.sandbox.serve_settings import SandboxServeSettings
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
 from tests.sandbox.test_sessions import wait_until_lost
@@ -245,7 +246,7 @@ async def test_after_a_cell_that_was_given_up_on_a_host_the_next_is_told_so() ->
         assert there.pool.stats()["replaced"] == 0
 
 
-async def test_a_session_that_is_closed_while_a_host_has_no_seat_for_it_is_not_opened() -> None:
+async def test_a_session_that_is_closed_while_a_host_has_none_free_is_not_opened() -> None:
     async with host(sessions_per_worker=1) as there, over(there) as pool, over(there) as other:
         async with pool.session() as first, anyio.create_task_group() as group:
             await first.run("1")

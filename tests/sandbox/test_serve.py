@@ -19,7 +19,8 @@ from pydantic import SecretStr
 from agentloop.sandbox import Pool
 from agentloop.sandbox.guard import Guard
 from agentloop.sandbox.protocol import encode
-from agentloop.sandbox.serve import SandboxServeSettings, load, main, serving
+from agentloop.sandbox.serve import main, serving
+from agentloop.sandbox.serve_settings import SandboxServeSettings, load
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, wait_until
 

@@ -11,7 +11,8 @@ import anyio.lowlevel
 import pytest
 
 from agentloop.sandbox import Pool
-from agentloop.sandbox.serve import SandboxServeSettings, serving
+from agentloop.sandbox.serve import serving
+from agentloop.sandbox.serve_settings import SandboxServeSettings
 from bench.sandbox import KINDS, Answer, Load, Target, measure_floor, open_pool, open_service, parse
 from tests.sandbox.conftest import BARE
 

@@ -1,4 +1,4 @@
-"""The front: pid 1 of its container, the only one that speaks with the supervisor."""
+"""The worker's server: pid 1 of its container, the only one that speaks with the supervisor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LATE_CHECK_S = 0.05  # between looks whether it has begun
 LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
 
-class Front:
+class WorkerServer:
     def __init__(self, spec: Spec, read_control: int, write_control: int) -> None:
         self.spec = spec
         self.lanes = Lanes(spec)
@@ -129,7 +129,7 @@ class Front:
             self.watch(near.fileno(), lambda _, near=near: self.on_news(near))  # type: ignore[misc]
 
     def forget(self) -> None:
-        """Close the front's descriptors in a zygote."""
+        """Close the server's descriptors in a zygote."""
         self.epoll.close()
         for fd in {self.read_control, self.write_control}:
             os.close(fd)
@@ -574,11 +574,11 @@ def keep_low_fds(far: socket.socket) -> socket.socket:
 def main(given: dict[str, Any], read_control: int, write_control: int) -> None:
     """Run a worker until its supervisor goes. `given` as spec.py has it; then the descriptors of
     the supervisor's connection, and we are called by boot.py."""
-    front = Front(Spec(given), read_control, write_control)
+    server = WorkerServer(Spec(given), read_control, write_control)
     try:
-        front.start()
-        front.run()
+        server.start()
+        server.run()
     except BaseException as error:
         with contextlib.suppress(BaseException):
-            front.send({"op": "fatal", "why": "".join(traceback.format_exception(error))})
+            server.send({"op": "fatal", "why": "".join(traceback.format_exception(error))})
         os._exit(70)

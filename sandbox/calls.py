@@ -1,0 +1,238 @@
+"""The calls of a pool, each from its message to its result.
+
+    run() ──> check limits ──> a slot (slots.py) ──> the worker's reply ──> result
+                                  ▲                        │ the worker is lost, or failed
+                                  └── once more, alone ────┘
+
+A call whose worker is lost or fails is run once more, alone on a worker that runs no other call
+meanwhile. So no other call can harm it a second time, and the second run shows the cause. If that
+worker is lost as well, the call has ended two workers and gets the status `killed`: a program must
+not be able to make its own failure look like a failure of infrastructure. But if unrelated workers
+were lost at the same moment, the call is not to blame and gets the status `sandbox_error`.
+
+A session's cell runs once, on the session's own worker.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from agentloop.sandbox.errors import ProtocolError
+from agentloop.sandbox.link import Pending, next_id
+from agentloop.sandbox.results import CallError, CallResult, CallStatus
+from agentloop.sandbox.settings import PoolSettings
+from agentloop.sandbox.slots import PoolWorker, SlotQueue
+
+NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
+MAX_TIMEOUT_S = 3600.0
+SAME_MOMENT_S = 1.0  # workers lost within this time may have a common cause
+
+
+class Calls:
+    """Runs calls on the workers of `queue` while it is open."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self.queue = SlotQueue()
+        self.counts: dict[str, int] = dict.fromkeys(CallStatus, 0)
+        # Times of losses of workers that were not reserved for a single call.
+        self._losses: deque[tuple[float, PoolWorker]] = deque(maxlen=64)
+        self._group: TaskGroup | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._group is not None
+
+    def open(self, group: TaskGroup) -> None:
+        """Accept calls; `group` runs what outlives a cancelled caller."""
+        self._group = group
+
+    def close(self) -> None:
+        """Accept no more calls, and end those that wait for a slot."""
+        self._group = None
+        for waiter in self.queue.waiting:
+            waiter.granted.set()  # without a worker
+
+    def note_loss(self, worker: PoolWorker) -> None:
+        """Remember when a worker was lost, to find losses with a common cause."""
+        if not (worker.alive or worker.runs_alone or worker.is_host):
+            self._losses.append((time.monotonic(), worker))
+
+    def message(
+        self, code: str, stdin: str, timeout_s: float | None, memory_mib: int | None
+    ) -> dict[str, Any]:
+        """Return a call's message to a worker.
+
+        Raises:
+            ValueError: a limit is out of range.
+            TypeError: an argument has another type.
+            RuntimeError: the pool is not open.
+        """
+        for name, text in (("code", code), ("stdin", stdin)):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+        timeout_s = float(self.settings.timeout_s if timeout_s is None else timeout_s)
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+        if memory_mib is not None:
+            if not isinstance(memory_mib, int):
+                raise TypeError(f"memory_mib must be an int, not {type(memory_mib).__name__}")
+            if not 0 < memory_mib <= self.settings.memory_mib:
+                most = self.settings.memory_mib
+                raise ValueError(f"memory_mib must be between 1 and the pool's {most}")
+        if not self.is_open:
+            raise RuntimeError(NOT_OPEN)
+        more = {} if memory_mib is None else {"memory_mib": memory_mib}
+        return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s} | more
+
+    async def run(self, message: dict[str, Any]) -> CallResult:
+        """Run a program on any worker, again if the first fails."""
+        result = self._refuse(message, None) or await self._run(message)
+        self.counts[result.status] += 1
+        return result
+
+    async def run_cell(self, message: dict[str, Any], worker: PoolWorker) -> CallResult | None:
+        """Run a session's cell on its worker; return None if its process is lost."""
+        result = self._refuse(message, worker) or await self._run_cell(message, worker)
+        if result is not None:
+            self.counts[result.status] += 1
+        return result
+
+    def _refuse(self, message: dict[str, Any], only: PoolWorker | None) -> CallResult | None:
+        """Return the result of a call that is refused without a run, or None."""
+        size = len(message["code"]) + len(message["stdin"])
+        if size > self.settings.max_code_bytes:
+            most = self.settings.max_code_bytes
+            why = f"code and stdin have {size} characters; the maximum is {most}"
+            return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, why)
+        full = len(self.queue.waiting) >= self.settings.max_waiting
+        if full and self.queue.slot_for(only) is None:
+            why = f"{self.settings.max_waiting} calls are waiting already"
+            return CallResult.failed(next_id(), CallStatus.OVERLOADED, why)
+        return None
+
+    async def _run(self, message: dict[str, Any]) -> CallResult:
+        queue_s = 0.0
+        why = ""
+        used: list[PoolWorker] = []
+        for attempt in (1, 2):
+            entered = time.monotonic()
+            left_s = self.settings.max_wait_s - queue_s
+            worker = await self._slot(None, left_s, alone=attempt > 1)
+            queue_s += time.monotonic() - entered
+            if worker is None:
+                return self._without_slot(queue_s, attempt, why)
+            used.append(worker)
+            reply = await self._answer(worker, message)
+            where = _where(worker, queue_s, attempt)
+            if reply is not None and not (attempt == 1 and _failed_to_start(reply)):
+                return CallResult.from_frame(reply, id=message["id"], **where)
+            why = f"worker {worker.link.worker_id} was lost: {worker.link.why}"
+            if reply is not None:
+                why = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
+        if await self._is_to_blame(used):
+            error = CallError("WorkerLost", f"{why}; nothing else ran there")
+            ended = {"signal": signal.SIGKILL, "error": error, **where}
+            return CallResult(message["id"], CallStatus.KILLED, **ended)
+        return CallResult.failed(message["id"], CallStatus.SANDBOX_ERROR, why, **where)
+
+    async def _run_cell(self, message: dict[str, Any], worker: PoolWorker) -> CallResult | None:
+        entered = time.monotonic()
+        slot = await self._slot(worker, self.settings.max_wait_s, alone=False)
+        queue_s = time.monotonic() - entered
+        if slot is None:
+            return self._without_slot(queue_s, 1) if worker.alive else None
+        reply = await self._answer(worker, message)
+        if reply is None:
+            return None
+        return CallResult.from_frame(reply, id=message["id"], **_where(worker, queue_s, 1))
+
+    def _without_slot(self, queue_s: float, attempt: int, why: str = "") -> CallResult:
+        """Return the result of a call that has waited for a slot in vain."""
+        if not self.is_open:
+            return CallResult.failed(next_id(), CallStatus.CANCELLED, "the pool was closed")
+        why = f"no slot within {self.settings.max_wait_s:g} s" + (f"; {why}" if why else "")
+        return CallResult.failed(
+            next_id(), CallStatus.OVERLOADED, why, queue_s=queue_s, attempt=attempt
+        )
+
+    async def _is_to_blame(self, used: Sequence[PoolWorker]) -> bool:
+        """Return whether a call has caused the loss of the last worker it `used`, alone.
+
+        It has not if other workers were lost at the same moment, since then an engine or a machine
+        has failed.
+        """
+        if used[-1].is_host or not self.is_open:
+            return False
+        since = time.monotonic() - SAME_MOMENT_S
+        await anyio.sleep(SAME_MOMENT_S)
+        others = [worker for lost_s, worker in self._losses if lost_s > since]
+        return self.is_open and all(worker in used for worker in others)
+
+    async def _slot(self, only: PoolWorker | None, left_s: float, alone: bool) -> PoolWorker | None:
+        """Wait for a slot; return None if there was none in time or there will be none."""
+        if not self.is_open:
+            return None
+        waiter = self.queue.enter(only, alone)
+        if not waiter.granted.is_set():
+            try:
+                with anyio.move_on_after(left_s):
+                    await waiter.granted.wait()
+            except BaseException:
+                self.queue.leave(waiter)
+                raise
+            if waiter.worker is None:
+                self.queue.leave(waiter)
+        return waiter.worker
+
+    async def _answer(self, worker: PoolWorker, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Send the call and wait for its reply; return None if the worker is lost.
+
+        The message gets a new `id`. The slot is freed when the worker has replied, even if the
+        caller was cancelled.
+        """
+        message["id"] = next_id()
+        try:
+            pending: Pending = worker.link.submit(message)
+        except ProtocolError as error:
+            self.queue.free(worker)
+            return {"status": "sandbox_error", "why": str(error), "attempt": 1}
+        try:
+            with anyio.move_on_after(message["timeout_s"] + worker.grace_s):
+                await pending.done.wait()
+        except BaseException:
+            if not pending.done.is_set():
+                worker.link.tell({"op": "kill", "id": message["id"]})
+                self.counts[CallStatus.CANCELLED] += 1
+                if self._group is not None:
+                    self._group.start_soon(self._wait_killed, worker, pending)
+            raise
+        if not pending.done.is_set():
+            worker.link.lose("it stopped responding")
+        return pending.reply
+
+    async def _wait_killed(self, worker: PoolWorker, pending: Pending) -> None:
+        """Wait for a cancelled call to free its slot, or else have its worker replaced."""
+        with anyio.move_on_after(worker.grace_s):
+            await pending.done.wait()
+        if not pending.done.is_set():
+            worker.link.lose("it stopped responding")
+
+
+def _where(worker: PoolWorker, queue_s: float, attempt: int) -> dict[str, Any]:
+    return {"queue_s": queue_s, "worker_id": worker.link.worker_id, "attempt": attempt}
+
+
+def _failed_to_start(reply: dict[str, Any]) -> bool:
+    """Return whether the worker failed before the program started, such as in a fork.
+
+    A host has repeated the call itself, and reports its `attempt`.
+    """
+    return reply["status"] == CallStatus.SANDBOX_ERROR and "attempt" not in reply

@@ -1,0 +1,166 @@
+"""What requests may take of the service: their number, their bodies' memory, their time.
+
+request ──> counted ──> allowed (guard.py) ──> bounded ──> its body is read ──> handler
+    a refusal at any of these is a RequestRefused, which becomes the response
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+from aiohttp import web
+
+from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse, to_json
+from agentloop.sandbox.errors import Overloaded
+from agentloop.sandbox.guard import Guard
+from agentloop.sandbox.held import HeldBytes
+from agentloop.sandbox.serve_settings import SandboxServeSettings
+
+log = logging.getLogger("sandbox")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MIB = 1 << 20
+
+
+class RequestLimits:
+    """The middlewares of the service, and the reading of bodies."""
+
+    def __init__(self, settings: SandboxServeSettings, max_connections: int) -> None:
+        self._io_timeout_s = settings.io_timeout_s
+        self._max_body_bytes = settings.max_body_mib * MIB
+        # A service at its limits must still accept requests in order to answer them with 503.
+        self._max_requests = min(settings.max_requests, max_connections // 2)
+        self._max_links = min(settings.max_links, max_connections // 4)
+        self._max_waiting = min(settings.max_waiting_sessions, max_connections // 8)
+        token = settings.token.get_secret_value() if settings.token else None
+        self._guard = Guard(settings.host, token, settings.allowed_hosts)
+        self.num_requests = 0
+        self.num_links = 0
+        self._num_waiting = 0  # requests that wait for a session, not counted as open requests
+        most_held = max(settings.max_held_mib, settings.max_body_mib)
+        self.held = HeldBytes(most_held * MIB)
+
+    @property
+    def middlewares(self) -> list[Any]:
+        return [self._errors, self._guarded, self._bounded]
+
+    @property
+    def may_wait_for_session(self) -> bool:
+        return self._num_waiting < self._max_waiting
+
+    @contextmanager
+    def waiting_for_session(self) -> Iterator[None]:
+        """Count a request that may wait for long separately from those that run calls."""
+        self._num_waiting += 1
+        self.num_requests -= 1
+        try:
+            yield
+        finally:
+            self.num_requests += 1
+            self._num_waiting -= 1
+
+    @contextmanager
+    def link(self, request: web.Request) -> Iterator[None]:
+        """Count the connection of a pool elsewhere, and the bytes that are held for it."""
+        if self.num_links >= self._max_links:
+            why = f"{self._max_links} pools are already connected (max_links)"
+            raise RequestRefused(503, "overloaded", why)
+        self.num_links += 1
+        try:
+            yield
+        finally:
+            self.num_links -= 1
+            self.held.free(id(request))
+
+    async def parse_body(
+        self, model: type[Model], request: web.Request, empty: bytes = b""
+    ) -> Model:
+        """Read and validate a request's body."""
+        body = await self._body(request, max_values(model))
+        return parse(model, body or empty)
+
+    async def _body(self, request: web.Request, most_values: int) -> bytearray:
+        """Read the body, accounting for its bytes only as they arrive, not as announced."""
+        body, values = bytearray(), ValueCounter()
+        try:
+            with anyio.fail_after(self._io_timeout_s):
+                self._hold(request, request.content_length or 0, 0)
+                while chunk := await request.content.readany():
+                    self._hold(request, len(body) + len(chunk), len(body) + len(chunk))
+                    body += chunk
+                    if values.feed(chunk) > most_values:
+                        why = f"a request like this has at most {most_values} values and names"
+                        raise RequestRefused(413, "too_large", why)
+        except TimeoutError:
+            raise RequestRefused(408, "slow", "the body did not arrive in time") from None
+        except web.RequestPayloadError:
+            why = "the body does not match its Content-Encoding"
+            raise RequestRefused(400, "bad_request", why) from None
+        return body
+
+    def _hold(self, request: web.Request, size: int, num_here: int) -> None:
+        """Account for a body that has `size` bytes so far, until the request ends."""
+        if size > (most := self._max_body_bytes):
+            raise RequestRefused(413, "too_large", f"the body may have at most {most} bytes")
+        if not self.held.hold(id(request), num_here):
+            raise _overloaded()
+
+    @web.middleware
+    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Count a request, and the bytes of its body, until it ends."""
+        if request.method != "POST":
+            return await handler(request)
+        if self.num_requests >= self._max_requests:
+            raise _overloaded()
+        self.num_requests += 1
+        try:
+            return await handler(request)
+        finally:
+            self.num_requests -= 1
+            self.held.free(id(request))
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if refusal := self._guard.refusal(request.path, request.headers):
+            status, why = refusal
+            raise RequestRefused(status, "unauthorized" if status == 401 else "forbidden", why)
+        return await handler(request)
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        allowed = None
+        try:
+            return await handler(request)
+        except RequestRefused as error:
+            refused = error
+        except Overloaded as error:
+            refused = RequestRefused(503, "overloaded", str(error))
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            refused = RequestRefused(error.status, "http", f"{request.path}: {error.reason}")
+            allowed = error.headers.get("Allow")
+        except Exception:  # a bug: the client gets a well-formed error, the log the traceback
+            log.exception("%s %s failed", request.method, request.path)
+            refused = RequestRefused(500, "internal", "internal server error; see the server's log")
+        response = json_response(refused.body, status=refused.status)
+        if allowed is not None:
+            response.headers["Allow"] = allowed
+        if refused.status == 503:
+            response.headers["Retry-After"] = "1"
+        if request.content.exception() is not None:  # keep aiohttp from reading the rest
+            request.content.feed_eof()
+            response.force_close()
+        return response
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=to_json(body), status=status, content_type="application/json")
+
+
+def _overloaded() -> RequestRefused:
+    return RequestRefused(503, "overloaded", "too many requests are open here; try again later")

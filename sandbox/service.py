@@ -1,0 +1,278 @@
+"""The routes of the HTTP service.
+
+    POST /v1/run  /v1/run/batch          run a program; run many, with NDJSON results as they finish
+    POST /v1/sessions  /v1/sessions/ID/run     DELETE /v1/sessions/ID
+    GET  /v1/stats  /healthz  /openapi.json    GET /v1/link: a sandbox.Pool elsewhere (remote.py)
+    /run /judge /run/batch /judge/batch /run/long-batch /judge/long-batch /status /ping: Code Judge
+    POST /run_code: SandboxFusion
+
+A call lives in its request's task: when the client disconnects, the call is killed. The response to
+a call has status 200, however the program ended; another status means that no call was made, or
+that its session was lost (410).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import anyio
+from aiohttp import web
+from anyio.streams.memory import MemoryObjectSendStream
+
+from agentloop.sandbox import compat
+from agentloop.sandbox.api import BatchRequest, RequestRefused, RunRequest, SessionRequest, to_line
+from agentloop.sandbox.connections import Connections, Doors
+from agentloop.sandbox.errors import SessionLost
+from agentloop.sandbox.host import Guest
+from agentloop.sandbox.openapi import document
+from agentloop.sandbox.pool import Pool
+from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
+from agentloop.sandbox.request_limits import MIB, Handler, RequestLimits, json_response
+from agentloop.sandbox.results import CallResult
+from agentloop.sandbox.serve_settings import SandboxServeSettings, num_connections
+from agentloop.sandbox.sessions import Sessions
+from agentloop.sandbox.settings import OutputLimits
+
+Numbered = tuple[int, CallResult]
+
+
+class _Call(NamedTuple):
+    code: str
+    stdin: str
+    timeout_s: float | None
+    memory_mib: int | None = None
+    output: OutputLimits | None = None
+
+
+class SandboxService:
+    """The HTTP handlers. Use as `async with SandboxService(...)`: sessions end with the context."""
+
+    def __init__(self, pool: Pool, settings: SandboxServeSettings) -> None:
+        self._pool = pool
+        self._settings = settings
+        most = num_connections(settings)
+        self._connections = Connections(most, settings.io_timeout_s, settings.idle_timeout_s)
+        self._limits = RequestLimits(settings, most)
+        self._doors: Doors
+        self._sessions = Sessions(pool, settings.session_idle_s)
+
+    async def __aenter__(self) -> Self:
+        await self._sessions.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._sessions.__aexit__(*exc)
+
+    def doors(self, make_handler: Callable[[], asyncio.Protocol]) -> Doors:
+        """Return the protocol factory for the event loop's server."""
+        self._doors = Doors(self._connections, make_handler)
+        return self._doors
+
+    def build(self) -> web.Application:
+        app = web.Application(
+            middlewares=[self._counted, *self._limits.middlewares],
+            client_max_size=self._settings.max_body_mib * MIB,
+        )
+        post, get = app.router.add_post, app.router.add_get
+        post("/v1/run", self.run)
+        post("/v1/run/batch", self.run_batch)
+        post("/v1/sessions", self.open_session)
+        post("/v1/sessions/{id}/run", self.run_cell)
+        app.router.add_delete("/v1/sessions/{id}", self.close_session)
+        get("/v1/stats", self.stats)
+        get("/v1/link", self.link)
+        get("/healthz", self.healthz)
+        get("/openapi.json", self.openapi)
+        for path, with_output in (("/run", True), ("/judge", False)):
+            post(path, partial(self.submission, with_output))
+            post(f"{path}/batch", partial(self.submissions, with_output))
+            post(f"{path}/long-batch", partial(self.submissions, with_output))
+        get("/status", self.status)
+        get("/ping", self.ping)
+        post("/run_code", self.run_code)
+        return app
+
+    # -- native protocol --------------------------------------------------------------------
+
+    async def run(self, request: web.Request) -> web.Response:
+        asked = await self._limits.parse_body(RunRequest, request)
+        result = await self._pool.run(asked.code, asked.stdin, asked.timeout_s, self._memory(asked))
+        return json_response(result)
+
+    async def run_batch(self, request: web.Request) -> web.StreamResponse:
+        calls = (await self._limits.parse_body(BatchRequest, request)).calls
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        try:
+            each = (_Call(one.code, one.stdin, one.timeout_s, self._memory(one)) for one in calls)
+            async with self._each(each) as results:
+                async for index, result in results:  # no deadline: the calls have theirs
+                    with anyio.fail_after(self._settings.io_timeout_s):
+                        await response.write(to_line(index, result))
+        except* OSError:  # also TimeoutError: the client has disconnected or does not read
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def open_session(self, request: web.Request) -> web.Response:
+        await self._limits.parse_body(SessionRequest, request, empty=b"{}")
+        # Beyond max_waiting_sessions, do not wait: refuse at once if no session is free.
+        max_wait_s = self._settings.session_wait_s if self._limits.may_wait_for_session else 0.0
+        with self._limits.waiting_for_session():
+            key = await self._sessions.open(max_wait_s=max_wait_s)
+        return json_response({"id": key, "idle_s": self._settings.session_idle_s}, status=201)
+
+    async def run_cell(self, request: web.Request) -> web.Response:
+        key = request.match_info["id"]
+        asked = await self._limits.parse_body(RunRequest, request)
+        what = (asked.code, asked.stdin, asked.timeout_s, self._memory(asked))
+        try:
+            return json_response(await self._sessions.run(key, *what))
+        except KeyError:
+            raise _no_session() from None
+        except SessionLost as error:
+            raise RequestRefused(410, "session_lost", str(error)) from error
+
+    async def close_session(self, request: web.Request) -> web.Response:
+        if not self._sessions.close(request.match_info["id"]):
+            raise _no_session()
+        return web.Response(status=204)
+
+    async def stats(self, request: web.Request) -> web.Response:
+        here = {
+            "requests": self._limits.num_requests,
+            "links": self._limits.num_links,
+            "connections": len(self._connections),
+            "held_bytes": self._limits.held.total,
+        }
+        return json_response(self._pool.stats() | here)
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        well = self._pool.stats()["workers"] > 0
+        status = "ok" if well else "no worker is up"
+        return json_response({"status": status}, status=200 if well else 503)
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        return json_response(document())
+
+    async def link(self, request: web.Request) -> web.StreamResponse:
+        hold = partial(self._limits.held.hold, id(request))
+        with self._limits.link(request):
+            socket = web.WebSocketResponse(
+                heartbeat=HEARTBEAT_S, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
+            )
+            await socket.prepare(request)
+            await Guest(self._pool, hold).serve(socket)
+        return socket
+
+    # -- compatible protocols ---------------------------------------------------------------
+
+    async def submission(self, with_output: bool, request: web.Request) -> web.Response:
+        asked = await self._limits.parse_body(compat.Submission, request)
+        (answer,) = await self._judge([asked], with_output)
+        return json_response(answer)
+
+    async def submissions(self, with_output: bool, request: web.Request) -> web.Response:
+        asked = await self._limits.parse_body(compat.BatchSubmission, request)
+        answers = await self._judge(asked.submissions, with_output)
+        return json_response({"sub_id": asked.sub_id or compat.new_id(), "results": answers})
+
+    async def _judge(
+        self, asked: list[compat.Submission], with_output: bool
+    ) -> list[dict[str, Any]]:
+        answers = [compat.refused_submission(one, with_output=with_output) for one in asked]
+        todo = [index for index, answer in enumerate(answers) if answer is None]
+        calls = (
+            _Call(
+                one.solution,
+                one.input or "",
+                self._settings.code_judge_timeout_s,
+                output=compat.output_limits(one),
+            )
+            for one in map(asked.__getitem__, todo)
+        )
+        async with self._each(calls) as results:
+            async for number, result in results:  # no deadline: the calls have theirs
+                index = todo[number]
+                answers[index] = compat.judged(
+                    asked[index],
+                    result,
+                    with_output=with_output,
+                    num_chars=self._settings.code_judge_chars,
+                )
+        return [answer for answer in answers if answer is not None]
+
+    async def status(self, request: web.Request) -> web.Response:
+        stats = self._pool.stats()
+        return json_response({"queue": stats["waiting"], "num_workers": stats["slots"]})
+
+    async def ping(self, request: web.Request) -> web.Response:
+        return json_response("pong")
+
+    async def run_code(self, request: web.Request) -> web.Response:
+        asked = await self._limits.parse_body(compat.RunCodeRequest, request)
+        if refusal := compat.refused_code(asked):
+            return json_response(refusal)
+        result = await self._pool.run(
+            asked.code,
+            asked.stdin or "",
+            asked.run_timeout,
+            compat.memory_mib(asked, self._pool.settings.memory_mib),
+            output=compat.RUN_CODE_OUTPUT,
+        )
+        return json_response(compat.run_code_answer(result))
+
+    # -- helpers ----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _each(self, calls: Iterable[_Call]) -> AsyncIterator[AsyncIterator[Numbered]]:
+        """Run many calls; yield (index, result) pairs as they finish.
+
+        Only slightly more calls than there are slots are in the pool at a time, so that a batch
+        does not delay other clients; the wait here counts as queue time.
+        """
+        began = anyio.current_time()
+        numbered = enumerate(calls)  # shared: each of the tasks takes the next
+        out, results = anyio.create_memory_object_stream[Numbered](0)
+
+        async def work(out: MemoryObjectSendStream[Numbered]) -> None:
+            async with out:
+                for index, call in numbered:
+                    waited_s = anyio.current_time() - began
+                    result = await self._pool.run(
+                        call.code,
+                        call.stdin,
+                        call.timeout_s,
+                        call.memory_mib,
+                        output=call.output,
+                    )
+                    # no deadline: the reader has one, or does not wait for anybody
+                    await out.send((index, replace(result, queue_s=result.queue_s + waited_s)))
+
+        # The group is inside, so that the tasks end before their stream is closed.
+        async with results, anyio.create_task_group() as group:
+            async with out:
+                for _ in range(max(16, 2 * self._pool.stats()["slots"])):
+                    group.start_soon(work, out.clone())
+            yield results
+
+    def _memory(self, asked: RunRequest) -> int | None:
+        """Return a call's memory limit in MiB: the requested one, up to the pool's."""
+        most = self._pool.settings.memory_mib
+        return None if asked.memory_mib is None else min(asked.memory_mib, most)
+
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        with self._doors.request(request.protocol):
+            return await handler(request)
+
+
+def _no_session() -> RequestRefused:
+    return RequestRefused(
+        404, "no_session", "there is no such session; it may have been idle for too long"
+    )
