@@ -30,6 +30,7 @@ FOLDERS = {
 OURS = ("agentloop", "bench", "tests", "tools")
 BOTTOM = {
     "agentloop.errors",
+    "agentloop.aio",
     "agentloop.trajectory",
     "agentloop.config",
     "agentloop.events",
@@ -157,6 +158,7 @@ MAY_IMPORT = {
     },
     "agentloop.models": set(),
     "agentloop.errors": set(),
+    "agentloop.aio": {"agentloop.errors"},
     "agentloop.plain_json": set(),
     "agentloop.inference.processes.openmp": set(),
     "agentloop.trajectory": {"agentloop.errors"},

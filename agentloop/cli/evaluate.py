@@ -19,10 +19,11 @@ from typing import Any
 import anyio
 import pydantic
 
+from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.config import load_known, load_settings, to_toml
-from agentloop.errors import SettingsError, sole
+from agentloop.errors import SettingsError
 from agentloop.evaluation.agent import Agent
 from agentloop.evaluation.endpoint import Endpoint, EndpointSettings
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Sampler
@@ -269,13 +270,10 @@ class _ProgressReport:
         self._evaluation, self._begun_s = evaluation, time.monotonic()
         self._done_at_start = len(evaluation.outcomes) - len(evaluation.todo)
         self.done(self._done_at_start)
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._tick)
-                yield
-                tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
+        async with task_group() as tasks:
+            tasks.start_soon(self._tick)
+            yield
+            tasks.cancel_scope.cancel()
 
     def done(self, num_done: int) -> None:
         """Report that `num_done` tasks are done."""

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import anyio
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.aio import Signal
 from agentloop.errors import NotThere
 from agentloop.inference.router import ServerView
 from agentloop.observe.board import Board, Row
@@ -80,7 +81,7 @@ class Live:
     _rev: int = 0
     _lag_s: float = 0.0  # delay of the last tick
     _frames: deque[_Frame] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
-    _ticked: anyio.Event = field(default_factory=anyio.Event)
+    _ticked: Signal = field(default_factory=Signal)
     _ended: dict[str, str] | None = None
     _ended_rev: int = 0
     # Set when the last reader leaves after the end.
@@ -107,8 +108,7 @@ class Live:
             return
         frame = {**self._head(full=False), **self._moment(), **self.board.take(_MAX_ROWS)}
         self._frames.append(_Frame(self._rev, dumps(frame)))
-        self._ticked.set()
-        self._ticked = anyio.Event()
+        self._ticked.notify()
 
     async def end(self, state: Literal["finished", "stopped", "failed"], text: str) -> None:
         """Tell every reader that the run has ended, and why; this ends their streams.

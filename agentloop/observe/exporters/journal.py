@@ -26,7 +26,7 @@ import anyio
 import anyio.to_thread
 import pydantic
 
-from agentloop.errors import sole
+from agentloop.aio import task_group
 from agentloop.events import (
     CallFinished,
     Event,
@@ -95,13 +95,11 @@ class Journal:
         journal = cls(folder, settings)
         journal._add("opened", {})
         try:
-            async with anyio.create_task_group() as tasks:
+            async with task_group() as tasks:
                 if journal._settings.enabled:
                     tasks.start_soon(journal._keep_writing)
                 yield journal
                 tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
         finally:
             num_left = len(journal._waiting)
             with anyio.move_on_after(_CLOSE_S, shield=True) as late:
