@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,17 @@ async def evaluate(
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
     tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
-    folder = _folder(settings, resume)
+    async with _open_folder(settings, resume) as folder:
+        return folder.path, await _evaluate_in(folder, settings, tasks, progress)
+
+
+async def _evaluate_in(
+    folder: RunFolder,
+    settings: EvaluateSettings,
+    tasks: Sequence[Task],
+    progress: console.ProgressLine,
+) -> dict[str, Any]:
+    """Sample and score the tasks that are not done, write the results and return them."""
     report = _ProgressReport(settings.evaluate, progress)
     scene = RunDashboard(
         folder,
@@ -130,7 +140,7 @@ async def evaluate(
     told = results(evaluation.outcomes, settings.evaluate, about_it)
     folder.write("results.json", json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     folder.write("results.md", markdown(told))
-    return folder.path, told
+    return told
 
 
 def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
@@ -192,17 +202,14 @@ def _check_same(old: EvaluateSettings, new: EvaluateSettings) -> None:
         )
 
 
-def _folder(settings: EvaluateSettings, resume: Path | None) -> RunFolder:
-    """Open the run's folder. `runs/latest` keeps pointing to a training run.
-
-    Raises:
-        SettingsError: the folder cannot be created or opened.
-    """
+def _open_folder(
+    settings: EvaluateSettings, resume: Path | None
+) -> AbstractAsyncContextManager[RunFolder]:
+    """Open the run's folder. `runs/latest` keeps pointing to a training run."""
     if resume is not None:
-        return RunFolder.again(resume)
+        return RunFolder.open(resume)
     name = settings.run.name or time.strftime("evaluate-%Y%m%d-%H%M%S")
-    path = (settings.run.folder.expanduser() / name).absolute()
-    return RunFolder(path, to_toml(settings))
+    return RunFolder.open(settings.run.folder / name, to_toml(settings))
 
 
 @asynccontextmanager

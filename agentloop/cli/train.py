@@ -135,10 +135,10 @@ async def train(
     opened = partial(TaskSource.open, settings.tasks)
     if resume is None:
         tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
-        folder = RunFolder.of(settings.run, config)
-    else:
-        folder = RunFolder.again(resume)
-    async with GroupQueue.open(folder.path / "queue.sqlite") as queue:
+    async with (
+        RunFolder.open(resume) if resume else RunFolder.new(settings.run, config) as folder,
+        GroupQueue.open(folder.path / "queue.sqlite") as queue,
+    ):
         if resume is not None:
             if folder.has_rollouts and not await queue.counts():
                 raise SettingsError(
@@ -202,9 +202,9 @@ async def _start(
     if not (made / "config.json").is_file():  # the folder is renamed into place when complete
         model, chat = settings.learner.model, settings.chat
         samples = await samples_of(start, model, chat, progress)
-        part = folder.within("start")
-        tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
-        await imitate(start, model, chat, tuning, part, progress, scene.measured_start)
+        async with folder.within("start") as part:
+            tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
+            await imitate(start, model, chat, tuning, part, progress, scene.measured_start)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made

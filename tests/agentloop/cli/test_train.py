@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -71,7 +70,7 @@ def test_what_a_fleet_cannot_have_is_refused_by_name(override: str) -> None:
 
 
 def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "laptop.toml"
+    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "laptop.toml"
     settings = load_settings(TrainSettings, [recipe])
     again = tmp_path / "config.toml"
     again.write_text(to_toml(settings), "utf-8")
@@ -84,7 +83,7 @@ def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(Path(__file__).parents[2] / "docs" / "recipes" / "small.toml")
+    recipe = str(Path(__file__).parents[3] / "docs" / "recipes" / "small.toml")
     assert main(["--dry-run", "--json", recipe]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["steps"], told["step"]["num_rollouts"], told["refused"]) == (10, 128, None)
@@ -98,7 +97,7 @@ def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_of_a_run_that_goes_on_has_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "small.toml"
     settings = load_settings(TrainSettings, [recipe], ["loop.steps=123"])
     (tmp_path / "config.toml").write_text(to_toml(settings), "utf-8")
     assert main(["--dry-run", "--resume", str(tmp_path)]) == 0
@@ -126,7 +125,7 @@ def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def run_at(path: Path, *overrides: str) -> TrainSettings:
-    recipe = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "small.toml"
     told = [f"run.folder='{path}'", "run.name=one", *overrides]
     return load_settings(TrainSettings, [recipe], told)
 
@@ -143,12 +142,11 @@ async def test_what_is_refused_leaves_the_run_as_it_was(
     tmp_path: Path, override: str, from_step: int | None, named: str
 ) -> None:
     settings = run_at(tmp_path)
-    folder = RunFolder.of(settings.run, to_toml(settings))
+    folder = RunFolder(tmp_path / "run", to_toml(settings))
     tasks = TaskSource.open(settings.tasks)
     async with GroupQueue.open(folder.path / "queue.sqlite") as queue:
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
     path, before = folder.path, (folder.path / "config.toml").read_bytes()
-    del folder  # its lock
     again = run_at(tmp_path, override)
     with pytest.raises(AgentLoopError, match=named):
         await train(again, cast(Any, Said()), resume=path, from_step=from_step)
@@ -158,7 +156,7 @@ async def test_what_is_refused_leaves_the_run_as_it_was(
 @pytest.mark.anyio
 async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> None:
     settings = run_at(tmp_path)
-    folder = RunFolder.of(settings.run, to_toml(settings))
+    folder = RunFolder(tmp_path / "run", to_toml(settings))
     path = folder.path
     for step in (1, 2):
         checkpoint = path / "checkpoints" / f"step-{step}"
@@ -168,7 +166,6 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
     async with GroupQueue.open(path / "queue.sqlite") as queue:
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
         await queue.undo(1)  # killed here
-    del folder  # its lock
     with pytest.raises(AgentLoopError, match="they differ from the tasks of the saved cursor"):
         await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, Said()), resume=path)
     assert [one.name for one in (path / "checkpoints").iterdir()] == ["step-1"]
@@ -177,10 +174,9 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
 @pytest.mark.anyio
 async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None:
     settings = run_at(tmp_path)
-    folder = RunFolder.of(settings.run, to_toml(settings))
+    folder = RunFolder(tmp_path / "run", to_toml(settings))
     folder.add_group(1, [{"text": "kept"}])
     path = folder.path
-    del folder  # its lock
     for _ in range(2):
         with pytest.raises(SettingsError, match=r"--resume: .*queue\.sqlite, the run's journal"):
             await train(settings, cast(Any, Said()), resume=path)
@@ -209,7 +205,6 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
     async with GroupQueue.open(run / "queue.sqlite") as queue:
         tasks = TaskSource.open(settings.tasks)
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
-    gc.collect()  # as when a process ends: nobody has the run any more
     others = load_settings(TrainSettings, overrides=[*usual, changed])
     with console.ProgressLine("") as progress, pytest.raises(AgentLoopError, match=why):
         await train(others, progress, resume=run, from_step=from_step)
