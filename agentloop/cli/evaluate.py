@@ -101,7 +101,7 @@ async def _evaluate_in(
     scene = RunDashboard(
         folder,
         progress,
-        readers=[report.seen],
+        readers=[report.on_event],
         kind="evaluate",
         has_runtime=not settings.endpoint.url,
     )
@@ -121,7 +121,7 @@ async def _evaluate_in(
         with folder.noting_failure():
             async with (
                 elsewhere,
-                scene.shown(settings.serve) if settings.page else nullcontext(),
+                scene.serve_page(settings.serve) if settings.page else nullcontext(),
                 _open_sampler(settings, tasks, scene, progress) as (sampler, grader, settings),
             ):
                 folder.tell(to_toml(settings))
@@ -245,7 +245,7 @@ async def _open_sampler(
             try:
                 yield agent, grader, s.model_copy(update={"model": model})
             finally:
-                scene.leave()
+                scene.detach()
             tg.cancel_scope.cancel()
 
 
@@ -262,7 +262,7 @@ class _ProgressReport:
         self._done_at_start = self._done = self._num_lines = 0
         self._values: dict[str, str] = {}
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case RolloutStarted():
                 self._open.add(event.rollout_id)

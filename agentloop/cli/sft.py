@@ -115,7 +115,7 @@ async def sft(
         try:
             scene = RunDashboard(folder, progress, kind="sft", has_runtime=False)
             with folder.noting_failure():
-                async with scene.shown(settings.serve) if settings.page else nullcontext():
+                async with scene.serve_page(settings.serve) if settings.page else nullcontext():
                     return await imitate(
                         settings, model, settings.chat, tuning, folder, progress, scene.emit
                     )

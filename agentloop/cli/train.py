@@ -179,7 +179,7 @@ async def _run(
         config=settings.model_dump(mode="json"),
     )
     try:
-        async with elsewhere, scene.shown(settings.serve) if settings.page else nullcontext():
+        async with elsewhere, scene.serve_page(settings.serve) if settings.page else nullcontext():
             if settings.start is not None:
                 model = await _start(settings, settings.start, scene, progress)
                 learner = settings.learner.model_copy(update={"model": model})
@@ -204,7 +204,7 @@ async def _start(
         samples = await samples_of(start, model, chat, progress)
         async with folder.within("start") as part:
             tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
-            await imitate(start, model, chat, tuning, part, progress, scene.measured_start)
+            await imitate(start, model, chat, tuning, part, progress, scene.on_start_event)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made
@@ -256,7 +256,7 @@ async def _roll_out_and_learn(
             emit=scene.emit,
         )
         scene.loop = loop
-        stack.callback(scene.leave)
+        stack.callback(scene.detach)
         await loop.run()
 
 
@@ -316,7 +316,7 @@ async def _rolling_out(
         return
     async with Runtime(served, progress=progress) as runtime, AsyncExitStack() as stack:
         scene.runtime = runtime
-        stack.callback(scene.leave)  # also if the learner fails to start
+        stack.callback(scene.detach)  # also if the learner fails to start
         async with Grader(s.reward, pool=runtime.pool) as grader:
             serving = Served(runtime.router)
             rollouts = Rollouts(

@@ -74,7 +74,7 @@ class JournalSettings(pydantic.BaseModel):
 
 
 class Journal:
-    """The event log of a run; pass every event to `seen`. Create it with `Journal.open`."""
+    """The event log of a run; pass every event to `on_event`. Create it with `Journal.open`."""
 
     def __init__(self, folder: Path, settings: JournalSettings | None = None) -> None:
         self._settings = settings or JournalSettings()
@@ -106,14 +106,14 @@ class Journal:
                 await journal._write(abandon=True)
             if late.cancelled_caught:
                 journal._drop(num_left, f"not written within {_CLOSE_S:g} s at the end")
-            journal._dropped.tell()
+            journal._dropped.report()
 
     @property
     def num_dropped(self) -> int:
         """Number of lines dropped since the log was opened."""
         return self._dropped.num
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         entry = _LINES.get(type(event))
         if entry is not None:
             name, line = entry

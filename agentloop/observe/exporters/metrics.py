@@ -166,7 +166,7 @@ _PHASES = {"wait_s": "wait", "learn_s": "learn", "hand_over_s": "load"}
 
 
 class Metrics:
-    """The metrics of a run or service; pass every event to `seen` and serve `render()`."""
+    """The metrics of a run or service; pass every event to `on_event` and serve `render()`."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Metrics:
         self._define_turn_metrics()
         self._define_training_metrics()
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case TokensSampled(ids=ids):
                 self._num_tokens += len(ids)
@@ -364,7 +364,7 @@ class Metrics:
         self._cached_tokens.inc(num_cached)
 
     def _record_group(self, event: GroupFinished) -> None:
-        outcome = "has_signal" if event.has_signal else "teaches_nothing"
+        outcome = "teaches" if event.has_signal else "teaches_nothing"
         if event.mean_reward is not None:
             self._group_reward.observe(event.mean_reward)
         else:
