@@ -2,6 +2,7 @@
 
     AgentLoopError
      ├─ SettingsError          a setting, in a file or on the command line
+     ├─ RunFolderError         a run's files: the disk is full, a file damaged, the run active
      ├─ ModelError             a model folder, its tokenizer or its chat template
      ├─ RequestError           a caller's request: a message, a field, a tool
      │   ├─ PromptTooLong
@@ -20,6 +21,9 @@ A failed rollout is not an error but data: a `Trajectory` with a `StopReason`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 __all__ = [
     "AgentLoopError",
     "DataError",
@@ -28,6 +32,7 @@ __all__ = [
     "PromptTooLong",
     "RequestError",
     "RewardError",
+    "RunFolderError",
     "ServerError",
     "ServerRefused",
     "ServerStartError",
@@ -35,18 +40,24 @@ __all__ = [
     "SettingsError",
     "UnknownModel",
     "Unsupported",
+    "leaves",
     "sole",
 ]
 
 
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors inside nested groups, or the error itself if it is no group."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
+
+
 def sole(error: BaseException) -> BaseException:
     """Return the only error inside nested groups, or the group itself if it holds several."""
-    inner = error
-    while isinstance(inner, BaseExceptionGroup):
-        if len(inner.exceptions) > 1:
-            return error
-        inner = inner.exceptions[0]
-    return inner
+    found = list(leaves(error))
+    return found[0] if len(found) == 1 else error
 
 
 class AgentLoopError(Exception):
@@ -55,6 +66,10 @@ class AgentLoopError(Exception):
 
 class SettingsError(AgentLoopError):
     """A setting is unknown or invalid; the message names it and its source."""
+
+
+class RunFolderError(AgentLoopError):
+    """A run's files cannot be read or written, or another process is active in the run."""
 
 
 class ModelError(AgentLoopError):
@@ -102,7 +117,15 @@ class RewardError(AgentLoopError):
 
 
 class ServerError(AgentLoopError):
-    """An inference server failed; the request may be retried on another one."""
+    """An inference server failed; the request may be retried on another one.
+
+    Attributes:
+        log_path: the log that the message quotes, if it is that of a process started here.
+    """
+
+    def __init__(self, message: str, *, log_path: Path | None = None) -> None:
+        super().__init__(message)
+        self.log_path = log_path
 
 
 class ServerStartError(ServerError):

@@ -17,7 +17,6 @@ from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
-    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -39,9 +38,10 @@ from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.agent.rollout import Budget, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, Tools, as_tool
+from agentloop.aio import task_group
 from agentloop.api.guard import ServeSettings
 from agentloop.config import load_settings, with_values
-from agentloop.errors import AgentLoopError, RequestError, sole
+from agentloop.errors import AgentLoopError, RequestError, ServerError, leaves
 from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.inference.processes.supervise import (
@@ -150,14 +150,21 @@ class RolloutStream:
         return event
 
 
-@dataclass(slots=True)
-class _Parts:
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The servers of a model and how to talk to it."""
+
+    name: str
     chat: ChatFormat
     router: Router
-    pool: Pool
-    model_name: str
     processes: Sequence[ServerProcess]
     session: ClientSession
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    model: _Model
+    pool: Pool
 
 
 class Runtime:
@@ -219,10 +226,10 @@ class Runtime:
         Raises:
             RequestError: the request is invalid. Later failures are recorded in the trajectory.
         """
-        parts = self._parts
+        model = self._parts.model
         rollout = Rollout(
-            engine=parts.router,
-            chat=parts.chat,
+            engine=model.router,
+            chat=model.chat,
             messages=_conversation(messages),
             tools=self._tools(tools),
             sampling=sampling or self.settings.sampling,
@@ -260,19 +267,19 @@ class Runtime:
                 themselves.
             with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
                 which costs less.
-            at_gate: called when the prompt is encoded and the group begins to wait for capacity.
+            on_queued: called when the prompt is encoded and the group begins to wait for capacity.
 
         Raises:
             RequestError: the request is invalid. Later failures are recorded in the trajectories.
         """
         if size < 1:
             raise RequestError(f"size: at least 1, not {size}")
-        parts = self._parts
+        model = self._parts.model
         messages = _conversation(messages)
         group_tools = self._tools(tools)
-        longest = parts.router.context_length
+        longest = model.router.context_length
         schemas = Tools(group_tools).schemas
-        prompt_ids = await prompt_of(parts.chat, messages, schemas, longest)
+        prompt_ids = await prompt_of(model.chat, messages, schemas, longest)
         own = sampling or self.settings.sampling
         if name is not None:
             own = own.of_group(name)
@@ -283,8 +290,8 @@ class Runtime:
             nonlocal num_ended
             trajectories[key] = Trajectory(key, prompt_ids, stop_reason=StopReason.STRAGGLER)
             rollout = Rollout(
-                engine=parts.router,
-                chat=parts.chat,
+                engine=model.router,
+                chat=model.chat,
                 messages=messages,
                 tools=group_tools,
                 sampling=own.of_sibling(index),
@@ -303,14 +310,14 @@ class Runtime:
         name = name or uuid.uuid4().hex
         on_queued()
         try:
-            async with parts.router.group(name, size, len(prompt_ids)) as group:
+            async with model.router.group(name, size, len(prompt_ids)) as group:
                 async with anyio.create_task_group() as tasks:
                     for index, key in enumerate(group.keys):
                         tasks.start_soon(run, key, group.name, index)
         except ExceptionGroup as errors:
             # A server refuses all siblings for the same reason: report it once.
             if errors.split(RequestError)[1] is None:
-                raise _first(errors) from None
+                raise next(leaves(errors)) from None
             raise
         return [trajectories[key] for key in group.keys]
 
@@ -337,18 +344,13 @@ class Runtime:
             raise RequestError(f"size: at least 1, not {size}")
         if "name" in options:
             raise RequestError("name: cannot be set: each group gets a name of its own")
-        try:
-            async with finished_groups(
-                source,
-                lambda task, on_queued: self.run_group(
-                    task, size=size, on_queued=on_queued, **options
-                ),
-                partial(self._parts.router.wait_for_capacity, size),
-                max_open=max_open,
-            ) as groups:
-                yield groups
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
+        async with finished_groups(
+            source,
+            lambda task, on_queued: self.run_group(task, size=size, on_queued=on_queued, **options),
+            partial(self._parts.model.router.wait_for_capacity, size),
+            max_open=max_open,
+        ) as groups:
+            yield groups
 
     async def _run(self, rollout: Rollout) -> Trajectory:
         self._open[rollout.id] = rollout
@@ -374,9 +376,9 @@ class Runtime:
             ValueError: the server was added before.
             ServerUnavailable, ServerRefused: the server cannot be used.
         """
-        parts = self._parts
+        model = self._parts.model
         stall_s = self.settings.router.stall_timeout_s
-        await parts.router.add(SGLangServer(url, parts.session, stall_timeout_s=stall_s))
+        await model.router.add(SGLangServer(url, model.session, stall_timeout_s=stall_s))
 
     def retire_server(self, url: str) -> None:
         """Remove a server: it gets no new requests and is dropped when its last one has ended.
@@ -386,7 +388,7 @@ class Runtime:
         Raises:
             KeyError: there is no such server.
         """
-        self._parts.router.retire(url)
+        self._parts.model.router.retire(url)
 
     @asynccontextmanager
     async def stream(
@@ -410,29 +412,26 @@ class Runtime:
             else:
                 feed.close()
 
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run)
-                try:
-                    yield RolloutStream(feed)
-                finally:
-                    tasks.cancel_scope.cancel()
-                    feed.close()  # a reader that keeps iterating must come to an end
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
+        async with task_group() as tasks:
+            tasks.start_soon(run)
+            try:
+                yield RolloutStream(feed)
+            finally:
+                tasks.cancel_scope.cancel()
+                feed.close()  # a reader that keeps iterating must come to an end
 
     @property
     def chat(self) -> ChatFormat:
-        return self._parts.chat
+        return self._parts.model.chat
 
     @property
     def router(self) -> Router:
-        return self._parts.router
+        return self._parts.model.router
 
     @property
     def processes(self) -> Sequence[ServerProcess]:
         """The server processes that this runtime has started."""
-        return self._parts.processes
+        return self._parts.model.processes
 
     @property
     def pool(self) -> Pool:
@@ -440,7 +439,7 @@ class Runtime:
 
     @property
     def model_name(self) -> str:
-        return self._parts.model_name
+        return self._parts.model.name
 
     @property
     def _parts(self) -> _Parts:
@@ -467,24 +466,28 @@ class Runtime:
     async def _running(self) -> AsyncIterator[None]:
         if not self.settings.servers:
             require_device(self.settings.server)
-        started: dict[str, Any] = {}
+        model: _Model
+        pool: Pool
         try:
-            async with anyio.create_task_group() as keepers:
+            async with task_group() as keepers:
                 closing = anyio.Event()
 
-                async def start(name: str, keep: Callable[..., Coroutine[Any, Any, None]]) -> None:
-                    started[name] = await keepers.start(keep, closing)
+                async def start_model() -> None:
+                    nonlocal model
+                    model = await keepers.start(self._keep_model, closing)
+
+                async def start_pool() -> None:
+                    nonlocal pool
+                    pool = await keepers.start(self._keep_pool, closing)
 
                 async with anyio.create_task_group() as starting:
-                    starting.start_soon(start, "servers", self._keep_servers)
-                    starting.start_soon(start, "pool", self._keep_pool)
-                self._parts_or_none = _Parts(pool=started["pool"], **started["servers"])
+                    starting.start_soon(start_model)
+                    starting.start_soon(start_pool)
+                self._parts_or_none = _Parts(model, pool)
                 try:
                     yield
                 finally:
                     closing.set()
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
         finally:
             self._parts_or_none = None
 
@@ -495,8 +498,8 @@ class Runtime:
             task_status.started(pool)
             await closing.wait()  # no deadline: lives as long as the runtime
 
-    async def _keep_servers(
-        self, closing: anyio.Event, *, task_status: anyio.abc.TaskStatus[dict[str, Any]]
+    async def _keep_model(
+        self, closing: anyio.Event, *, task_status: anyio.abc.TaskStatus[_Model]
     ) -> None:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(http_session())
@@ -530,15 +533,7 @@ class Runtime:
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
                 tasks.start_soon(keep_alive, processes, self.settings.server, router.replicas)
-            task_status.started(
-                {
-                    "chat": chat,
-                    "router": router,
-                    "processes": processes,
-                    "session": session,
-                    "model_name": Path(model).name,
-                }
-            )
+            task_status.started(_Model(Path(model).name, chat, router, processes, session))
             await closing.wait()  # no deadline: lives as long as the runtime
             tasks.cancel_scope.cancel()
 
@@ -558,28 +553,20 @@ def _conversation(messages: str | Sequence[Message]) -> Sequence[Message]:
 
 @contextmanager
 def _folder_kept_on_error() -> Iterator[Path]:
-    """Yield a temporary folder for logs; keep it if an error's message mentions it."""
+    """Yield a temporary folder for logs; keep it if an error refers to a log in it."""
     folder = Path(tempfile.mkdtemp(prefix="agentloop-"))
     keep = False
     try:
         yield folder
     except Exception as error:
-        keep = str(folder) in _messages(error)
+        keep = any(_has_log(one, folder) for one in leaves(error))
         raise
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _messages(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        return " ".join(map(_messages, error.exceptions))
-    return str(error)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first leaf error of nested groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _has_log(error: BaseException, folder: Path) -> bool:
+    """Return whether a server's log in `folder` tells more about an error."""
+    path = error.log_path if isinstance(error, ServerError) else None
+    return path is not None and path.is_relative_to(folder)

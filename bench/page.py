@@ -66,7 +66,7 @@ _READ_S = 600.0  # time limit of the page between two measurements
 
 @dataclass
 class Replay:
-    """A simulated run; an `agentloop.observe.page.Shown` for one reader at a time.
+    """A simulated run; an `agentloop.observe.page.PageData` for one reader at a time.
 
     Frames are sent as fast as they are read, up to the one that `let` has allowed. If `missed` is
     set, the next frame tells the reader that it was too slow for that many and replaces everything.
@@ -110,7 +110,7 @@ class Replay:
         for key, (record, at) in [*self._live.items()]:
             if at == 1:  # sampling
                 ids = [*range(self._random.randrange(1, 20))]
-                self.board.seen(TokensSampled(key, 0, ids, "text"))
+                self.board.on_event(TokensSampled(key, 0, ids, "text"))
             if self._random.random() < _MOVES:
                 self._move(key, record, at)
         if self.sent % _STEP == 0:
@@ -120,12 +120,12 @@ class Replay:
     def _begin_group(self) -> None:
         self._num_groups += 1
         group = f"{self._num_groups}-made-up"
-        self.board.seen(GroupStarted(group, f"task {self._num_groups}", "What?", "42", _GROUP))
+        self.board.on_event(GroupStarted(group, f"task {self._num_groups}", "What?", "42", _GROUP))
         self._members[group] = []
         for number in range(_GROUP):
             record = Trajectory(f"{group}.{number}", [1, 2, 3])
-            self.board.seen(RolloutStarted(record, group))
-            self.board.seen(TurnStarted(record.id, 0))
+            self.board.on_event(RolloutStarted(record, group))
+            self.board.on_event(TurnStarted(record.id, 0))
             self._live[record.id] = record, 0
             self._members[group].append(record.id)
 
@@ -133,28 +133,28 @@ class Replay:
         match at:
             case 0:
                 server = f"http://127.0.0.1:{30_001 + self._random.randrange(4)}"
-                self.board.seen(TurnPlaced(key, 0, server, _NoWhy()))
+                self.board.on_event(TurnPlaced(key, 0, server, _NoWhy()))
                 self._live[key] = record, 1
             case 1:
                 call = ToolCall(f"{self.sent}", "python", {}, "", 0, 0)
-                self.board.seen(CallStarted(key, 0, call))
-                self.board.seen(TurnSampled(key, 0))
+                self.board.on_event(CallStarted(key, 0, call))
+                self.board.on_event(TurnSampled(key, 0))
                 self._live[key] = record, 2
             case _:
                 status = self._random.choice(
                     [ToolCallStatus.OK, ToolCallStatus.OK, ToolCallStatus.ERROR]
                 )
                 result = ToolResult("", "python", status, "", 0.0, 0.1, 0.2)
-                self.board.seen(CallFinished(key, 0, result))
+                self.board.on_event(CallFinished(key, 0, result))
                 if self._random.random() < 0.3:
                     self._end(key, record)
                 else:
-                    self.board.seen(TurnStarted(key, 0))
+                    self.board.on_event(TurnStarted(key, 0))
                     self._live[key] = record, 0
 
     def _end(self, key: str, record: Trajectory) -> None:
         record.stop_reason = StopReason.ANSWERED
-        self.board.seen(RolloutFinished(key, record))
+        self.board.on_event(RolloutFinished(key, record))
         del self._live[key]
         group = key.rpartition(".")[0]
         members = self._members[group]
@@ -163,21 +163,21 @@ class Replay:
         del self._members[group]
         for member in members:
             reward = float(self._random.random() < 0.5)
-            self.board.seen(RolloutScored(member, reward, "42", "it says 42", 0.01))
+            self.board.on_event(RolloutScored(member, reward, "42", "it says 42", 0.01))
         kept = dict.fromkeys(members[: _GROUP // 2], 0.5)
         dropped = dict.fromkeys(members[_GROUP // 2 :], "positive")
-        self.board.seen(GroupFinished(group, kept, dropped, 0.5, True))
+        self.board.on_event(GroupFinished(group, kept, dropped, 0.5, True))
 
     def _measure(self, step: int) -> None:
         names = ("reward", "tool_errors_in_correct", "learner/entropy", "wait_s", "learn_s")
         row = {name: round(self._random.random(), 3) for name in names}
-        self.board.seen(Measured({"step": step, "step_s": 2.5, "length_mean": 300, **row}))
-        self.board.seen(WeightsLoaded(str(step), 0.1, [], []))
+        self.board.on_event(Measured({"step": step, "step_s": 2.5, "length_mean": 300, **row}))
+        self.board.on_event(WeightsLoaded(str(step), 0.1, [], []))
 
-    # --- the interface of `Shown` -----------------------------------------------------------------
+    # --- the interface of `PageData` --------------------------------------------------------------
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        """See `Shown`."""
+        """See `PageData`."""
         whole = await self.frame()
         yield str(self.sent), orjson.dumps(whole)
         while True:
@@ -196,7 +196,7 @@ class Replay:
             await anyio.lowlevel.checkpoint()
 
     async def frame(self) -> dict[str, Any]:
-        """See `Shown`."""
+        """See `PageData`."""
         whole: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
         for slice_ in self.board.all(_MAX_ROWS):
             for name, rows in slice_.items():
@@ -207,23 +207,23 @@ class Replay:
         return {**head, **self._moment(), **whole}
 
     async def rollout(self, key: str) -> dict[str, Any]:
-        """See `Shown`."""
+        """See `PageData`."""
         raise NotThere(f"rollout {key!r} is simulated")
 
-    async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """See `Shown`."""
+    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        """See `PageData`."""
         yield "end", await self.rollout(key)
 
     async def group(self, name: str) -> dict[str, Any]:
-        """See `Shown`."""
+        """See `PageData`."""
         raise NotThere(f"group {name!r}: it is made up")
 
     async def runs(self) -> list[dict[str, Any]]:
-        """See `Shown`."""
+        """See `PageData`."""
         return []
 
     async def curves(self, run: str) -> list[dict[str, Any]]:
-        """See `Shown`."""
+        """See `PageData`."""
         return [dict(row) for row in self.board.steps]
 
     @property

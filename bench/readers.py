@@ -76,23 +76,23 @@ def played(num_rollouts: int, draw: random.Random) -> Iterator[Event]:
 async def reader(name: str, folder: Path, collector: str) -> AsyncIterator[Emit]:
     match name:
         case "metrics":
-            yield Metrics(list, lambda: 0).seen
+            yield Metrics(list, lambda: 0).on_event
         case "stalls":
-            yield Stalls().seen
+            yield Stalls().on_event
         case "board":
-            yield Board().seen
+            yield Board().on_event
         case "journal":
             async with Journal.open(folder) as journal:
-                yield journal.seen
+                yield journal.on_event
         case "otel":
             settings = OtelSettings(endpoint=collector, close_s=60, max_waiting=100_000)
             async with Traces.open(settings, model="small", is_scored=True) as traces:
-                yield traces.seen
+                yield traces.on_event
             assert traces.num_dropped == 0
         case "sinks":
             to = SinksSettings(to=("tensorboard",))
             async with Sinks.open(to, folder=folder, run_name="run", config={}) as sinks:
-                yield sinks.seen
+                yield sinks.on_event
         case _:
             yield ignore
 

@@ -152,7 +152,7 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
             played = Played(rollouts, events_per_s)
             played.begin()
             tasks.start_soon(played.run)
-            seen = EventFanout(stalls.seen, board.seen)
+            seen = EventFanout(stalls.on_event, board.on_event)
             for name, emit in (("no board", ignore), ("a board without readers", seen)):
                 played.emit = emit
                 if emit is not ignore:  # the board needs all events from the start

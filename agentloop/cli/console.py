@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 
-from agentloop.errors import AgentLoopError, sole
+from agentloop.aio import task_group
+from agentloop.errors import AgentLoopError
 from agentloop.training.run_status import RunStatus, clock
 
 if TYPE_CHECKING:
@@ -426,15 +427,12 @@ async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
             status = status or 128 + number
             working.cancel()
 
-    try:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(watch, signals)
-                with working:
-                    status = await main()
-                tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise sole(group) from None
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with task_group() as tasks:
+            tasks.start_soon(watch, signals)
+            with working:
+                status = await main()
+            tasks.cancel_scope.cancel()
     return status
 
 

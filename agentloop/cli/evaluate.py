@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 import anyio
 import pydantic
 
+from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.config import load_known, load_settings, to_toml
-from agentloop.errors import SettingsError, sole
+from agentloop.errors import SettingsError
 from agentloop.evaluation.agent import Agent
 from agentloop.evaluation.endpoint import Endpoint, EndpointSettings
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Sampler
@@ -85,12 +86,22 @@ async def evaluate(
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
     tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
-    folder = _folder(settings, resume)
+    async with _open_folder(settings, resume) as folder:
+        return folder.path, await _evaluate_in(folder, settings, tasks, progress)
+
+
+async def _evaluate_in(
+    folder: RunFolder,
+    settings: EvaluateSettings,
+    tasks: Sequence[Task],
+    progress: console.ProgressLine,
+) -> dict[str, Any]:
+    """Sample and score the tasks that are not done, write the results and return them."""
     report = _ProgressReport(settings.evaluate, progress)
     scene = RunDashboard(
         folder,
         progress,
-        readers=[report.seen],
+        readers=[report.on_event],
         kind="evaluate",
         has_runtime=not settings.endpoint.url,
     )
@@ -110,7 +121,7 @@ async def evaluate(
         with folder.noting_failure():
             async with (
                 elsewhere,
-                scene.shown(settings.serve) if settings.page else nullcontext(),
+                scene.serve_page(settings.serve) if settings.page else nullcontext(),
                 _open_sampler(settings, tasks, scene, progress) as (sampler, grader, settings),
             ):
                 folder.tell(to_toml(settings))
@@ -129,7 +140,7 @@ async def evaluate(
     told = results(evaluation.outcomes, settings.evaluate, about_it)
     folder.write("results.json", json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     folder.write("results.md", markdown(told))
-    return folder.path, told
+    return told
 
 
 def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
@@ -191,17 +202,14 @@ def _check_same(old: EvaluateSettings, new: EvaluateSettings) -> None:
         )
 
 
-def _folder(settings: EvaluateSettings, resume: Path | None) -> RunFolder:
-    """Open the run's folder. `runs/latest` keeps pointing to a training run.
-
-    Raises:
-        SettingsError: the folder cannot be created or opened.
-    """
+def _open_folder(
+    settings: EvaluateSettings, resume: Path | None
+) -> AbstractAsyncContextManager[RunFolder]:
+    """Open the run's folder. `runs/latest` keeps pointing to a training run."""
     if resume is not None:
-        return RunFolder.again(resume)
+        return RunFolder.open(resume)
     name = settings.run.name or time.strftime("evaluate-%Y%m%d-%H%M%S")
-    path = (settings.run.folder.expanduser() / name).absolute()
-    return RunFolder(path, to_toml(settings))
+    return RunFolder.open(settings.run.folder / name, to_toml(settings))
 
 
 @asynccontextmanager
@@ -237,7 +245,7 @@ async def _open_sampler(
             try:
                 yield agent, grader, s.model_copy(update={"model": model})
             finally:
-                scene.leave()
+                scene.detach()
             tg.cancel_scope.cancel()
 
 
@@ -254,7 +262,7 @@ class _ProgressReport:
         self._done_at_start = self._done = self._num_lines = 0
         self._values: dict[str, str] = {}
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case RolloutStarted():
                 self._open.add(event.rollout_id)
@@ -269,13 +277,10 @@ class _ProgressReport:
         self._evaluation, self._begun_s = evaluation, time.monotonic()
         self._done_at_start = len(evaluation.outcomes) - len(evaluation.todo)
         self.done(self._done_at_start)
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._tick)
-                yield
-                tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
+        async with task_group() as tasks:
+            tasks.start_soon(self._tick)
+            yield
+            tasks.cancel_scope.cancel()
 
     def done(self, num_done: int) -> None:
         """Report that `num_done` tasks are done."""

@@ -88,7 +88,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         ):
             served = Served(runtime.router)
             rollouts = Rollouts(
-                partial(runtime.run_group, on_event=traces.seen, with_text=False),
+                partial(runtime.run_group, on_event=traces.on_event, with_text=False),
                 runtime.router.wait_for_capacity,
                 grader,
                 roc,
@@ -96,7 +96,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
                 shuffle_rewards=recipe["shuffle_rewards"],
                 enough=recipe["enough_of_group"],
                 is_tainted=served.is_tainted,
-                emit=traces.seen,
+                emit=traces.on_event,
             )
             member = Member(
                 link,

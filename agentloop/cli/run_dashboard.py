@@ -7,34 +7,28 @@ become available. Visitors may cancel rollouts and control the loop.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Literal
 
 import anyio
 from aiohttp import web
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.listen import bind, serving
 from agentloop.cli import console
 from agentloop.distribution import version
-from agentloop.errors import RequestError, ServerError, sole
+from agentloop.errors import RequestError, ServerError
 from agentloop.events import Emit, Event, Measured
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.archive import read_group, read_rollout
-from agentloop.observe.ask import asking
-from agentloop.observe.board import Board
-from agentloop.observe.event_fanout import EventFanout
+from agentloop.observe.dashboard import Dashboard, Exporter
 from agentloop.observe.exporters.journal import Journal, JournalSettings
-from agentloop.observe.exporters.metrics import Metrics
 from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
-from agentloop.observe.live import Live, Sources
-from agentloop.observe.page import Page
+from agentloop.observe.live import Sources
 from agentloop.observe.runs import of_start, start_metrics
-from agentloop.observe.stalls import Stalls
 from agentloop.runtime import Runtime
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
@@ -66,33 +60,24 @@ class RunDashboard:
                 questions nor cancel rollouts.
         """
         self.folder = folder
-        self._kind = kind
-        self._has_runtime = has_runtime
-        self.stalls = Stalls()
-        self.board = Board()
-        self._dropped: dict[str, Callable[[], int]] = {}
-        self._metrics = Metrics(
-            self._servers,
-            self._num_waiting,
-            sandbox=self._sandbox,
-            still_s=lambda: self.stalls.still_s,
-            queue=self._queue,
-            dropped=self._dropped,
-        )
-        self.emit = EventFanout(self.stalls.seen, self.board.seen, self._metrics.seen, *readers)
         self.runtime: Runtime | None = None
         self.loop: TrainingLoop | None = None
+        self._kind = kind
+        self._has_runtime = has_runtime
         self._progress = progress
         self._last_chat: ChatFormat | None = None
         self._was_draining = False
         self._answers: set[anyio.CancelScope] = set()  # to visitors
-        self.board.steps.extend([*start_metrics(folder.path), *folder.metrics()])
+        self._dashboard = Dashboard(self._sources(), readers=readers, queue=self._queue)
+        self.stalls, self.emit = self._dashboard.stalls, self._dashboard.emit
+        steps = [*start_metrics(folder.path), *folder.metrics()]
+        self._dashboard.board.steps.extend(steps)
 
-    def measured_start(self, event: Event) -> None:
+    def on_start_event(self, event: Event) -> None:
         """Show the metrics of a step of the supervised start. Its steps count by themselves, so
         other readers of events, to whom they would be steps of the run, are not told."""
         if isinstance(event, Measured):
-            self.board.seen(Measured(of_start(event.row)))
+            self._dashboard.board.on_event(Measured(of_start(event.row)))
 
     @asynccontextmanager
     async def exporters(
@@ -110,79 +95,50 @@ class RunDashboard:
             SettingsError: a package that an exporter needs is not installed.
         """
         path = self.folder.path
-        async with AsyncExitStack() as stack:
-            traces = await stack.enter_async_context(
-                Traces.open(otel, model=model, run=path.name, is_scored=True, decode=self._decoded)
+        opened: dict[str, AbstractAsyncContextManager[Exporter]] = {
+            "traces": Traces.open(
+                otel, model=model, run=path.name, is_scored=True, decode=self._decoded
             )
-            opened: dict[str, Traces | Journal | Sinks] = {"traces": traces}
-            if journal is not None and journal.enabled:
-                opened["journal"] = await stack.enter_async_context(Journal.open(path, journal))
-            if sinks is not None:
-                opened["sinks"] = await stack.enter_async_context(
-                    Sinks.open(sinks, folder=path, run_name=path.name, config=config or {})
-                )
-            for name, reader in opened.items():
-                self.emit.add(reader.seen)
-                stack.callback(self.emit.remove, reader.seen)
-                self._dropped[name] = partial(_num_dropped, reader)
+        }
+        if journal is not None and journal.enabled:
+            opened["journal"] = Journal.open(path, journal)
+        if sinks is not None:
+            opened["sinks"] = Sinks.open(
+                sinks, folder=path, run_name=path.name, config=config or {}
+            )
+        async with AsyncExitStack() as stack:
+            for name, exporter in opened.items():
+                await stack.enter_async_context(self._dashboard.exporting(name, exporter))
             yield
 
     @asynccontextmanager
-    async def shown(self, settings: ServeSettings) -> AsyncIterator[None]:
+    async def serve_page(self, settings: ServeSettings) -> AsyncIterator[None]:
         """Serve the page, on another port if the configured one is taken.
 
         Raises:
             SettingsError: the address cannot be bound.
         """
-        about = {
-            "kind": self._kind,
-            "title": self.folder.path.name,
-            "version": f"agentloop {version()}",
-            "can_ask": self._has_runtime,
-            "controls": self.can,
-            "has_sandbox": self._has_runtime,
-        }
-        sources = Sources(
-            about,
-            chat=lambda: self._chat,
-            servers=self._servers,
-            num_waiting=self._num_waiting,
-            sandbox=self._sandbox,
-            more=self._moment,
-            folder=self.folder.path,
-            read_rollout=partial(self._read, read_rollout),
-            read_group=partial(self._read, read_group),
-        )
-        live = Live(self.board, self.stalls, sources)
-        token = settings.control_token
         with bind(settings, or_free=True) as bound:
-            try:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(live.run)
-                    async with asking(self._answer, self.emit) as ask:
-                        page = Page(
-                            live,
-                            ask=ask if self._has_runtime else None,
-                            control=self if self.can else None,
-                            control_token=token.get_secret_value() if token else None,
-                            io_timeout_s=settings.io_timeout_s,
-                        )
-                        app = web.Application(middlewares=[ApiGuard(settings).middleware])
-                        page.add_to(app)
-                        app.router.add_get("/metrics", self._scraped)
-                        async with serving(app, bound) as url:
-                            token_text = f" (control token: {page.control_token})"
-                            self._progress.say(f"Watch it: {url}/{token_text if self.can else ''}")
-                            async with self._ending(live):
-                                yield
-                    tasks.cancel_scope.cancel()
-            except BaseExceptionGroup as group:
-                raise sole(group) from None
+            async with self._dashboard.running(self._answer) as ask:
+                page = self._dashboard.page(
+                    ask=ask if self._has_runtime else None,
+                    control=self if self.actions else None,
+                    control_token=settings.control_token,
+                    io_timeout_s=settings.io_timeout_s,
+                )
+                app = web.Application(middlewares=[ApiGuard(settings).middleware])
+                page.add_to(app)
+                app.router.add_get("/metrics", self._dashboard.serve_metrics)
+                async with serving(app, bound) as url:
+                    token = f" (control token: {page.control_token})" if self.actions else ""
+                    self._progress.say(f"Watch it: {url}/{token}")
+                    async with self._ending():
+                        yield
 
     @asynccontextmanager
-    async def _ending(self, live: Live) -> AsyncIterator[None]:
+    async def _ending(self) -> AsyncIterator[None]:
         """Tell the page's readers how the block ended."""
-        path = self.folder.path
+        path, live = self.folder.path, self._dashboard.live
         again = f"To view it later: agentloop runs view {path}"
         resume = f"to continue: agentloop {self._kind} --resume {path}"
         try:
@@ -199,7 +155,7 @@ class RunDashboard:
         else:
             await live.end("finished", f"The run has finished. {again}")
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Detach from the loop and the runtime before they end, cancelling answers to visitors.
 
         The page keeps showing what they have done.
@@ -213,15 +169,15 @@ class RunDashboard:
     # --- actions of visitors ----------------------------------------------------------------------
 
     @property
-    def can(self) -> Sequence[str]:
+    def actions(self) -> Sequence[str]:
         """Implement `agentloop.observe.page.Control`."""
         if self._kind == "train":
             return ("pause", "resume", "drain", "cancel", "checkpoint")
         return ("cancel",) if self._has_runtime else ()
 
-    async def do(self, what: str, rollout: str | None) -> str:
+    async def perform(self, action: str, rollout: str | None) -> str:
         """Implement `agentloop.observe.page.Control`."""
-        if what == "cancel":
+        if action == "cancel":
             if rollout is None:
                 raise RequestError("rollout: name the rollout to cancel")
             if self.runtime is None or not self.runtime.cancel(rollout):
@@ -230,7 +186,7 @@ class RunDashboard:
         loop = self.loop
         if loop is None:
             raise RequestError("do: the run has not started its rollouts yet")
-        match what:
+        match action:
             case "pause":
                 loop.pause()
                 return "no further groups are started; those in flight continue"
@@ -261,6 +217,26 @@ class RunDashboard:
 
     # --- state shown on the page ------------------------------------------------------------------
 
+    def _sources(self) -> Sources:
+        return Sources(
+            {
+                "kind": self._kind,
+                "title": self.folder.path.name,
+                "version": f"agentloop {version()}",
+                "can_ask": self._has_runtime,
+                "controls": self.actions,
+                "has_sandbox": self._has_runtime,
+            },
+            chat=lambda: self._chat,
+            servers=self._servers,
+            num_waiting=self._num_waiting,
+            sandbox=self._sandbox,
+            more=self._moment,
+            folder=self.folder.path,
+            read_rollout=partial(self._read, read_rollout),
+            read_group=partial(self._read, read_group),
+        )
+
     @property
     def _chat(self) -> ChatFormat | None:
         return self._last_chat if self.runtime is None else self.runtime.chat
@@ -277,10 +253,6 @@ class RunDashboard:
     def _queue(self) -> tuple[int, int]:
         view = {} if self.loop is None else self.loop.view()
         return view.get("queue_groups", 0), view.get("queue_bytes", 0)
-
-    async def _scraped(self, request: web.Request) -> web.Response:
-        headers = {"Content-Type": CONTENT_TYPE_LATEST}
-        return web.Response(body=self._metrics.render(), headers=headers)
 
     def _servers(self) -> Sequence[ServerView]:
         return () if self.runtime is None else self.runtime.router.view()
@@ -299,16 +271,11 @@ class RunDashboard:
             }
         if self.loop is not None:
             found |= self.loop.view()
-            if self.board.steps:
-                found["staleness"] = self.board.steps[-1].get("staleness_mean")
+            if steps := self._dashboard.board.steps:
+                found["staleness"] = steps[-1].get("staleness_mean")
         return found
 
     async def _read(
         self, read: Callable[..., dict[str, Any] | None], name: str
     ) -> dict[str, Any] | None:
         return await anyio.to_thread.run_sync(read, self.folder.path, name, self._chat)
-
-
-def _num_dropped(reader: Traces | Journal | Sinks) -> int:
-    found = reader.num_dropped
-    return sum(found.values()) if isinstance(found, dict) else found

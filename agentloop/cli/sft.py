@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -108,15 +108,14 @@ async def sft(
     model = model_folder(settings.model)
     samples = await samples_of(settings, model, settings.chat, progress)
     config = to_toml(settings)
-    folder = RunFolder.again(resume) if resume else RunFolder.of(settings.run, config)
-    with closing(folder):
+    async with RunFolder.open(resume) if resume else RunFolder.new(settings.run, config) as folder:
         tuning = await anyio.to_thread.run_sync(FineTuning, settings.loop, samples, folder)
         if resume:
             folder.tell(config)  # only now: rejected settings must leave the run unchanged
         try:
             scene = RunDashboard(folder, progress, kind="sft", has_runtime=False)
             with folder.noting_failure():
-                async with scene.shown(settings.serve) if settings.page else nullcontext():
+                async with scene.serve_page(settings.serve) if settings.page else nullcontext():
                     return await imitate(
                         settings, model, settings.chat, tuning, folder, progress, scene.emit
                     )

@@ -136,10 +136,10 @@ async def train(
     opened = partial(TaskSource.open, settings.tasks)
     if resume is None:
         tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
-        folder = RunFolder.of(settings.run, config)
-    else:
-        folder = RunFolder.again(resume)
-    async with GroupQueue.open(folder.path / "queue.sqlite") as queue:
+    async with (
+        RunFolder.open(resume) if resume else RunFolder.new(settings.run, config) as folder,
+        GroupQueue.open(folder.path / "queue.sqlite") as queue,
+    ):
         if resume is not None:
             if folder.has_rollouts and not await queue.counts():
                 raise SettingsError(
@@ -180,7 +180,7 @@ async def _run(
         config=settings.model_dump(mode="json"),
     )
     try:
-        async with elsewhere, scene.shown(settings.serve) if settings.page else nullcontext():
+        async with elsewhere, scene.serve_page(settings.serve) if settings.page else nullcontext():
             if settings.start is not None:
                 model = await _start(settings, settings.start, scene, progress)
                 learner = settings.learner.model_copy(update={"model": model})
@@ -203,9 +203,9 @@ async def _start(
     if not (made / "config.json").is_file():  # the folder is renamed into place when complete
         model, chat = settings.learner.model, settings.chat
         samples = await samples_of(start, model, chat, progress)
-        part = folder.within("start")
-        tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
-        await imitate(start, model, chat, tuning, part, progress, scene.measured_start)
+        async with folder.within("start") as part:
+            tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
+            await imitate(start, model, chat, tuning, part, progress, scene.on_start_event)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made
@@ -257,7 +257,7 @@ async def _roll_out_and_learn(
             emit=scene.emit,
         )
         scene.loop = loop
-        stack.callback(scene.leave)
+        stack.callback(scene.detach)
         await loop.run()
 
 
@@ -317,7 +317,7 @@ async def _rolling_out(
         return
     async with Runtime(served, progress=progress) as runtime, AsyncExitStack() as stack:
         scene.runtime = runtime
-        stack.callback(scene.leave)  # also if the learner fails to start
+        stack.callback(scene.detach)  # also if the learner fails to start
         async with Grader(s.reward, pool=runtime.pool) as grader:
             serving = Served(runtime.router)
             rollouts = Rollouts(

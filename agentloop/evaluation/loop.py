@@ -178,7 +178,7 @@ class Evaluation:
         """Load the results of earlier runs in the same folder.
 
         Raises:
-            SettingsError: The files are damaged.
+            RunFolderError: The files are damaged.
         """
         await anyio.to_thread.run_sync(self._load_results)
 
@@ -187,7 +187,8 @@ class Evaluation:
 
         Raises:
             RequestError: No task could be sampled.
-            SettingsError: The run's folder cannot be written, or the sampler is misconfigured.
+            RunFolderError: The run's folder cannot be written.
+            SettingsError: The sampler is misconfigured.
             RewardError: A reward function failed.
         """
         todo = self.todo

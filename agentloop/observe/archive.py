@@ -18,7 +18,7 @@ import anyio
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
-from agentloop.observe.record import Telling, trajectory_of
+from agentloop.observe.record import RecordReader, trajectory_of
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import dumps, loads
 from agentloop.trajectory import ToolCallStatus
@@ -39,7 +39,7 @@ _Summary = tuple[dict[str, Any], list[dict[str, Any]]]
 
 @dataclass
 class Archive:
-    """A run's folder as the page shows it; implements `Shown`.
+    """A run's folder as the page shows it; implements `PageData`.
 
     Attributes:
         chat: Decodes token by token; if None, text is shown by turn.
@@ -71,7 +71,7 @@ class Archive:
             raise NotThere(f"rollout {key!r}: not found in {self.folder / 'trajectories'}")
         return found
 
-    async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         yield "end", await self.rollout(key)
 
     async def group(self, name: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Archive:
 
 
 def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, Any] | None:
-    """Return a rollout from the run's folder, as `Telling.whole` does, or None.
+    """Return a rollout from the run's folder, as `RecordReader.whole` does, or None.
 
     None means that it is missing or damaged.
     """
@@ -138,13 +138,13 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
     try:
         record = trajectory_of(row["trajectory"])
         entropies = _entropies(folder, row["group"], key)
-        return Telling(record, chat, lambda: verdict, entropies).whole()
+        return RecordReader(record, chat, lambda: verdict, entropies).whole()
     except _DAMAGED:
         return None
 
 
 def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, Any] | None:
-    """Return a group from the run's folder, as `Shown.group` does, or None if it is missing."""
+    """Return a group from the run's folder, as `PageData.group` does, or None if it is missing."""
     rows = _rows_of(folder, name)
     if not rows:
         return None
@@ -224,7 +224,7 @@ def _group_of(row: Mapping[str, Any]) -> str:
 
 
 def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
-    """Return a row like `Row.told`.
+    """Return a row like `Row.to_row`.
 
     Placement times are unknown, so a turn counts as waiting until its first token.
     """

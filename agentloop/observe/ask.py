@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from agentloop.errors import AgentLoopError, RequestError, sole
+from agentloop.aio import task_group
+from agentloop.errors import AgentLoopError, RequestError
 from agentloop.events import Emit, Event, RolloutStarted
 
 __all__ = ["Ask", "asking"]
@@ -71,9 +72,6 @@ async def asking(rollout: Callable[[str, Emit], Awaitable[Any]], emit: Emit) -> 
             raise
         return key
 
-    try:
-        async with anyio.create_task_group() as tasks:
-            yield ask
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise sole(group) from None
+    async with task_group() as tasks:
+        yield ask
+        tasks.cancel_scope.cancel()

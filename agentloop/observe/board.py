@@ -75,7 +75,7 @@ class Row:
     more: bool = False
     open_calls: set[str] = field(default_factory=set)
 
-    def told(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         row = {
             "id": self.id,
             "group": self.group,
@@ -114,7 +114,7 @@ class GroupRow:
     has_signal: bool | None = None
     end: int | None = None
 
-    def told(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "task": self.task,
@@ -130,7 +130,7 @@ class GroupRow:
 
 
 class Board:
-    """Collects events with `seen` and returns what has changed with `take`."""
+    """Collects events with `on_event` and returns what has changed with `take`."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Board:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case TokensSampled():
                 row = self.rows.get(event.rollout_id)
@@ -395,9 +395,9 @@ class Board:
         for key in keys:
             self._token_changes.pop(key, None)
         keys += _pop_first(self._token_changes, max_rows - len(keys))
-        taken: dict[str, Any] = {"rollouts": [self.rows[key].told() for key in keys]}
+        taken: dict[str, Any] = {"rollouts": [self.rows[key].to_row() for key in keys]}
         groups = [*self._changed_groups]
-        taken["groups"] = [self.groups[name].told() for name in groups if name in self.groups]
+        taken["groups"] = [self.groups[name].to_row() for name in groups if name in self.groups]
         if self._removed or self._removed_groups:
             taken["gone"] = {"rollouts": [*self._removed], "groups": [*self._removed_groups]}
         if self._num_new_steps:
@@ -421,7 +421,7 @@ class Board:
         """
         steps = [*self.steps][: len(self.steps) - self._num_new_steps * taken]
         yield {
-            "groups": [group.told() for group in self.groups.values()],
+            "groups": [group.to_row() for group in self.groups.values()],
             "steps": steps[:max_rows],
             "rollouts": [],
         }
@@ -430,7 +430,7 @@ class Board:
         keys = [*self.rows]
         for start in range(0, len(keys), max_rows):
             rows = (self.rows.get(key) for key in keys[start : start + max_rows])
-            yield {"rollouts": [row.told() for row in rows if row is not None]}
+            yield {"rollouts": [row.to_row() for row in rows if row is not None]}
 
 
 def _pop_first(keys: dict[str, None], number: int) -> list[str]:

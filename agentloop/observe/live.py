@@ -22,10 +22,11 @@ from typing import Any, Literal
 import anyio
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.aio import Signal
 from agentloop.errors import NotThere
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.board import Board, Row
-from agentloop.observe.record import Telling
+from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
 from agentloop.plain_json import dumps, loads
@@ -69,7 +70,7 @@ class _Frame:
 
 @dataclass
 class Live:
-    """Live data for the page; implements `Shown`. Run `run`, and pass events to the board."""
+    """Live data for the page; implements `PageData`. Run `run`, and pass events to the board."""
 
     board: Board
     stalls: Stalls
@@ -80,7 +81,7 @@ class Live:
     _rev: int = 0
     _lag_s: float = 0.0  # delay of the last tick
     _frames: deque[_Frame] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
-    _ticked: anyio.Event = field(default_factory=anyio.Event)
+    _ticked: Signal = field(default_factory=Signal)
     _ended: dict[str, str] | None = None
     _ended_rev: int = 0
     # Set when the last reader leaves after the end.
@@ -107,8 +108,7 @@ class Live:
             return
         frame = {**self._head(full=False), **self._moment(), **self.board.take(_MAX_ROWS)}
         self._frames.append(_Frame(self._rev, dumps(frame)))
-        self._ticked.set()
-        self._ticked = anyio.Event()
+        self._ticked.notify()
 
     async def end(self, state: Literal["finished", "stopped", "failed"], text: str) -> None:
         """Tell every reader that the run has ended, and why; this ends their streams.
@@ -176,8 +176,8 @@ class Live:
     async def rollout(self, key: str) -> dict[str, Any]:
         row = self.board.rows.get(key)
         if row is not None and row.record is not None:
-            telling = Telling(row.record, self.sources.chat(), lambda: _verdict(row))
-            return await anyio.to_thread.run_sync(telling.whole)
+            reader = RecordReader(row.record, self.sources.chat(), lambda: _verdict(row))
+            return await anyio.to_thread.run_sync(reader.whole)
         found = None
         if self.sources.read_rollout is not None:
             found = await self.sources.read_rollout(key)
@@ -185,25 +185,25 @@ class Live:
             raise NotThere(f"rollout {key!r}: not found (only the newest rollouts are kept)")
         return found
 
-    async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         row = self.board.rows.get(key)
         if row is None or row.record is None:
             yield "end", await self.rollout(key)
             return
-        telling = Telling(row.record, self.sources.chat(), lambda: _verdict(row))
-        yield "trajectory", await anyio.to_thread.run_sync(telling.whole)
+        reader = RecordReader(row.record, self.sources.chat(), lambda: _verdict(row))
+        yield "trajectory", await anyio.to_thread.run_sync(reader.whole)
         since_s = time.monotonic()
         # Stop if a new rollout with the same id replaces this one.
         while row.state == "live" and self.board.rows.get(key) is row:
             await anyio.sleep(_GROWS_EVERY_S)
-            delta = await anyio.to_thread.run_sync(telling.delta)
+            delta = await anyio.to_thread.run_sync(reader.delta)
             if delta is not None:
                 since_s = time.monotonic()
                 yield "delta", delta
             elif time.monotonic() - since_s > _KEEP_ALIVE_S:
                 since_s = time.monotonic()
                 yield "", {}
-        yield "end", await anyio.to_thread.run_sync(telling.whole)
+        yield "end", await anyio.to_thread.run_sync(reader.whole)
 
     async def group(self, name: str) -> dict[str, Any]:
         group, rows = self.board.groups.get(name), self.board.rows
@@ -217,7 +217,7 @@ class Live:
             raise NotThere(f"group {name!r}: not found (only the newest groups are kept)")
         members = [row for key in group.members if (row := rows.get(key)) is not None]
         return {
-            **group.told(),
+            **group.to_row(),
             "prompt": _question(group.prompt),
             "answer": group.answer,
             "rollouts": [_member(row, is_chosen=group.kept is not None) for row in members],

@@ -6,7 +6,7 @@
     GET  /api/groups/ID  /api/runs  /api/curves?run=NAME
     POST /api/ask  /api/control
 
-The data comes from a `Shown`: a live process (live.py) or a run's folder (archive.py).
+The data comes from a `PageData`: a live process (live.py) or a run's folder (archive.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiohttp import web
 from agentloop.errors import AgentLoopError, NotThere, RequestError
 from agentloop.plain_json import dumps
 
-__all__ = ["Control", "Page", "Shown"]
+__all__ = ["Control", "Page", "PageData"]
 
 _WEB = Path(__file__).resolve().with_name("web")
 _TYPES = {
@@ -47,7 +47,7 @@ _MAX_QUESTION_CHARS = 100_000
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Shown(Protocol):
+class PageData(Protocol):
     """A source of data for the page, as plain data; raises `NotThere` for unknown items."""
 
     def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
@@ -65,7 +65,7 @@ class Shown(Protocol):
         """Return a trajectory with its text by token, its reward and its group."""
         ...
 
-    def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+    def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         """Yield names and data: "trajectory", then "delta" as it grows, then "end".
 
         A keep-alive has an empty name.
@@ -89,11 +89,11 @@ class Control(Protocol):
     """Actions for visitors that have the control token."""
 
     @property
-    def can(self) -> Sequence[str]:
+    def actions(self) -> Sequence[str]:
         """The available actions, out of pause, resume, drain, cancel and checkpoint."""
         ...
 
-    async def do(self, what: str, rollout: str | None) -> str:
+    async def perform(self, action: str, rollout: str | None) -> str:
         """Perform an action and return a description of it.
 
         Raises:
@@ -107,7 +107,7 @@ class Page:
 
     def __init__(
         self,
-        shown: Shown,
+        data: PageData,
         *,
         ask: Callable[[str], Awaitable[str]] | None = None,
         control: Control | None = None,
@@ -120,7 +120,7 @@ class Page:
             control_token: Default: a random one.
             io_timeout_s: Disconnect a reader that has not read for this long.
         """
-        self._shown = shown
+        self._data = data
         self._ask = ask
         self._control = control
         self.control_token = control_token or secrets.token_urlsafe(9)
@@ -160,25 +160,25 @@ class Page:
     # --- data -------------------------------------------------------------------------------------
 
     async def _frame(self, request: web.Request) -> web.StreamResponse:
-        return _json(await self._shown.frame())
+        return _json(await self._data.frame())
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
-        return await _json_in_thread(await self._shown.rollout(request.match_info["id"]))
+        return await _json_in_thread(await self._data.rollout(request.match_info["id"]))
 
     async def _group(self, request: web.Request) -> web.StreamResponse:
-        return _json(await self._shown.group(request.match_info["id"]))
+        return _json(await self._data.group(request.match_info["id"]))
 
     async def _runs(self, request: web.Request) -> web.StreamResponse:
-        return _json({"runs": await self._shown.runs()})
+        return _json({"runs": await self._data.runs()})
 
     async def _curves(self, request: web.Request) -> web.StreamResponse:
         run = request.query.get("run", "")
-        return await _json_in_thread({"run": run, "rows": await self._shown.curves(run)})
+        return await _json_in_thread({"run": run, "rows": await self._data.curves(run)})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         last_id = request.headers.get("Last-Event-ID")
         async with (
-            aclosing(self._shown.frames(last_id)) as frames,
+            aclosing(self._data.frames(last_id)) as frames,
             self._event_stream(request) as response,
         ):
             with suppress(ConnectionResetError):  # the reader has left
@@ -192,7 +192,7 @@ class Page:
             return response
 
     async def _rollout_stream(self, request: web.Request) -> web.StreamResponse:
-        async with aclosing(self._shown.grows(request.match_info["id"])) as events:
+        async with aclosing(self._data.rollout_events(request.match_info["id"])) as events:
             first = await anext(
                 events
             )  # no deadline: the first event is immediate; raises NotThere
@@ -221,13 +221,15 @@ class Page:
             text = "the control token is missing or wrong: it was printed at startup"
             return _json({"error": text}, status=403)
         body = await _body(request, self._io_timeout_s)
-        what, rollout = body.get("do"), body.get("rollout")
-        can = [] if self._control is None else self._control.can
-        if self._control is None or not isinstance(what, str) or what not in can:
-            raise RequestError(f"do: must be one of: {', '.join(can) or 'none is available here'}")
+        action, rollout = body.get("do"), body.get("rollout")
+        actions = [] if self._control is None else self._control.actions
+        if self._control is None or not isinstance(action, str) or action not in actions:
+            raise RequestError(
+                f"do: must be one of: {', '.join(actions) or 'none is available here'}"
+            )
         if rollout is not None and not isinstance(rollout, str):
             raise RequestError("rollout: expected an id")
-        return _json({"done": await self._control.do(what, rollout)})
+        return _json({"done": await self._control.perform(action, rollout)})
 
     # --- streams ----------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A trajectory as the page shows it: token by token, during and after the rollout.
 
 Text is decoded from the token ids, each token once. Decoding may take long, so call the methods of
-`Telling` in a thread, one at a time.
+`RecordReader` in a thread, one at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentloop.trajectory import (
     VersionSpan,
 )
 
-__all__ = ["Telling", "trajectory_of"]
+__all__ = ["RecordReader", "trajectory_of"]
 
 _TAGS = re.compile("(</?(?:reason|think|answer)>)")  # each tag starts a new piece
 
@@ -31,7 +31,7 @@ Entropies = Sequence[Sequence[float]]
 """Entropy of each sampled token in nats, by turn."""
 
 
-class Telling:
+class RecordReader:
     """Sends one trajectory to one reader, remembering how much has been sent."""
 
     def __init__(

@@ -61,7 +61,7 @@ class _Open:
 class Stalls:
     """Tracks waits and the time of the last progress.
 
-    Pass every event to `seen`; `waits` lists the waits, and `watch` logs stalls.
+    Pass every event to `on_event`; `waits` lists the waits, and `watch` logs stalls.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +89,7 @@ class Stalls:
         finally:
             self._others.remove(wait)
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         now = self.moved_s = self._clock()
         match event:
             case RolloutStarted():

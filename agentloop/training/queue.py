@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
 from agentloop.tasks.sources import Task
 
@@ -117,7 +117,7 @@ class GroupQueue:
         """Open the file, creating it if necessary.
 
         Raises:
-            SettingsError: The file cannot be read or written, or was written by an incompatible
+            RunFolderError: The file cannot be read or written, or was written by an incompatible
                 version of agentloop.
         """
         connection = await anyio.to_thread.run_sync(_connect, path)
@@ -345,7 +345,7 @@ class GroupQueue:
         """Run `work` in a transaction.
 
         Raises:
-            SettingsError: The disk is full, the file is damaged, or SQLite failed otherwise.
+            RunFolderError: The disk is full, the file is damaged, or SQLite failed otherwise.
         """
 
         def transact() -> T:
@@ -357,7 +357,7 @@ class GroupQueue:
             try:  # takes milliseconds, at most _BUSY_S; cancellation waits for it
                 return await anyio.to_thread.run_sync(transact)
             except (sqlite3.Error, json.JSONDecodeError) as error:
-                raise SettingsError(f"run.folder: {self._path}: {error}") from error
+                raise RunFolderError(f"run.folder: {self._path}: {error}") from error
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -372,7 +372,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             if not format_:
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
             elif format_ != _FORMAT:
-                raise SettingsError(
+                raise RunFolderError(
                     f"{path}: written by an incompatible version of agentloop (format {format_}, "
                     f"not {_FORMAT})"
                 )
@@ -380,7 +380,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.close()
             raise
     except sqlite3.Error as error:
-        raise SettingsError(f"run.folder: {path}: {error}") from error
+        raise RunFolderError(f"run.folder: {path}: {error}") from error
     return connection
 
 

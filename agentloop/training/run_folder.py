@@ -10,15 +10,15 @@ import fcntl
 import json
 import os
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+import anyio
 import pydantic
 
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError, SettingsError
 from agentloop.plain_json import dumps, loads
 
 __all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_going_on"]
@@ -39,60 +39,76 @@ class RunSettings(pydantic.BaseModel):
 
 
 class RunFolder:
-    """The folder of a run, locked by this process."""
+    """The files of a run. `open` also locks the run, so that no other process writes to it."""
 
-    def __init__(self, path: Path, config: str, *, resume: bool = False) -> None:
-        """Create the folder, or open that of a run to resume, and lock it.
+    def __init__(self, path: Path, config: str | None = None) -> None:
+        """Create the folder, as far as it is missing.
 
         Args:
-            config: the settings as TOML; with `resume` they are not written (see `tell`).
+            config: the settings of a new run as TOML; None: keep those of an existing one.
 
         Raises:
-            SettingsError: a run of that name exists or is active, or the folder cannot be created.
+            RunFolderError: a folder or the settings cannot be written.
         """
         self.path = path
-        signs = ("metrics.jsonl", "start/metrics.jsonl", "queue.sqlite")
-        if not resume and any((path / name).exists() for name in signs):
-            raise SettingsError(
-                f"run.name: there already is a run at {path}: use another name, or --resume"
-            )
-        try:
-            path.mkdir(parents=True, exist_ok=True)  # a folder without results is not a run
-            self._unlock = weakref.finalize(self, os.close, _lock(path))
+        with _writing(path):
             for name in ("trajectories", "checkpoints", "weights", "logs", "batches"):
-                (path / name).mkdir(exist_ok=True)
-            for file in path.glob("*.jsonl"):
-                _cut_to_lines(file)
-        except OSError as error:
-            raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
-        if not resume:
+                (path / name).mkdir(parents=True, exist_ok=True)
+        if config is not None:
             self.tell(config)
 
     @classmethod
-    def of(cls, settings: RunSettings, config: str) -> Self:
-        """Create the folder of a new run. Its path is absolute, for servers that read weights."""
-        name = settings.name or time.strftime("%Y%m%d-%H%M%S")
-        run = cls((settings.folder.expanduser() / name).absolute(), config)
-        run._become_latest()
-        return run
+    @asynccontextmanager
+    async def open(cls, path: Path, config: str | None = None) -> AsyncIterator[Self]:
+        """Create a run, or resume one, and lock it until the context is left.
+
+        Args:
+            path: made absolute, for servers that read weights from the folder, and with the links
+                of a run to resume followed, such as `latest`.
+            config: the settings of a new run as TOML; None: resume one (see `tell`).
+
+        Raises:
+            SettingsError: there is a run already, and `config` is that of a new one.
+            RunFolderError: another process is active in the run, or the folder cannot be written.
+        """
+        path = _absolute(path, follow_links=config is None)
+        async with _locked(path):
+            if config is not None:
+                _require_new(path)
+            run = cls(path, config)
+            with _writing(path):
+                for file in path.glob("*.jsonl"):
+                    _cut_to_lines(file)
+            yield run
 
     @classmethod
-    def again(cls, path: Path) -> Self:
-        """Open the folder of a run to resume. Raises the errors of the constructor."""
-        return cls(path.expanduser().resolve(), "", resume=True)
+    @asynccontextmanager
+    async def new(cls, settings: RunSettings, config: str) -> AsyncIterator[Self]:
+        """Create a run where the settings say, as the latest one. Raises the errors of `open`."""
+        name = settings.name or time.strftime("%Y%m%d-%H%M%S")
+        async with cls.open(settings.folder / name, config) as run:
+            run._become_latest()
+            yield run
+
+    @asynccontextmanager
+    async def within(self, name: str) -> AsyncIterator[RunFolder]:
+        """Create or resume a run that is a part of this one. Raises the errors of `open`.
+
+        Args:
+            name: the subfolder.
+        """
+        async with RunFolder.open(self.path / name) as part:
+            part.tell((self.path / "config.toml").read_text("utf-8"))
+            yield part
 
     def tell(self, config: str) -> None:
-        """Write the run's settings and mark it as active. Raises SettingsError if that fails."""
+        """Write the run's settings and mark it as active. Raises RunFolderError if that fails."""
         self.write("config.toml", config)
         for name in ("ended", "failed"):
             (self.path / name).unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Release the run's lock, so that others can open it. Idempotent."""
-        self._unlock()
-
     def end(self) -> None:
-        """Mark the run as complete. Raises SettingsError if that cannot be written."""
+        """Mark the run as complete. Raises RunFolderError if that cannot be written."""
         self.write("ended", "")
 
     @contextmanager
@@ -101,7 +117,7 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            with suppress(SettingsError):  # the disk may be what failed
+            with suppress(RunFolderError):  # the disk may be what failed
                 self.write("failed", f"{error or type(error).__name__}\n")
             raise
 
@@ -152,12 +168,13 @@ class RunFolder:
             files: files of groups to move.
 
         Raises:
-            SettingsError: there is no checkpoint of that step, or something cannot be moved.
+            SettingsError: there is no checkpoint of that step.
+            RunFolderError: something cannot be moved, or metrics.jsonl is damaged.
         """
         self.checkpoint_of(step)
         aside = self.path / "undone" / (name or time.strftime("%Y%m%d-%H%M%S"))
         groups = [Path(file).name for file in files]
-        try:
+        with _writing(aside):
             aside.mkdir(parents=True, exist_ok=True)
             (self.path / "ended").unlink(missing_ok=True)
             _move((self.path / "weights").iterdir(), aside / "weights")
@@ -171,18 +188,6 @@ class RunFolder:
                 _write(aside / whole, (self.path / whole).read_text("utf-8"))
             lines = [dumps(row).decode() for row in self.metrics() if row["step"] <= step]
             _write(self.path / whole, "".join(f"{line}\n" for line in lines))
-        except OSError as error:
-            raise SettingsError(f"run.folder: {aside}: {error.strerror or error}") from error
-
-    def within(self, name: str) -> RunFolder:
-        """Create or resume a run that is a part of this one, in the subfolder `name`.
-
-        Raises:
-            SettingsError: as in the constructor.
-        """
-        part = RunFolder.again(self.path / name)
-        part.tell((self.path / "config.toml").read_text("utf-8"))
-        return part
 
     @staticmethod
     def model_in(path: Path) -> Path:
@@ -199,20 +204,17 @@ class RunFolder:
         raise SettingsError(f"{path} is not a run with a model. Try `agentloop runs list`.")
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl. Raises SettingsError if that fails (disk full)."""
+        """Append a row to metrics.jsonl. Raises RunFolderError if that fails (disk full)."""
         self.append("metrics.jsonl", metrics)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Append a row to a JSONL file. Raises SettingsError if that fails (disk full)."""
+        """Append a row to a JSONL file. Raises RunFolderError if that fails (disk full)."""
         _append(self.path / name, [row])
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically. Raises SettingsError if that fails."""
-        try:
+        """Write a file atomically. Raises RunFolderError if that fails."""
+        with _writing(self.path / name):
             _write(self.path / name, text)
-        except OSError as error:
-            path = self.path / name
-            raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
 
     def add_group(self, number: int, rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
         """Write the rollouts of a group, one per line, atomically and durably.
@@ -221,11 +223,11 @@ class RunFolder:
             The file's path, relative to the run's folder, and its size in bytes.
 
         Raises:
-            SettingsError: the file cannot be written, for example because the disk is full.
+            RunFolderError: the file cannot be written, for example because the disk is full.
         """
         path = self.path / "trajectories" / f"group-{number:07}.jsonl"
         partial = path.with_name(f".{path.name}.partial")
-        try:
+        with _writing(path):
             with partial.open("wb") as file:
                 for row in rows:
                     file.write(dumps(dict(row)) + b"\n")
@@ -234,23 +236,21 @@ class RunFolder:
                 size = file.tell()
             partial.replace(path)
             _sync(path.parent)  # make the file's name durable, too
-        except OSError as error:
-            raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
         return str(path.relative_to(self.path)), size
 
     def read_group(self, path: str) -> list[dict[str, Any]]:
-        """Read a group's rollouts. Raises SettingsError if they are missing or damaged."""
+        """Read a group's rollouts. Raises RunFolderError if they are missing or damaged."""
         try:
             lines = (self.path / path).read_bytes().splitlines()
         except OSError as error:
-            raise SettingsError(f"{self.path / path}: {error.strerror or error}") from error
+            raise RunFolderError(f"{self.path / path}: {error.strerror or error}") from error
         return _parsed(lines, self.path / path)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl, ignoring an incomplete last line.
 
         Raises:
-            SettingsError: another line is damaged.
+            RunFolderError: another line is damaged.
         """
         return self.rows("metrics.jsonl")
 
@@ -296,22 +296,56 @@ def is_going_on(run: Path) -> bool:
         os.close(file)
 
 
-def _lock(path: Path) -> int:
-    """Lock a run for this process and return the file descriptor that holds the lock.
+def _absolute(path: Path, *, follow_links: bool) -> Path:
+    path = path.expanduser()
+    return path.resolve() if follow_links else path.absolute()
+
+
+def _require_new(path: Path) -> None:
+    """Raise SettingsError if a run at `path` has results; a folder without any is not a run."""
+    signs = ("metrics.jsonl", "start/metrics.jsonl", "queue.sqlite")
+    if any((path / name).exists() for name in signs):
+        raise SettingsError(
+            f"run.name: there already is a run at {path}: use another name, or --resume"
+        )
+
+
+@asynccontextmanager
+async def _locked(path: Path) -> AsyncIterator[None]:
+    """Lock a run for this process, creating its folder if necessary.
 
     Raises:
-        SettingsError: another process has locked it.
+        RunFolderError: another process has locked it, or the lock file cannot be written.
     """
-    file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline_s = time.monotonic() + _LOCK_WAIT_S
-    while not _has(file, fcntl.LOCK_EX):
+    file = _lock_file(path)
+    is_locked = False
+    try:
         # A run's lock is exclusive; `is_going_on` takes a shared one for a moment.
-        if not _has(file, fcntl.LOCK_SH) or time.monotonic() > deadline_s:
-            os.close(file)
-            raise SettingsError(f"run.name: the run at {path} is active in another process")
-        fcntl.flock(file, fcntl.LOCK_UN)
-        time.sleep(_LOCK_POLL_S)
-    return file
+        with anyio.move_on_after(_LOCK_WAIT_S):
+            while not (is_locked := _has(file, fcntl.LOCK_EX)) and _has(file, fcntl.LOCK_SH):
+                fcntl.flock(file, fcntl.LOCK_UN)
+                await anyio.sleep(_LOCK_POLL_S)
+        if not is_locked:
+            raise RunFolderError(f"run.name: the run at {path} is active in another process")
+        yield
+    finally:
+        os.close(file)  # releases the lock
+
+
+def _lock_file(path: Path) -> int:
+    """Open the lock file of a run, creating its folder if necessary. Raises RunFolderError."""
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        return os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise an OSError as a RunFolderError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"run.folder: {path}: {error.strerror or error}") from error
 
 
 def _has(file: int, lock: int) -> bool:
@@ -360,14 +394,11 @@ def _parsed(lines: Sequence[bytes], path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(loads(line))
         except ValueError as error:
-            raise SettingsError(f"{path}: line {number} is damaged: {error}") from error
+            raise RunFolderError(f"{path}: line {number} is damaged: {error}") from error
     return rows
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    try:
-        with path.open("ab") as file:
-            for row in rows:
-                file.write(dumps(dict(row)) + b"\n")
-    except OSError as error:
-        raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+    with _writing(path), path.open("ab") as file:
+        for row in rows:
+            file.write(dumps(dict(row)) + b"\n")

@@ -22,8 +22,8 @@ async def undo(folder: RunFolder, queue: GroupQueue, step: int) -> None:
     """Return a run to its state after `step`.
 
     Raises:
-        SettingsError: there is no checkpoint of that step, so nothing was changed; or the files
-            cannot be moved, so `finish_undo` is still to be called.
+        SettingsError: there is no checkpoint of that step, so nothing was changed.
+        RunFolderError: the files cannot be moved, so `finish_undo` is still to be called.
     """
     folder.checkpoint_of(step)
     await queue.undo(step)
@@ -31,7 +31,7 @@ async def undo(folder: RunFolder, queue: GroupQueue, step: int) -> None:
 
 
 async def finish_undo(folder: RunFolder, queue: GroupQueue) -> None:
-    """Finish an `undo` that was interrupted, if there is one. Raises SettingsError."""
+    """Finish an `undo` that was interrupted, if there is one. Raises RunFolderError."""
     undone = await queue.noted("undone")
     if undone is None:
         return

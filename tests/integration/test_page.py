@@ -20,6 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import Browser, expect
 
 from agentloop.agent.rollout import Budget
+from agentloop.api.app import AgentService, listening
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
 from agentloop.cli import console
@@ -30,7 +31,6 @@ from agentloop.models import SMALL
 from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
-from agentloop.serve import AgentService, listening
 from agentloop.tasks.sources import Task
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
@@ -73,7 +73,7 @@ class Service:
                 grader,
                 RocSettings(down_sample_to_n=2),
                 seed=1,
-                emit=self.app.seen,
+                emit=self.app.on_event,
             )
             group = await rollouts.group(task, name, size=4, budget=Budget(), oldest=0)
         if folder is not None:
@@ -103,7 +103,7 @@ class Service:
             return a * b
 
         def seen(event: Event) -> None:
-            self.app.seen(event)
+            self.app.on_event(event)
             if isinstance(event, CallStarted) and event.turn == 0:
                 task_status.started(event.rollout_id)
 
@@ -113,7 +113,7 @@ class Service:
     async def _run_group(self, prompt: Any, **options: Any) -> Any:
         sampling = Sampling(temperature=1.0)
         return await self.runtime.run_group(
-            prompt, sampling=sampling, on_event=self.app.seen, **options
+            prompt, sampling=sampling, on_event=self.app.on_event, **options
         )
 
 
@@ -272,7 +272,7 @@ async def watched_run(folder: Path) -> AsyncIterator[tuple[str, RunDashboard]]:
         line="", say=said.append, standing=RunStatus("stage", 3, 10, "Waits")
     )
     scene = RunDashboard(RunFolder(folder, ""), cast(console.ProgressLine, progress))
-    async with scene.shown(ServeSettings(port=0)):
+    async with scene.serve_page(ServeSettings(port=0)):
         scene.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
         yield said[0].split()[2], scene
 

@@ -49,7 +49,7 @@ async def told(sink: str, folder: Path, rows: Sequence[dict[str, Any]] = ROWS) -
     )
     async with Sinks.open(settings, folder=folder, run_name="a run", config=CONFIG) as sinks:
         for row in rows:
-            sinks.seen(Measured(row))
+            sinks.on_event(Measured(row))
     assert sinks.num_dropped == {sink: 0}
 
 

@@ -79,7 +79,9 @@ async def keep_alive(
                 if delay_s is None:
                     log.error("giving up %s: %s", server.url, how)
                     if not clients.give_up(server.url):
-                        raise ServerError(f"no server is left: {server.url}: {how}")
+                        raise ServerError(
+                            f"no server is left: {server.url}: {how}", log_path=server.log_path
+                        )
                     return
                 log.error("%s died, restarting it: %s", server.url, how)
                 await anyio.sleep(delay_s)

@@ -192,7 +192,8 @@ class ServerProcess:
         except TimeoutError as error:
             raise ServerStartError(
                 f"{self.launch.name} was not ready within {self.launch.start_timeout_s:g} s "
-                f"(`start_timeout_s`).\n{self._log.tail()}"
+                f"(`start_timeout_s`).\n{self._log.tail()}",
+                log_path=self.log_path,
             ) from error
         took_s = anyio.current_time() - started
         on_progress(f"{self.launch.name}: ready at {self.url} after {took_s:.1f} s")
@@ -235,14 +236,14 @@ class ServerProcess:
             self._pid = int(await self._guardian.stdout.receive())  # no deadline: ready() has one
         except anyio.EndOfStream:
             await self._guardian.wait()  # no deadline: ready() has one
-            raise ServerStartError(self._describe_end()) from None
+            raise ServerStartError(self._describe_end(), log_path=self.log_path) from None
 
     async def _poll(self, on_progress: Callable[[str], None]) -> None:
         stage = ""
         async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
             while not await _is_ready(client):
                 if not self.alive:
-                    raise ServerStartError(self._describe_end())
+                    raise ServerStartError(self._describe_end(), log_path=self.log_path)
                 if (now := self._log.stage()) != stage:
                     stage = now
                     on_progress(f"{self.launch.name}: {stage}")

@@ -44,9 +44,9 @@ class DropCounter:
             if self._logged_s is not None and now - self._logged_s < _EVERY_S:
                 return
             self._logged_s = now
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Log the items that were dropped since the last log message, if any."""
         with self._lock:
             num, self._num_logged = self.num - self._num_logged, self.num

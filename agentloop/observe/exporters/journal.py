@@ -26,7 +26,7 @@ import anyio
 import anyio.to_thread
 import pydantic
 
-from agentloop.errors import sole
+from agentloop.aio import task_group
 from agentloop.events import (
     CallFinished,
     Event,
@@ -74,7 +74,7 @@ class JournalSettings(pydantic.BaseModel):
 
 
 class Journal:
-    """The event log of a run; pass every event to `seen`. Create it with `Journal.open`."""
+    """The event log of a run; pass every event to `on_event`. Create it with `Journal.open`."""
 
     def __init__(self, folder: Path, settings: JournalSettings | None = None) -> None:
         self._settings = settings or JournalSettings()
@@ -95,27 +95,25 @@ class Journal:
         journal = cls(folder, settings)
         journal._add("opened", {})
         try:
-            async with anyio.create_task_group() as tasks:
+            async with task_group() as tasks:
                 if journal._settings.enabled:
                     tasks.start_soon(journal._keep_writing)
                 yield journal
                 tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
         finally:
             num_left = len(journal._waiting)
             with anyio.move_on_after(_CLOSE_S, shield=True) as late:
                 await journal._write(abandon=True)
             if late.cancelled_caught:
                 journal._drop(num_left, f"not written within {_CLOSE_S:g} s at the end")
-            journal._dropped.tell()
+            journal._dropped.report()
 
     @property
     def num_dropped(self) -> int:
         """Number of lines dropped since the log was opened."""
         return self._dropped.num
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         entry = _LINES.get(type(event))
         if entry is not None:
             name, line = entry

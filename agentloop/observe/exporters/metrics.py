@@ -166,7 +166,7 @@ _PHASES = {"wait_s": "wait", "learn_s": "learn", "hand_over_s": "load"}
 
 
 class Metrics:
-    """The metrics of a run or service; pass every event to `seen` and serve `render()`."""
+    """The metrics of a run or service; pass every event to `on_event` and serve `render()`."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Metrics:
         self._define_turn_metrics()
         self._define_training_metrics()
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case TokensSampled(ids=ids):
                 self._num_tokens += len(ids)

@@ -190,7 +190,7 @@ class _Trace:
 
 
 class Traces:
-    """Exports traces; pass every event to `seen`. Create it with `Traces.open`.
+    """Exports traces; pass every event to `on_event`. Create it with `Traces.open`.
 
     Attributes:
         num_sent: Number of traces accepted by the collector.
@@ -260,7 +260,7 @@ class Traces:
         """Number of traces that were dropped."""
         return self._dropped.num
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case RolloutStarted():
                 caller = caller_span.get()
@@ -473,7 +473,7 @@ class Traces:
             self._dropped.add(
                 num_left, f"not sent within otel.close_s ({self._settings.close_s:g})"
             )
-        self._dropped.tell()
+        self._dropped.report()
 
 
 class _Sender:

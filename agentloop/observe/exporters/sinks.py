@@ -85,7 +85,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """The sinks of a run; pass every event to `seen`. Create it with `Sinks.open`."""
+    """The sinks of a run; pass every event to `on_event`. Create it with `Sinks.open`."""
 
     def __init__(self, sinks: Mapping[str, Sink], *, max_waiting: int, close_s: float) -> None:
         self._close_s = close_s
@@ -123,7 +123,7 @@ class Sinks:
         finally:
             await sinks._close()
 
-    def seen(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if not isinstance(event, Measured) or not self._workers:
             return
         step, values = _numbers(event.row)
@@ -189,7 +189,7 @@ class _SinkWorker:
         self._rows.clear()
         if num_left:
             self.dropped.add(num_left, why)
-        self.dropped.tell()
+        self.dropped.report()
 
     def _work(self) -> None:
         try:

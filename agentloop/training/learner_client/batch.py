@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError
 
 __all__ = ["Sample", "write_batch"]
 
@@ -37,7 +37,7 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     advantages and groups [N].
 
     Raises:
-        SettingsError: the file cannot be written, for example because the disk is full.
+        RunFolderError: the file cannot be written, for example because the disk is full.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -58,4 +58,4 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
         partial.write_bytes(save(tensors))
         os.replace(partial, path)
     except OSError as error:
-        raise SettingsError(f"run.folder: {path}: {error.strerror or error}") from error
+        raise RunFolderError(f"run.folder: {path}: {error.strerror or error}") from error

@@ -51,14 +51,15 @@ def later(path: Path, than: Path) -> None:
     os.utime(path, (when, when))
 
 
-def test_a_run_that_goes_on_is_told_from_one_that_does_not(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run", TRAIN)
-    folder.add_metrics(step(1))
-    assert summarize(folder.path).state is RunState.GOING_ON
-    path = folder.path
-    del folder
+@pytest.mark.anyio
+async def test_a_run_that_goes_on_is_told_from_one_that_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    async with RunFolder.open(path, TRAIN) as folder:
+        folder.add_metrics(step(1))
+        assert summarize(path).state is RunState.GOING_ON
     assert summarize(path).state is RunState.STOPPED
-    assert RunFolder.again(path).path == path  # it was not disturbed
+    async with RunFolder.open(path):  # it was not disturbed
+        pass
 
 
 def test_the_figures_are_of_the_last_steps_that_have_them(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_stages_add_up(tmp_path: Path) -> None:
     found = summarize(path)
     assert (found.stage, found.step, found.num_steps) == ("2/2 long", 4, 7)
     assert found.state is RunState.STOPPED
-    RunFolder.again(path).add_metrics(step(7, stage=2))
+    RunFolder(path).add_metrics(step(7, stage=2))
     assert summarize(path).state is RunState.ENDED
 
 
@@ -120,21 +121,21 @@ def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
 
 def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -> None:
     path = made(tmp_path / "run", TRAIN, step(1))
-    with pytest.raises(ZeroDivisionError), RunFolder.again(path).noting_failure():
+    with pytest.raises(ZeroDivisionError), RunFolder(path).noting_failure():
         _ = 1 / 0
     found = summarize(path)
     assert (found.state, found.problems) == (RunState.FAILED, ("division by zero",))
-    with pytest.raises(asyncio.CancelledError), RunFolder.again(path).noting_failure():
+    with pytest.raises(asyncio.CancelledError), RunFolder(path).noting_failure():
         raise asyncio.CancelledError
-    RunFolder.again(path).tell(TRAIN)
+    RunFolder(path).tell(TRAIN)
     assert summarize(path).state is RunState.STOPPED
 
 
 def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path: Path) -> None:
     path = made(tmp_path / "run", TRAIN, step(1))
-    RunFolder.again(path).end()
+    RunFolder(path).end()
     assert summarize(path).state is RunState.ENDED
-    RunFolder.again(path).tell(TRAIN)  # stopped before it wrote anything down
+    RunFolder(path).tell(TRAIN)  # stopped before it wrote anything down
     assert summarize(path).state is RunState.STOPPED
 
 
@@ -244,7 +245,7 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "config.toml").touch()
-    RunFolder(tmp_path / "c", TRAIN)  # it has not come to anything
+    (RunFolder(tmp_path / "c", TRAIN).path / ".lock").touch()  # it has not come to anything
     (tmp_path / "file.toml").touch()
     found = [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)]
     assert found == ["a", "b", "c", "deep/er/c"]

@@ -136,7 +136,7 @@ async def scene(
         before(run)
     made = RunDashboard(run, cast(console.ProgressLine, told), readers=readers)
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
-    async with made.shown(settings), aiohttp.ClientSession() as http:
+    async with made.serve_page(settings), aiohttp.ClientSession() as http:
         found = re.search(r"(http://\S+)/ ", told.said[0])
         assert found is not None
         yield At(made, told, http, found[1])
@@ -161,10 +161,10 @@ async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> Non
     heard: list[Event] = []
 
     def before(run: RunFolder) -> None:
-        run.within("start").add_metrics({"step": 1, "learner/loss": 2.0})
+        RunFolder(run.path / "start").add_metrics({"step": 1, "learner/loss": 2.0})
 
     async with scene(tmp_path, before=before, readers=[heard.append]) as at:
-        at.scene.measured_start(Measured({"step": 2, "learner/loss": 1.0}))
+        at.scene.on_start_event(Measured({"step": 2, "learner/loss": 1.0}))
         at.scene.emit(Measured({"step": 1, "reward": 0.5}))
         _, frame = await at.get("/api/frame")
         assert frame["steps"] == [
@@ -180,7 +180,7 @@ async def test_a_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) ->
     folder = RunFolder(tmp_path / "run", "")
     made = RunDashboard(folder, cast(console.ProgressLine, told), kind="sft", has_runtime=False)
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
-    async with made.shown(settings), aiohttp.ClientSession() as http:
+    async with made.serve_page(settings), aiohttp.ClientSession() as http:
         made.emit(Measured({"step": 1, "learner/loss": 1.5}))
         url = told.said[0].removeprefix("Watch it: ")
         async with http.get(f"{url}api/frame") as response:
@@ -264,9 +264,9 @@ async def test_what_was_done_stays_to_be_seen_when_its_parts_have_left(tmp_path:
         await at.post("/api/ask", {"question": "why?"})
         _, before = await at.get("/api/rollouts/r")
         assert (before["prompt"].count("why?"), before["state"]) == (1, "live")
-        at.scene.leave()
+        at.scene.detach()
         await eventually(lambda: at.runtime.num_open == 0)  # nobody may ask a server any more
-        at.scene.leave()  # by whoever ends first, and the other
+        at.scene.detach()  # by whoever ends first, and the other
         _, after = await at.get("/api/rollouts/r")
         assert (after["prompt"], after["state"]) == (before["prompt"], "abandoned")
         assert (await at.get("/api/frame"))[1]["servers"] == []
@@ -287,7 +287,7 @@ async def test_who_asks_as_the_run_ends_is_told_so(tmp_path: Path) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
             await eventually(lambda: at.runtime.num_open == 1)
-            at.scene.leave()
+            at.scene.detach()
         assert answers == [(503, {"error": "the run has ended"})]
 
 
@@ -336,7 +336,7 @@ async def test_the_page_is_told_how_the_run_ended(
                         await anyio.sleep_forever()
                     if how == "is drained":
                         at.loop.is_draining = True
-                        at.scene.leave()
+                        at.scene.detach()
     assert last[0]["now"]["ended"]["state"] == state
     assert last[0]["now"]["ended"]["text"].startswith(said)
 
@@ -346,7 +346,7 @@ async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> 
         port = taken.getsockname()[1]
         told = Told()
         made = RunDashboard(RunFolder(tmp_path / "run", ""), cast(console.ProgressLine, told))
-        async with made.shown(ServeSettings(port=port)):
+        async with made.serve_page(ServeSettings(port=port)):
             assert f":{port}/" not in told.said[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -143,12 +142,11 @@ async def test_what_is_refused_leaves_the_run_as_it_was(
     tmp_path: Path, override: str, from_step: int | None, named: str
 ) -> None:
     settings = run_at(tmp_path)
-    folder = RunFolder.of(settings.run, to_toml(settings))
+    folder = RunFolder(tmp_path / "run", to_toml(settings))
     tasks = TaskSource.open(settings.tasks)
     async with GroupQueue.open(folder.path / "queue.sqlite") as queue:
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
     path, before = folder.path, (folder.path / "config.toml").read_bytes()
-    del folder  # its lock
     again = run_at(tmp_path, override)
     with pytest.raises(AgentLoopError, match=named):
         await train(again, cast(Any, Said()), resume=path, from_step=from_step)
@@ -158,7 +156,7 @@ async def test_what_is_refused_leaves_the_run_as_it_was(
 @pytest.mark.anyio
 async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> None:
     settings = run_at(tmp_path)
-    folder = RunFolder.of(settings.run, to_toml(settings))
+    folder = RunFolder(tmp_path / "run", to_toml(settings))
     path = folder.path
     for step in (1, 2):
         checkpoint = path / "checkpoints" / f"step-{step}"
@@ -168,7 +166,6 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
     async with GroupQueue.open(path / "queue.sqlite") as queue:
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
         await queue.undo(1)  # killed here
-    del folder  # its lock
     with pytest.raises(AgentLoopError, match="they differ from the tasks of the saved cursor"):
         await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, Said()), resume=path)
     assert [one.name for one in (path / "checkpoints").iterdir()] == ["step-1"]
@@ -177,10 +174,9 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
 @pytest.mark.anyio
 async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> None:
     settings = run_at(tmp_path)
-    folder = RunFolder.of(settings.run, to_toml(settings))
+    folder = RunFolder(tmp_path / "run", to_toml(settings))
     folder.add_group(1, [{"text": "kept"}])
     path = folder.path
-    del folder  # its lock
     for _ in range(2):
         with pytest.raises(SettingsError, match=r"--resume: .*queue\.sqlite, the run's journal"):
             await train(settings, cast(Any, Said()), resume=path)
@@ -209,7 +205,6 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
     async with GroupQueue.open(run / "queue.sqlite") as queue:
         tasks = TaskSource.open(settings.tasks)
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
-    gc.collect()  # as when a process ends: nobody has the run any more
     others = load_settings(TrainSettings, overrides=[*usual, changed])
     with console.ProgressLine("") as progress, pytest.raises(AgentLoopError, match=why):
         await train(others, progress, resume=run, from_step=from_step)

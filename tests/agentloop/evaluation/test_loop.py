@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from agentloop.errors import RequestError, SettingsError
+from agentloop.errors import RequestError, RunFolderError
 from agentloop.evaluation.loop import EvaluatedSample, Evaluation, EvaluationSettings, Outcome
 from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.tasks.sources import Task
@@ -84,7 +84,7 @@ async def run(
 ) -> list[Outcome]:
     gc.collect()  # an earlier life's lock
     there = (path / "config.toml").exists()
-    folder = RunFolder.again(path) if there else RunFolder(path, "")
+    folder = RunFolder(path, None if there else "")
     evaluation = Evaluation(told or settings(), tasks, folder)
     await evaluation.take_up()
     async with Grader(RewardSettings(function="exact")) as grader:
@@ -210,7 +210,7 @@ async def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(), settings(num_samples=2))
     (path / "trajectories" / "group-0000002.jsonl").write_text("{half")
-    with pytest.raises(SettingsError, match=r"group-0000002.jsonl: line 1 is damaged"):
+    with pytest.raises(RunFolderError, match=r"group-0000002.jsonl: line 1 is damaged"):
         await run(path, Player())
 
 
@@ -235,7 +235,7 @@ async def test_progress_counts_the_tasks_that_are_done(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(), tasks=TASKS[:2])
     seen: list[int] = []
-    evaluation = Evaluation(settings(), TASKS, RunFolder.again(path), on_progress=seen.append)
+    evaluation = Evaluation(settings(), TASKS, RunFolder(path), on_progress=seen.append)
     await evaluation.take_up()
     async with Grader(RewardSettings(function="exact")) as grader:
         await evaluation.run(Player(refuses=["task-3"]), grader)

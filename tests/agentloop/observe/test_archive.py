@@ -103,7 +103,7 @@ async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
 
 async def test_the_supervised_start_is_shown_and_compared(run: RunFolder) -> None:
     before = (await archive(run).frame())["steps"]
-    run.within("start").add_metrics({"step": 1, "learner/loss": 2.0})
+    RunFolder(run.path / "start").add_metrics({"step": 1, "learner/loss": 2.0})
     whole = [{"start/step": 1, "start/learner/loss": 2.0}, *before]
     assert (await archive(run).frame())["steps"] == whole
     assert await archive(run).curves(run.path.name) == whole
@@ -120,7 +120,7 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
         f"<tool_call>{{}}</tool_call>{END}", f"it is 42{END}",
     ]  # fmt: skip
     assert told["turns"][0]["entropies"] is None
-    assert [event async for event in at.grows("1-a/b.0")] == [("end", told)]
+    assert [event async for event in at.rollout_events("1-a/b.0")] == [("end", told)]
     group = await at.group("1-a/b")
     assert group["prompt"] == "why?"
     assert [(one["id"], one["kept"], one["dropped"]) for one in group["rollouts"]] == [
@@ -168,7 +168,7 @@ async def test_invalid_names_are_not_found(run: RunFolder, name: str) -> None:
     with pytest.raises(NotThere):
         await at.rollout(name)
     with pytest.raises(NotThere):
-        await anext(at.grows(name))
+        await anext(at.rollout_events(name))
     if name != "1-a/b":
         with pytest.raises(NotThere):
             await at.group(name)

@@ -145,7 +145,7 @@ def played(
             clock.now += number
             board.tick()
         else:
-            board.seen(event_of(kind, key, number))
+            board.on_event(event_of(kind, key, number))
             clock.now += 0.001
 
 
@@ -281,9 +281,9 @@ def test_evaluation_groups_do_not_displace_training_groups() -> None:
     made, _ = board(max_groups=2)
     reader = Reader().read_all(made, 9, taken=True)
     for number in range(3):
-        made.seen(GroupStarted(f"{number}-a", "a", "why?", "42", 8))
+        made.on_event(GroupStarted(f"{number}-a", "a", "why?", "42", 8))
         for task in range(3):
-            made.seen(GroupStarted(f"{number}-held-out-{task}-b", "b", "?", "1", 1, False))
+            made.on_event(GroupStarted(f"{number}-held-out-{task}-b", "b", "?", "1", 1, False))
     reader.apply(made.take(9))
     assert [*reader.groups] == ["1-a", "2-a", "2-held-out-1-b", "2-held-out-2-b"]
 
@@ -295,7 +295,7 @@ def test_lanes_follow_the_state_of_a_rollout() -> None:
     def after(seconds: float, *kinds: str, number: int = 1) -> None:
         clock.now += seconds
         for kind in kinds:
-            made.seen(event_of(kind, key, number))
+            made.on_event(event_of(kind, key, number))
 
     after(1, "start", "turn")
     after(1, "placed")
@@ -316,15 +316,15 @@ def test_lanes_follow_the_state_of_a_rollout() -> None:
 def test_a_malformed_call_has_no_tool_lane() -> None:
     made, clock = board()
     played([("start", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)], made, clock)
-    made.seen(CallStarted("1-a.0", 0, replace(call_of("1-a.0"), error="not JSON")))
-    made.seen(TurnSampled("1-a.0", 0))
+    made.on_event(CallStarted("1-a.0", 0, replace(call_of("1-a.0"), error="not JSON")))
+    made.on_event(TurnSampled("1-a.0", 0))
     assert [lane for lane, _ in made.rows["1-a.0"].lanes] == ["wait", "prefill", "decode"]
 
 
 def test_an_endpoints_token_count_is_shown() -> None:
     made, _ = board()
-    made.seen(RolloutStarted(Trajectory("1-a.0", []), "1-a"))
-    made.seen(RolloutFinished("1-a.0", Trajectory("1-a.0", [], [Turn(text="42")]), 59))
+    made.on_event(RolloutStarted(Trajectory("1-a.0", []), "1-a"))
+    made.on_event(RolloutFinished("1-a.0", Trajectory("1-a.0", [], [Turn(text="42")]), 59))
     assert (made.rows["1-a.0"].turn, made.rows["1-a.0"].tokens) == (1, 59)
 
 
@@ -353,7 +353,7 @@ def test_a_finished_group_updates_its_rollouts() -> None:
     played([("start", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
     assert made.take(9)["groups"][0]["state"] == "live"
     played([("finish", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
-    made.seen(GroupFinished("1-a", {"1-a.0": 0.5}, {"1-a.1": "infrastructure"}, 0.5, True))
+    made.on_event(GroupFinished("1-a", {"1-a.0": 0.5}, {"1-a.1": "infrastructure"}, 0.5, True))
     (group,) = made.take(9)["groups"]
     assert (group["state"], group["num_done"], group["kept"]) == ("done", 2, 1)
     assert (group["mean_reward"], group["has_signal"]) == (0.5, True)
@@ -369,7 +369,7 @@ def test_rates_cover_the_last_seconds() -> None:
     assert made.now()["tokens_per_s"] == 0
     for _ in range(40):
         clock.now += 0.5
-        made.seen(TokensSampled("1-a.0", 0, [1] * 50, ""))
+        made.on_event(TokensSampled("1-a.0", 0, [1] * 50, ""))
         made.tick()
     assert made.now()["tokens_per_s"] == pytest.approx(100, rel=0.05)
     for _ in range(20):
@@ -392,7 +392,9 @@ def test_percentiles_are_those_of_the_last_calls(took: list[float]) -> None:
     made, clock = board()
     played([("start", "1-a.0", 1)], made, clock)
     for seconds in took:
-        made.seen(CallFinished("1-a.0", 0, result_of("1-a.0", ToolCallStatus.OK, took_s=seconds)))
+        made.on_event(
+            CallFinished("1-a.0", 0, result_of("1-a.0", ToolCallStatus.OK, took_s=seconds))
+        )
     told = made.tools()
     assert told["calls"] == {"ok": len(took)}
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
@@ -406,7 +408,7 @@ def test_failed_calls_are_those_caused_by_the_model() -> None:
     made, clock = board()
     played([("start", "1-a.0", 1)], made, clock)
     for status in ToolCallStatus:
-        made.seen(CallFinished("1-a.0", 0, result_of("1-a.0", status)))
+        made.on_event(CallFinished("1-a.0", 0, result_of("1-a.0", status)))
     assert made.rows["1-a.0"].failed_calls == sum(status.failed for status in ToolCallStatus)
     assert sum(made.tools()["calls"].values()) == len(ToolCallStatus)
 
@@ -415,7 +417,7 @@ def test_the_cached_fraction_is_relative_to_prompt_tokens() -> None:
     made, clock = board()
     assert made.cached_fraction("http://0") is None
     played([("start", "1-a.0", 2), ("placed", "1-a.0", 0)], made, clock)
-    made.seen(TurnFinished("1-a.0", 0, record("1-a.0").turns[0]))
+    made.on_event(TurnFinished("1-a.0", 0, record("1-a.0").turns[0]))
     assert made.cached_fraction("http://0") == 0.5  # one of two tokens
 
 
@@ -423,7 +425,7 @@ def test_the_newest_rows_of_metrics_are_kept() -> None:
     made, _ = board()
     reader = Reader().read_all(made, 9, taken=True)
     for number in range(5_010):
-        made.seen(Measured({"step": number}))
+        made.on_event(Measured({"step": number}))
     reader.apply(made.take(1))
     assert len(reader.steps) == 5_000
     assert reader.steps[-1] == {"step": 5_009}

@@ -47,7 +47,7 @@ def live(**bounds: Any) -> Live:
 
 def starts(at: Live, *keys: str) -> None:
     for key in keys:
-        at.board.seen(RolloutStarted(Trajectory(key, [9]), key.rpartition(".")[0]))
+        at.board.on_event(RolloutStarted(Trajectory(key, [9]), key.rpartition(".")[0]))
 
 
 async def next_of(frames: Frames) -> tuple[str, dict[str, Any]]:
@@ -82,7 +82,7 @@ async def test_frames_are_made_only_for_readers() -> None:
 async def test_the_first_frame_is_complete_and_the_next_has_changes() -> None:
     at = live()
     starts(at, "1.0", "1.1")
-    at.board.seen(Measured({"step": 1}))
+    at.board.on_event(Measured({"step": 1}))
     async with aclosing(at.frames()) as frames:
         _, first = await next_of(frames)
         if not first["rollouts"]:
@@ -93,7 +93,7 @@ async def test_the_first_frame_is_complete_and_the_next_has_changes() -> None:
         assert [row["id"] for row in first["rollouts"]] == ["1.0", "1.1"]
         at.tick()
         await next_of(frames)  # as it was amid its time; all may be told twice
-        at.board.seen(TurnStarted("1.1", 0))
+        at.board.on_event(TurnStarted("1.1", 0))
         at.tick()
         _, second = await next_of(frames)
         assert second["full"] is False
@@ -115,14 +115,14 @@ async def test_every_reader_gets_each_step_once() -> None:
     at = live()
     async with aclosing(at.frames()) as early:
         await all_of(early)
-        at.board.seen(Measured({"step": 1}))
+        at.board.on_event(Measured({"step": 1}))
         at.tick()
-        at.board.seen(Measured({"step": 2}))  # in no frame yet
+        at.board.on_event(Measured({"step": 2}))  # in no frame yet
         async with aclosing(at.frames()) as late:
             told: list[Any] = []
             for frame in (await all_of(late))[1]:
                 told += frame.get("steps", ())
-            at.board.seen(Measured({"step": 3}))
+            at.board.on_event(Measured({"step": 3}))
             at.tick()
             _, frame = await next_of(late)
             told += frame["steps"]
@@ -298,15 +298,15 @@ async def test_a_reader_of_any_speed_ends_with_the_whole_state(
                 case "start":
                     starts(at, f"1.{num}")
                 case "turn":
-                    at.board.seen(TurnStarted(f"1.{num % 7}", 0))
+                    at.board.on_event(TurnStarted(f"1.{num % 7}", 0))
                 case "end":
                     unread = [row for row in at.board.rows.values() if row.state == "live"]
                     for row in unread[:1]:
-                        at.board.seen(RolloutFinished(row.id, row.record or Trajectory("", [])))
+                        at.board.on_event(RolloutFinished(row.id, row.record or Trajectory("", [])))
                 case "step":
-                    at.board.seen(Measured({"step": num}))
+                    at.board.on_event(Measured({"step": num}))
                 case "group":
-                    at.board.seen(GroupStarted(f"{num}", "t", "?", None, 1))
+                    at.board.on_event(GroupStarted(f"{num}", "t", "?", None, 1))
                 case "lost":
                     for _ in range(70):
                         at.tick()
@@ -341,8 +341,8 @@ async def test_one_frame_equals_all_slices() -> None:
     at = live()
     starts(at, *(f"1.{index}" for index in range(1700)))
     for number in range(1300):
-        at.board.seen(Measured({"step": number}))
-    at.board.seen(GroupStarted("1", "t", "?", None, 1))
+        at.board.on_event(Measured({"step": number}))
+    at.board.on_event(GroupStarted("1", "t", "?", None, 1))
     at.tick()
     whole = await at.frame()
     reader = Reader()
@@ -429,7 +429,7 @@ async def grown(
 ) -> list[tuple[str, Any]]:
     """Return the stream of a rollout; `then` happens after its first event."""
     told: list[tuple[str, Any]] = []
-    async with anyio.create_task_group() as tasks, aclosing(at.grows(key)) as events:
+    async with anyio.create_task_group() as tasks, aclosing(at.rollout_events(key)) as events:
         with anyio.fail_after(15):
             async for event in events:
                 told.append(event)
@@ -440,7 +440,7 @@ async def grown(
 
 async def test_a_rollout_is_streamed_as_it_grows() -> None:
     at, record = live(), Trajectory("1.0", written(CHAT, "why?"))
-    at.board.seen(RolloutStarted(record, "1"))
+    at.board.on_event(RolloutStarted(record, "1"))
 
     async def grow() -> None:
         for text in ("é🙂", "done"):
@@ -452,7 +452,7 @@ async def test_a_rollout_is_streamed_as_it_grows() -> None:
                 await anyio.sleep(0.001)
             turn.end, turn.ended_s = TurnEnd.STOP, 1.0
         record.stop_reason = StopReason.ANSWERED
-        at.board.seen(RolloutFinished("1.0", record))
+        at.board.on_event(RolloutFinished("1.0", record))
 
     told = await grown(at, "1.0", grow)
     names = [name for name, _ in told]
@@ -472,10 +472,10 @@ async def test_a_rollout_is_streamed_as_it_grows() -> None:
 
 async def test_a_finished_rollout_is_sent_at_once() -> None:
     at, record = live(), Trajectory("1.0", [9], stop_reason=StopReason.ANSWERED)
-    at.board.seen(RolloutStarted(record, "1"))
-    at.board.seen(RolloutFinished("1.0", record))
-    at.board.seen(RolloutScored("1.0", 1.0, "42", "the same", 0.1))
-    told = [event async for event in at.grows("1.0")]
+    at.board.on_event(RolloutStarted(record, "1"))
+    at.board.on_event(RolloutFinished("1.0", record))
+    at.board.on_event(RolloutScored("1.0", 1.0, "42", "the same", 0.1))
+    told = [event async for event in at.rollout_events("1.0")]
     assert told[-1][0] == "end"
     assert (told[-1][1]["reward"], told[-1][1]["answer"]) == (1.0, "42")
 
@@ -489,7 +489,7 @@ async def test_the_stream_of_a_rollout_ends_however_it_ends(how: str) -> None:
         if how == "anew":
             starts(at, "1.0")
         else:
-            at.board.seen(RolloutAbandoned("1.0"))
+            at.board.on_event(RolloutAbandoned("1.0"))
 
     told = await grown(at, "1.0", end)
     assert told[-1][0] == "end"
@@ -504,18 +504,18 @@ async def test_an_evicted_rollout_is_read_from_disk() -> None:
         return {"id": key} if key == "1.0" else None
 
     record = Trajectory("1.0", [9])
-    at.board.seen(RolloutStarted(record, "1"))
-    at.board.seen(RolloutFinished("1.0", record))
+    at.board.on_event(RolloutStarted(record, "1"))
+    at.board.on_event(RolloutFinished("1.0", record))
     for key in ("1.0", "1.7"):
         with pytest.raises(NotThere, match=f"'{key}'"):
             await at.rollout(key)
     at.sources = Sources(ABOUT, read_rollout=read)
     assert await at.rollout("1.0") == {"id": "1.0"}
-    assert [event async for event in at.grows("1.0")] == [("end", {"id": "1.0"})]
+    assert [event async for event in at.rollout_events("1.0")] == [("end", {"id": "1.0"})]
     with pytest.raises(NotThere, match=r"'1\.7'"):
         await at.rollout("1.7")
     with pytest.raises(NotThere):
-        await anext(at.grows("1.7"))
+        await anext(at.rollout_events("1.7"))
     assert asked == ["1.0", "1.0", "1.7", "1.7"]
 
 
@@ -523,7 +523,7 @@ async def test_a_group_contains_its_rollouts() -> None:
     at = live()
     with pytest.raises(NotThere, match="'1-a'"):
         await at.group("1-a")
-    at.board.seen(GroupStarted("1-a", "a", [{"role": "user", "content": "why?"}], "42", 2))
+    at.board.on_event(GroupStarted("1-a", "a", [{"role": "user", "content": "why?"}], "42", 2))
     starts(at, "1-a.0", "1-a.1")
     starts(at, "1-a.0")  # anew
     group = await at.group("1-a")
@@ -541,13 +541,13 @@ async def test_a_partly_evicted_group_is_read_from_disk() -> None:
 
     at.sources = Sources(ABOUT, read_group=read)
     for name in ("1-a", "2-b"):
-        at.board.seen(GroupStarted(name, "a", "why?", "42", 2))
+        at.board.on_event(GroupStarted(name, "a", "why?", "42", 2))
         starts(at, f"{name}.0", f"{name}.1")
     assert (await at.group("1-a"))["from"] == "the folder"
     for key in ("2-b.0", "2-b.1"):
-        at.board.seen(RolloutFinished(key, Trajectory(key, [9])))
+        at.board.on_event(RolloutFinished(key, Trajectory(key, [9])))
     assert "from" not in await at.group("2-b")  # it is not written down yet
-    at.board.seen(GroupFinished("2-b"))
+    at.board.on_event(GroupFinished("2-b"))
     assert (await at.group("2-b"))["from"] == "the folder"
     with pytest.raises(NotThere, match="'3-c'"):
         await at.group("3-c")

@@ -64,7 +64,7 @@ class Played:
             raise NotThere(f"rollout {key!r}: unknown, or no longer kept")
         return {"id": key, "arguments": {"n": 2**70}}
 
-    async def grows(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         self.num_readers += 1
         try:
             yield "trajectory", await self.rollout(key)
@@ -96,13 +96,13 @@ class Controls:
         self.done: list[tuple[str, str | None]] = []
 
     @property
-    def can(self) -> Sequence[str]:
+    def actions(self) -> Sequence[str]:
         return ("pause", "cancel")
 
-    async def do(self, what: str, rollout: str | None) -> str:
-        if what == "cancel" and rollout is None:
+    async def perform(self, action: str, rollout: str | None) -> str:
+        if action == "cancel" and rollout is None:
             raise RequestError("rollout: name the rollout to cancel")
-        self.done.append((what, rollout))
+        self.done.append((action, rollout))
         return "it is done"
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.observe.record import Telling, trajectory_of
+from agentloop.observe.record import RecordReader, trajectory_of
 from agentloop.trajectory import (
     StopReason,
     ToolCall,
@@ -97,22 +97,22 @@ def test_deltas_add_up_to_the_whole_trajectory(
     chat: ChatFormat | None, script: list[Any], looks: list[bool], joins: int
 ) -> None:
     growing = Growing(script)
-    telling = Telling(growing.record, chat)
+    reader = RecordReader(growing.record, chat)
     seen: dict[str, Any] | None = None
     for number, _ in enumerate(growing.steps()):
         if number == joins:
-            seen = telling.whole()
+            seen = reader.whole()
         elif seen is not None and (not looks or looks[number % len(looks)]):
-            delta = telling.delta()
+            delta = reader.delta()
             seen = seen if delta is None else assembled(seen, delta)
     if seen is None:
-        seen = telling.whole()
-    if (delta := telling.delta()) is not None:
+        seen = reader.whole()
+    if (delta := reader.delta()) is not None:
         seen = assembled(seen, delta)
-    assert telling.delta() is None
-    whole = Telling(growing.record, chat).whole()
+    assert reader.delta() is None
+    whole = RecordReader(growing.record, chat).whole()
     assert seen["turns"] == whole["turns"]
-    assert telling.whole() == whole
+    assert reader.whole() == whole
 
 
 @settings(max_examples=50, deadline=None)
@@ -122,7 +122,7 @@ def test_there_is_one_piece_of_text_per_token(script: list[Any]) -> None:
     for _ in growing.steps():
         pass
     for told, turn in zip(
-        Telling(growing.record, CHAT).whole()["turns"], growing.record.turns, strict=True
+        RecordReader(growing.record, CHAT).whole()["turns"], growing.record.turns, strict=True
     ):
         assert len(told["pieces"]) == len(told["ids"]) == len(told["logprobs"])
         assert told["ids"] == turn.output_ids
@@ -133,18 +133,18 @@ def test_a_character_of_several_tokens_is_sent_when_complete() -> None:
     ids = written(CHAT, "🙂")
     assert len(ids) > 1
     turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
-    telling = Telling(Trajectory("r", [], [turn]), CHAT)
-    assert telling.whole()["turns"][0]["pieces"] == [""] * (len(ids) - 1) + ["🙂"]
+    reader = RecordReader(Trajectory("r", [], [turn]), CHAT)
+    assert reader.whole()["turns"][0]["pieces"] == [""] * (len(ids) - 1) + ["🙂"]
 
 
 def test_an_incomplete_character_is_sent_at_the_end() -> None:
     ids = written(CHAT, "a🙂")[:-1]
     turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
-    telling = Telling(Trajectory("r", [], [turn]), CHAT)
-    seen = telling.whole()
+    reader = RecordReader(Trajectory("r", [], [turn]), CHAT)
+    seen = reader.whole()
     assert "".join(seen["turns"][0]["pieces"]) == "a"
     turn.ended_s = 1.0
-    delta = telling.delta()
+    delta = reader.delta()
     assert delta is not None
     told = "".join(assembled(seen, delta)["turns"][0]["pieces"])
     assert told == CHAT.decode(ids)
@@ -153,17 +153,17 @@ def test_an_incomplete_character_is_sent_at_the_end() -> None:
 
 def test_the_verdict_is_included() -> None:
     verdict: dict[str, Any] = {"state": "live", "reward": None}
-    telling = Telling(Trajectory("r", [1, 2]), None, lambda: verdict)
-    assert telling.whole()["state"] == "live"
+    reader = RecordReader(Trajectory("r", [1, 2]), None, lambda: verdict)
+    assert reader.whole()["state"] == "live"
     verdict["reward"] = 1.0
-    assert telling.whole()["reward"] == 1.0
-    assert telling.whole()["prompt_tokens"] == 2
+    assert reader.whole()["reward"] == 1.0
+    assert reader.whole()["prompt_tokens"] == 2
 
 
 @pytest.mark.parametrize("entropies", [None, [], [[0.5]], [[0.5, 0.25], [9.0]]])
 def test_entropies_are_included_as_far_as_known(entropies: list[list[float]] | None) -> None:
     turn = Turn(output_ids=[1, 2], logprobs=[-1.0, -2.0], ended_s=1.0)
-    told = Telling(Trajectory("r", [], [turn]), None, entropies=entropies).whole()["turns"][0]
+    told = RecordReader(Trajectory("r", [], [turn]), None, entropies=entropies).whole()["turns"][0]
     assert told["entropies"] == (entropies[0] if entropies else None)
 
 

@@ -57,7 +57,7 @@ def test_the_wait_of_a_rollout_at_each_point() -> None:
     stalls = Stalls(clock)
     for event, expected in STORY:
         clock.now_s += 1
-        stalls.seen(event)
+        stalls.on_event(event)
         assert [wait.what for wait in stalls.waits()] == expected, event
         clock.now_s += 2
         assert stalls.still_s == (2 if expected else 0)
@@ -68,9 +68,9 @@ def test_the_longest_wait_comes_first_and_rollouts_that_were_not_seen_to_start_a
     clock = Clock()
     stalls = Stalls(clock)
     for name in "ab":
-        stalls.seen(RolloutStarted(Trajectory(name, [])))
+        stalls.on_event(RolloutStarted(Trajectory(name, [])))
         clock.now_s += 10
-    stalls.seen(TurnStarted("stranger", 0))
+    stalls.on_event(TurnStarted("stranger", 0))
     assert [(w.rollout_id, w.waited_s) for w in stalls.waits()] == [("a", 20), ("b", 10)]
     assert "a: its first turn, 20 s\n  b: its first turn, 10 s\nservers" in stalls.report("servers")
 
@@ -82,7 +82,7 @@ def test_other_parts_report_their_waits() -> None:
     with stalls.waiting("the learner", "a batch"):
         clock.now_s += 5
         assert stalls.still_s == 5
-        stalls.seen(RolloutStarted(Trajectory("r", [])))
+        stalls.on_event(RolloutStarted(Trajectory("r", [])))
         clock.now_s += 2
         assert stalls.still_s == 2
         stalls.moved()
@@ -94,7 +94,7 @@ def test_other_parts_report_their_waits() -> None:
 def test_giving_up_a_wait_is_not_progress() -> None:
     clock = Clock()
     stalls = Stalls(clock)
-    stalls.seen(RolloutStarted(Trajectory("r", [])))
+    stalls.on_event(RolloutStarted(Trajectory("r", [])))
 
     def gives_up() -> None:
         with stalls.waiting("the learner", "a batch"):
@@ -111,14 +111,14 @@ def test_giving_up_a_wait_is_not_progress() -> None:
 async def test_a_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     stalls = Stalls(clock)
-    stalls.seen(RolloutStarted(Trajectory("r", [])))
+    stalls.on_event(RolloutStarted(Trajectory("r", [])))
     with caplog.at_level(logging.WARNING):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stalls.watch, 0.04)
             clock.now_s += 1
             await eventually(lambda: len(caplog.messages) == 1)
             clock.now_s += 1
-            stalls.seen(TurnStarted("r", 0))
+            stalls.on_event(TurnStarted("r", 0))
             await eventually(lambda: len(caplog.messages) == 2)
             tasks.cancel_scope.cancel()
     assert "r: its first turn, 1 s" in caplog.messages[0]

@@ -128,7 +128,7 @@ def test_a_stall_is_logged_once_and_then_ends_the_run(caplog: pytest.LogCaptureF
     clock = Clock()
     stalls = Stalls(clock)
     progress = Progress(stalls, SETTINGS, more=lambda: "servers: none")
-    stalls.seen(RolloutStarted(Trajectory("r", [])))
+    stalls.on_event(RolloutStarted(Trajectory("r", [])))
     with stalls.waiting("the learner", "a batch"):
         clock.now_s += 9
         progress.look()

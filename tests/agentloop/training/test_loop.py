@@ -182,7 +182,7 @@ async def played(
     tasks = tasks or TaskSource.open(ARITHMETIC)
     run_group = run_group or Played(tasks, right=right)
     learner = learner or PlayedLearner()
-    run = RunFolder(folder / "run", "", resume=restored is not None)
+    run = RunFolder(folder / "run", "" if restored is None else None)
     fake = fake or FakeSGLang([5])
     router_settings = RouterSettings(probe_interval_s=0.01)
     async with fake.serving(), http_session() as session, AsyncExitStack() as opened:
@@ -1017,13 +1017,10 @@ async def test_a_run_that_has_collapsed_ends_where_it_was_good(tmp_path: Path) -
 
 async def gone_back(folder: Path, step: int) -> TaskSource:
     """Return the run to the checkpoint of that step, like `--from`; return its tasks."""
-    gc.collect()  # as when a process ends: nobody has the run any more
-    run = RunFolder.again(folder / "run")
+    run = RunFolder(folder / "run")
     async with GroupQueue.open(run.path / "queue.sqlite") as queue:
         await undo(run, queue, step)
         cursor = (await queue.noted("cursor"))["tasks"]
-    del run
-    gc.collect()
     return TaskSource.open(ARITHMETIC, cursor)
 
 

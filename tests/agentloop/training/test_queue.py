@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError
 from agentloop.tasks.sources import Task
 from agentloop.training.queue import GroupQueue, QueuedGroup
 
@@ -274,7 +274,7 @@ async def test_a_file_of_another_version_is_rejected(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "queue.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(SettingsError, match="incompatible version"):
+    with pytest.raises(RunFolderError, match="incompatible version"):
         async with opened(tmp_path):
             pass
 
@@ -282,10 +282,10 @@ async def test_a_file_of_another_version_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_an_invalid_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue.sqlite").write_text("words " * 1000)
-    with pytest.raises(SettingsError, match=r"run\.folder: .*sqlite: file is not a database"):
+    with pytest.raises(RunFolderError, match=r"run\.folder: .*sqlite: file is not a database"):
         async with opened(tmp_path):
             pass
-    with pytest.raises(SettingsError, match="unable to open"):
+    with pytest.raises(RunFolderError, match="unable to open"):
         async with GroupQueue.open(tmp_path / "nowhere" / "queue.sqlite"):
             pass
 
@@ -298,5 +298,5 @@ async def test_a_damaged_note_is_reported_with_the_file(tmp_path: Path) -> None:
         connection.execute("UPDATE notes SET value = substr(value, 1, 5)")
     connection.close()
     async with opened(tmp_path) as queue:
-        with pytest.raises(SettingsError, match=r"run\.folder: .*queue\.sqlite"):
+        with pytest.raises(RunFolderError, match=r"run\.folder: .*queue\.sqlite"):
             await queue.noted("cursor")

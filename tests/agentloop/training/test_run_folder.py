@@ -5,15 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import example, given, settings
 
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError, SettingsError
 from agentloop.training.run_folder import RunFolder, RunSettings, is_going_on
 from agentloop.trajectory import ToolCall, Trajectory, Turn
 from tests import emitted
@@ -71,25 +71,25 @@ def test_a_power_cut_does_not_take_a_groups_file_back(
     ]
 
 
-def test_a_line_that_a_kill_cut_short_is_gone(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_line_that_a_kill_cut_short_is_gone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     for step in (1, 2):
         folder.add_metrics({"step": step})
-    del folder
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-3])
-    again = RunFolder.again(tmp_path / "run")
-    again.add_metrics({"step": 3})
-    assert [row["step"] for row in again.metrics()] == [1, 3]
+    async with RunFolder.open(tmp_path / "run") as again:
+        again.add_metrics({"step": 3})
+        assert [row["step"] for row in again.metrics()] == [1, 3]
 
 
 def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     (folder.path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(SettingsError, match=r"metrics\.jsonl: line 2 is damaged"):
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl: line 2 is damaged"):
         folder.metrics()
     (folder.path / "trajectories" / "group-0000001.jsonl").write_text("{\n")
-    with pytest.raises(SettingsError, match=r"group-0000001\.jsonl: line 1 is damaged"):
+    with pytest.raises(RunFolderError, match=r"group-0000001\.jsonl: line 1 is damaged"):
         folder.read_group("trajectories/group-0000001.jsonl")
 
 
@@ -102,7 +102,7 @@ def test_a_kill_leaves_the_settings_whole(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "write_text", killed)
     with pytest.raises(KeyboardInterrupt):
-        RunFolder.again(tmp_path / "run").tell("seed = 2\n")
+        RunFolder(tmp_path / "run").tell("seed = 2\n")
     assert (tmp_path / "run" / "config.toml").read_text() == "seed = 1\n"
 
 
@@ -121,18 +121,23 @@ def test_the_newest_checkpoint_that_is_whole_is_gone_on_from(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     (folder.path / "metrics.jsonl").mkdir()
-    with pytest.raises(SettingsError, match=r"run\.folder: .*metrics\.jsonl: Is a directory"):
+    with pytest.raises(RunFolderError, match=r"run\.folder: .*metrics\.jsonl: Is a directory"):
         folder.add_metrics({"step": 1})
 
 
-def test_a_run_is_never_written_over(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run", "")  # it ended before anything came of it
-    RunFolder(tmp_path / "run", "").add_metrics({"step": 0})
+@pytest.mark.anyio
+async def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+    async with RunFolder.open(tmp_path / "run", ""):
+        pass  # it ended before anything came of it
+    async with RunFolder.open(tmp_path / "run", "") as folder:
+        folder.add_metrics({"step": 0})
     with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
-        RunFolder(tmp_path / "run", "")
+        async with RunFolder.open(tmp_path / "run", ""):
+            pass
 
 
-def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
     def model(path: Path) -> Path:
         path.mkdir(parents=True)
         (path / "config.json").write_text("{}")
@@ -141,7 +146,8 @@ def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="is not a run with a model"):
         RunFolder.model_in(tmp_path)
     for name in ("a", "b"):
-        RunFolder.of(RunSettings(folder=tmp_path, name=name), "")
+        async with RunFolder.new(RunSettings(folder=tmp_path, name=name), ""):
+            pass
     latest = tmp_path / "latest"
     assert latest.resolve() == tmp_path / "b"
     first = model(tmp_path / "b" / "start" / "model")
@@ -151,30 +157,66 @@ def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> None:
     assert RunFolder.model_in(latest).resolve() == newest
 
 
-def test_a_run_that_goes_on_is_nobody_elses(tmp_path: Path) -> None:
-    going_on = RunFolder(tmp_path / "run", "mine")
-    with pytest.raises(SettingsError, match=r"run\.name: .* is active"):
-        RunFolder(tmp_path / "run", "yours")
-    assert (going_on.path / "config.toml").read_text() == "mine"
+@pytest.mark.anyio
+async def test_a_run_that_goes_on_is_nobody_elses(tmp_path: Path) -> None:
+    async with RunFolder.open(tmp_path / "run", "mine") as going_on:
+        for config in ("yours", None):
+            with pytest.raises(RunFolderError, match=r"run\.name: .* is active"):
+                async with RunFolder.open(tmp_path / "run", config):
+                    pass
+        assert (going_on.path / "config.toml").read_text() == "mine"
 
 
-def test_who_asks_whether_a_run_goes_on_disturbs_nobody(tmp_path: Path) -> None:
-    assert not is_going_on(tmp_path)
-    folder = RunFolder(tmp_path / "run", "")
-    path = folder.path
-    assert is_going_on(path)
-    del folder
+@pytest.mark.anyio
+async def test_who_asks_whether_a_run_goes_on_disturbs_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "run"
     assert not is_going_on(path)
-    # Whoever asks has the lock for a moment, in which a run may want to go on.
-    with (path / ".lock").open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        timer = threading.Timer(0.02, fcntl.flock, (file, fcntl.LOCK_UN))
-        timer.start()
-        assert RunFolder.again(path).path == path
-        timer.join()
+    async with RunFolder.open(path, ""):
+        assert is_going_on(path)
+    assert not is_going_on(path)
 
 
-def test_a_run_whose_start_came_to_something_is_one(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run", "").within("start").add_metrics({"step": 1})
+@pytest.mark.anyio
+async def test_opening_waits_for_a_process_that_only_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`is_going_on` has the lock for a moment, in which a run may be resumed."""
+    path = RunFolder(tmp_path / "run", "").path
+
+    async def let_go(_: float) -> None:
+        fcntl.flock(asking, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(anyio, "sleep", let_go)
+    with (path / ".lock").open("w") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        async with RunFolder.open(path):
+            assert is_going_on(path)
+
+
+@pytest.mark.anyio
+async def test_waiting_for_the_lock_has_a_limit_and_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RunFolder(tmp_path / "run", "").path
+    with (path / ".lock").open("w") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        with anyio.move_on_after(0) as scope:
+            async with RunFolder.open(path):
+                pytest.fail("another process has the lock")
+        assert scope.cancelled_caught
+        monkeypatch.setattr("agentloop.training.run_folder._LOCK_WAIT_S", 0)
+        with pytest.raises(RunFolderError, match="is active"):
+            async with RunFolder.open(path):
+                pass
+    assert not is_going_on(path)
+
+
+@pytest.mark.anyio
+async def test_a_run_whose_start_came_to_something_is_one(tmp_path: Path) -> None:
+    async with RunFolder(tmp_path / "run", "seed = 1\n").within("start") as start:
+        start.add_metrics({"step": 1})
+        assert (start.path / "config.toml").read_text() == "seed = 1\n"
+        assert is_going_on(start.path)
     with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
-        RunFolder(tmp_path / "run", "")
+        async with RunFolder.open(tmp_path / "run", ""):
+            pass

@@ -34,7 +34,7 @@ class KilledError(Exception):
 @asynccontextmanager
 async def opened(path: Path) -> AsyncIterator[tuple[RunFolder, GroupQueue]]:
     async with GroupQueue.open(path / "queue.sqlite") as queue:
-        yield RunFolder.again(path), queue
+        yield RunFolder(path), queue
 
 
 async def let_go() -> None:

@@ -14,12 +14,12 @@ def test_drops_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level(logging.WARNING)
     now_s = 0.0
     dropped = DropCounter("lines of x", clock=lambda: now_s)
-    dropped.tell()
+    dropped.report()
     assert caplog.messages == []
     for now_s in (0.0, 1.0, 59.0, 61.0, 62.0):
         dropped.add(2, f"why at {now_s:g}")
-    dropped.tell()
-    dropped.tell()
+    dropped.report()
+    dropped.report()
     assert caplog.messages == [
         "lines of x: dropped 2 (2 in total): why at 0",
         "lines of x: dropped 6 (8 in total): why at 61",

@@ -37,7 +37,7 @@ async def written(
 ) -> list[dict[str, Any]]:
     async with Journal.open(folder, settings) as journal:
         for event in events:
-            journal.seen(event)
+            journal.on_event(event)
     return list(read_events(folder))
 
 
@@ -86,7 +86,7 @@ async def test_tokens_are_not_written(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
     async with Journal.open(tmp_path, OFTEN) as journal:
-        journal.seen(RolloutAbandoned("r"))
+        journal.on_event(RolloutAbandoned("r"))
         await eventually(
             lambda: names(list(read_events(tmp_path))) == ["opened", "rollout_abandoned"]
         )
@@ -96,14 +96,14 @@ async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
 async def test_queued_lines_are_written_if_the_run_fails(tmp_path: Path) -> None:
     async def fail() -> None:
         async with Journal.open(tmp_path, NEVER) as journal:
-            journal.seen(RolloutAbandoned("r"))
+            journal.on_event(RolloutAbandoned("r"))
             raise ValueError("on purpose")
 
     with pytest.raises(ValueError, match="on purpose"):
         await fail()
     with anyio.move_on_after(0):
         async with Journal.open(tmp_path, NEVER) as journal:
-            journal.seen(RolloutAbandoned("s"))
+            journal.on_event(RolloutAbandoned("s"))
             await anyio.sleep_forever()
     assert names(list(read_events(tmp_path))) == ["opened", "rollout_abandoned"] * 2
 
@@ -136,7 +136,7 @@ async def test_lines_beyond_the_queue_limit_are_dropped_and_counted(
     few = JournalSettings(every_s=3600, max_waiting=3)
     async with Journal.open(tmp_path, few) as journal:
         for number in range(10):
-            journal.seen(RolloutAbandoned(str(number)))
+            journal.on_event(RolloutAbandoned(str(number)))
         assert journal.num_dropped == 8
     lines = list(read_events(tmp_path))
     assert names(lines) == ["opened", "rollout_abandoned", "rollout_abandoned", "dropped"]
@@ -163,10 +163,10 @@ async def test_a_full_disk_does_not_end_the_run(
     monkeypatch.setattr(os, "write", no_room)
     async with Journal.open(tmp_path, OFTEN) as journal:
         await eventually(lambda: journal.num_dropped == 1)
-        journal.seen(RolloutAbandoned("r"))
+        journal.on_event(RolloutAbandoned("r"))
         await eventually(lambda: journal.num_dropped == 2)
         is_full = False
-        journal.seen(RolloutAbandoned("s"))
+        journal.on_event(RolloutAbandoned("s"))
         await eventually(lambda: len(list(read_events(tmp_path))) == 2)
     assert [message.partition(": dropped")[2] for message in caplog.messages] == [
         " 1 (1 in total): No space left on device",
@@ -195,7 +195,7 @@ async def test_a_slow_disk_does_not_block_the_loop(
     async with Journal.open(tmp_path, OFTEN) as journal:
         await eventually(waits.is_set)
         for number in range(100):
-            journal.seen(RolloutAbandoned(str(number)))
+            journal.on_event(RolloutAbandoned(str(number)))
         await anyio.lowlevel.checkpoint()  # others go on meanwhile
         go_on.set()
     assert len(list(read_events(tmp_path))) == 101

@@ -70,7 +70,7 @@ def fed(events: Sequence[Event] = ()) -> Metrics:
         dropped={"journal": lambda: 8},
     )
     for event in events:
-        metrics.seen(event)
+        metrics.on_event(event)
     return metrics
 
 
@@ -95,7 +95,7 @@ async def test_a_rollout_is_counted() -> None:
         chat,
         [{"role": "user", "content": "x"}],
         [echo],
-        emit=metrics.seen,
+        emit=metrics.on_event,
     ).run()
     seen = values(metrics)
     assert seen["agentloop_rollouts_in_flight"] == 0
@@ -109,9 +109,9 @@ async def test_a_rollout_is_counted() -> None:
 
 def test_an_abandoned_rollout_is_no_longer_in_flight() -> None:
     metrics = made()
-    metrics.seen(RolloutStarted(Trajectory("r", [])))
+    metrics.on_event(RolloutStarted(Trajectory("r", [])))
     assert values(metrics)["agentloop_rollouts_in_flight"] == 1
-    metrics.seen(RolloutAbandoned("r"))
+    metrics.on_event(RolloutAbandoned("r"))
     assert values(metrics)["agentloop_rollouts_in_flight"] == 0
 
 
@@ -121,7 +121,7 @@ def test_an_abandoned_rollout_is_no_longer_in_flight() -> None:
 def test_made_up_names_are_not_labels(status: ToolCallStatus) -> None:
     metrics = made()
     result = ToolResult("c", 'made"up\n', status, "", 0, 0, 1)
-    metrics.seen(CallFinished("r", 0, result))
+    metrics.on_event(CallFinished("r", 0, result))
     assert values(metrics)[f'agentloop_tool_calls_total{{status="{status}",tool=""}}'] == 1
 
 
@@ -131,7 +131,7 @@ def test_servers_are_queried_at_each_scrape() -> None:
         ServerView("http://b", ServerState.DEAD, 0, 0, 0, 0, 50, reason="gone"),
     ]
     metrics = made(views, num_waiting=7)
-    metrics.seen(TurnMoved("r", "http://b", "gone"))
+    metrics.on_event(TurnMoved("r", "http://b", "gone"))
     seen = values(metrics)
     assert seen["agentloop_waiting_requests"] == 7
     assert seen["agentloop_turns_moved_total"] == 1
@@ -211,20 +211,22 @@ def test_missing_parts_have_no_metrics() -> None:
 def test_a_turn_waits_until_it_is_placed() -> None:
     now_s = 0.0
     metrics = Metrics(list, lambda: 0, clock=lambda: now_s)
-    metrics.seen(TurnStarted("r", 0))
+    metrics.on_event(TurnStarted("r", 0))
     now_s = 2.5
-    metrics.seen(TurnPlaced("r", 0, "http://a", story.WHY))
+    metrics.on_event(TurnPlaced("r", 0, "http://a", story.WHY))
     now_s = 9.0
-    metrics.seen(TurnPlaced("r", 0, "http://b", story.WHY))  # it was moved: that is no new turn
+    metrics.on_event(TurnPlaced("r", 0, "http://b", story.WHY))  # it was moved: that is no new turn
     assert values(metrics)["agentloop_turn_wait_seconds_sum"] == 2.5
     assert values(metrics)["agentloop_turn_wait_seconds_count"] == 1
 
 
 def test_steps_add_up_and_the_last_one_is_shown() -> None:
     metrics = made()
-    metrics.seen(Measured({"step": 1, "step_s": 2.0, "learner/entropy": 0.5, "num_learned": 3}))
-    metrics.seen(Measured({"step": 2, "step_s": 4.0, "learner/entropy": 0.25, "num_learned": 0}))
-    metrics.seen(Measured({"step": 2, "held_out/reward": 0.5}))
+    metrics.on_event(Measured({"step": 1, "step_s": 2.0, "learner/entropy": 0.5, "num_learned": 3}))
+    metrics.on_event(
+        Measured({"step": 2, "step_s": 4.0, "learner/entropy": 0.25, "num_learned": 0})
+    )
+    metrics.on_event(Measured({"step": 2, "held_out/reward": 0.5}))
     seen = values(metrics)
     assert seen["agentloop_steps_total"] == 2
     assert seen["agentloop_step_seconds_total"] == 6
@@ -242,13 +244,13 @@ def test_steps_add_up_and_the_last_one_is_shown() -> None:
 def test_unusual_rows_are_handled(row: dict[str, Any]) -> None:
     """For example gradients that are not finite, or a learner of another version."""
     metrics = made()
-    metrics.seen(Measured(row))
+    metrics.on_event(Measured(row))
     metrics.render()
 
 
 def test_a_version_that_is_not_a_number_is_not_shown() -> None:
     metrics = made()
-    metrics.seen(WeightsLoaded("default", 1.0, ["http://a"], []))
+    metrics.on_event(WeightsLoaded("default", 1.0, ["http://a"], []))
     assert "agentloop_policy_version" not in values(metrics)
 
 
@@ -260,7 +262,7 @@ def test_groups_without_signal_are_counted() -> None:
 
 def test_negative_rewards() -> None:
     metrics = made()
-    metrics.seen(RolloutScored("r", -0.75, None, "", 0))
+    metrics.on_event(RolloutScored("r", -0.75, None, "", 0))
     seen = values(metrics)
     assert seen['agentloop_rollout_reward_bucket{le="0.0"}'] == 1
     assert seen["agentloop_rollout_reward_sum"] == -0.75

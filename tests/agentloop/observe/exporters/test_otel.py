@@ -110,7 +110,7 @@ async def exported(
             decode=lambda ids: "prompt of " + " ".join(map(str, ids)),
         ) as traces:
             for event in events:
-                traces.seen(event)
+                traces.on_event(event)
     return collector, traces
 
 
@@ -288,12 +288,12 @@ async def test_a_trace_waits_for_the_reward() -> None:
     async with Collector().serving() as collector:
         async with Traces.open(settings(collector), model="small", is_scored=True) as traces:
             for event in story.of_rollout(record):
-                traces.seen(event)
+                traces.on_event(event)
             other = story.trajectory("other")
             for event in story.of_rollout(other):
-                traces.seen(event)
-            traces.seen(RolloutScored("other", 0.25, None, "", 0))
-            traces.seen(RolloutScored("nobody", 1.0, None, "", 0))
+                traces.on_event(event)
+            traces.on_event(RolloutScored("other", 0.25, None, "", 0))
+            traces.on_event(RolloutScored("nobody", 1.0, None, "", 0))
             await eventually(lambda: traces.num_sent == 1)
         # Nobody has scored the first: it is sent at the end, without.
         roots = [attributes(span) for span in collector.spans if not span.parent_span_id]
@@ -356,11 +356,11 @@ async def test_refused_traces_are_counted_and_logged(
         async with Traces.open(settings(collector), model="small") as traces:
             for number in range(3):
                 for event in story.of_rollout(story.trajectory(str(number))):
-                    traces.seen(event)
+                    traces.on_event(event)
                 await eventually(lambda num=number + 1: traces.num_dropped == num)  # type: ignore[misc]
             collector.status = 200
             for event in story.of_rollout(story.trajectory("last")):
-                traces.seen(event)
+                traces.on_event(event)
             await eventually(lambda: traces.num_sent == 1)
     assert traces.num_dropped == 3
     first, rest = caplog.messages
@@ -378,7 +378,7 @@ async def test_an_unavailable_collector_does_not_block_the_loop(
     async with Traces.open(away, model="small") as traces:
         for number in range(100):
             for event in story.of_rollout(story.trajectory(str(number))):
-                traces.seen(event)
+                traces.on_event(event)
         assert len(traces._waiting) <= 10
     assert traces.num_sent == 0
     await eventually(lambda: traces.num_dropped == 100)
@@ -393,10 +393,10 @@ async def test_a_hanging_collector_does_not_delay_the_end() -> None:
             slow = settings(collector, timeout_s=60, close_s=0.05)
             async with Traces.open(slow, model="small") as traces:
                 for event in story.of_rollout(story.trajectory()):
-                    traces.seen(event)
+                    traces.on_event(event)
                 await eventually(lambda: bool(collector.headers))
                 for event in story.of_rollout(story.trajectory("late")):
-                    traces.seen(event)
+                    traces.on_event(event)
             assert traces.num_dropped == 1  # the other one is under way still
         gate.set()
         await eventually(lambda: traces.num_sent == 1)
@@ -406,7 +406,7 @@ async def test_a_hanging_collector_does_not_delay_the_end() -> None:
 async def test_without_an_endpoint_nothing_is_sent() -> None:
     async with Traces.open(OtelSettings(), model="small") as traces:
         for event in story.run():
-            traces.seen(event)
+            traces.on_event(event)
     assert (traces.num_sent, traces.num_dropped, traces._open) == (0, 0, {})
 
 
@@ -434,6 +434,6 @@ def test_no_state_remains_after_a_rollout() -> None:
     """No state remains after a rollout has ended, with or without a trace."""
     traces = Traces(OtelSettings(), model="small")
     record = story.trajectory()
-    traces.seen(RolloutFinished(record.id, record))
-    traces.seen(RolloutAbandoned("nobody"))
+    traces.on_event(RolloutFinished(record.id, record))
+    traces.on_event(RolloutAbandoned("nobody"))
     assert (traces._open, traces._unscored, len(traces._waiting)) == ({}, {}, 0)

@@ -78,10 +78,10 @@ async def test_a_sink_gets_the_numbers(tmp_path: Path) -> None:
     one, other = Fake(), Fake()
     row = {"step": 3, "reward": 0.5, "stage": 1, "name": "x", "none": None, "is": True, "list": [1]}
     async with opened(tmp_path, one, other, loop={"steps": 4}) as sinks:
-        sinks.seen(RolloutAbandoned("r"))
-        sinks.seen(Measured(row | {"nan": math.nan, "inf": -math.inf}))
-        sinks.seen(Measured({"step": 3, "held_out/reward": 1.0}))
-        sinks.seen(Measured({"step": 4, "name": "nothing to draw"}))
+        sinks.on_event(RolloutAbandoned("r"))
+        sinks.on_event(Measured(row | {"nan": math.nan, "inf": -math.inf}))
+        sinks.on_event(Measured({"step": 3, "held_out/reward": 1.0}))
+        sinks.on_event(Measured({"step": 4, "name": "nothing to draw"}))
     expected = [
         ("start", ("a-run", {"loop": {"steps": 4}})),
         ("log", (3, {"reward": 0.5, "stage": 1})),
@@ -99,10 +99,10 @@ async def test_a_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCapt
     slow, other = Fake("log"), Fake()
     async with opened(tmp_path, slow, other) as sinks:
         for row in rows(1):
-            sinks.seen(row)
+            sinks.on_event(row)
         await eventually(slow.reached.is_set)
         for row in rows(2, 3, 4, 5, 6):  # three of them may wait
-            sinks.seen(row)
+            sinks.on_event(row)
             await eventually(lambda step=row.row["step"]: step in other.steps)  # type: ignore[misc]
         assert sinks.num_dropped == {"trackio": 2, "wandb": 0}
         slow.gate.set()
@@ -122,7 +122,7 @@ async def test_a_sink_that_cannot_start_is_logged_once(
     async with opened(tmp_path, broken, other) as sinks:
         await eventually(lambda: "trackio gets no metrics: it could not be started" in caplog.text)
         for row in rows(1, 2, 3, 4, 5):
-            sinks.seen(row)
+            sinks.on_event(row)
             await eventually(lambda step=row.row["step"]: step in other.steps)  # type: ignore[misc]
     assert broken.told == []
     assert sinks.num_dropped == {"trackio": 5, "wandb": 0}
@@ -135,10 +135,10 @@ async def test_a_failing_sink_is_retried_with_the_next_row(
 ) -> None:
     broken, other = Fake("log", ValueError("on purpose\nand more")), Fake()
     async with opened(tmp_path, broken, other) as sinks:
-        sinks.seen(rows(1)[0])
+        sinks.on_event(rows(1)[0])
         await eventually(lambda: sinks.num_dropped["trackio"] == 1)
         broken.at = ""
-        sinks.seen(rows(2)[0])
+        sinks.on_event(rows(2)[0])
     assert [what for what, _ in broken.told] == ["start", "log", "close"]
     assert caplog.messages == [
         "rows of metrics for trackio: dropped 1 (1 in total): ValueError: on purpose"
@@ -155,7 +155,7 @@ async def test_a_hanging_sink_does_not_delay_the_end(
     with anyio.fail_after(15):
         async with opened(tmp_path, hangs, other, impatient) as sinks:
             for row in rows(1, 2):
-                sinks.seen(row)
+                sinks.on_event(row)
             await eventually(lambda: other.steps == [1, 2])
             await eventually(lambda: hangs.reached.is_set() or hangs.steps == [1, 2])
     assert sinks.num_dropped == {"trackio": num_dropped, "wandb": 0}
@@ -168,7 +168,7 @@ async def test_a_sink_is_closed_if_the_run_fails(tmp_path: Path) -> None:
     one, other = Fake(), Fake()
     with anyio.move_on_after(0):
         async with opened(tmp_path, one, other) as sinks:
-            sinks.seen(rows(1)[0])
+            sinks.on_event(rows(1)[0])
             await anyio.sleep_forever()
     assert [what for what, _ in one.told] == ["start", "log", "close"]
 
@@ -177,7 +177,7 @@ async def test_a_sink_is_closed_if_the_run_fails(tmp_path: Path) -> None:
 async def test_without_sinks_nothing_is_done(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     async with Sinks.open(SinksSettings(), folder=tmp_path, run_name="", config={}) as sinks:
-        sinks.seen(Measured(story.STEP_ROW))
+        sinks.on_event(Measured(story.STEP_ROW))
         assert set(threading.enumerate()) <= before  # those of other tests may end meanwhile
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240
 
@@ -296,9 +296,9 @@ async def test_tensorboard_files_contain_the_values(
 ) -> None:
     settings = SinksSettings(to=("tensorboard",))
     async with Sinks.open(settings, folder=tmp_path, run_name="a-run", config={}) as sinks:
-        sinks.seen(Measured({"step": 1, "reward": 0.5, "learner/loss": -1.5}))
-        sinks.seen(Measured({"step": 2**40, "reward": 1e300, "ä": 3}))
-        sinks.seen(Measured({"step": -1, "reward": 0.25}))
+        sinks.on_event(Measured({"step": 1, "reward": 0.5, "learner/loss": -1.5}))
+        sinks.on_event(Measured({"step": 2**40, "reward": 1e300, "ä": 3}))
+        sinks.on_event(Measured({"step": -1, "reward": 0.25}))
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert ".tfevents." in file.name
     first, *events = map(parse, records(file.read_bytes()))

@@ -391,7 +391,7 @@ async def run_by_fleet(
     settings: FleetSettings, folder: Path, learner: PlayedLearner, *, evaluate_every: int = 2
 ) -> dict[str, int]:
     """Run two steps, or the remaining ones; return the number of groups by state."""
-    run = RunFolder(folder / "run", "", resume=True)
+    run = RunFolder(folder / "run")
     async with (
         GroupQueue.open(run.path / "queue.sqlite") as queue,
         training(settings, folder) as trainer,

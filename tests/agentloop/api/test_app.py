@@ -15,6 +15,7 @@ import anyio
 import openai
 import pytest
 
+from agentloop.api.app import AgentService, listening
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
@@ -23,9 +24,8 @@ from agentloop.inference.router import Router
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.inference.sglang.control import http_session
 from agentloop.observe.exporters.otel import CallerSpan, caller_span
-from agentloop.runtime import Runtime, Settings, _Parts
+from agentloop.runtime import Runtime, Settings, _Model, _Parts
 from agentloop.sandbox import Pool
-from agentloop.serve import AgentService, listening
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
 from tests.support import written as ids_of
 
@@ -72,10 +72,9 @@ class PlayedRuntime(Runtime):
 
     def __init__(self, settings: Settings, router: PlayedRouter) -> None:
         super().__init__(settings)
-        parts = (CHAT, cast(Router, router), cast(Pool, NoCalls()), "fake")
-        self._parts_or_none = _Parts(
-            *parts, processes=[], session=cast(aiohttp.ClientSession, None)
-        )
+        session = cast(aiohttp.ClientSession, None)
+        model = _Model("fake", CHAT, cast(Router, router), [], session)
+        self._parts_or_none = _Parts(model, cast(Pool, NoCalls()))
 
 
 @dataclass

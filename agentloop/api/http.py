@@ -1,0 +1,74 @@
+"""HTTP helpers: JSON responses, errors in OpenAI's format, and bodies with a deadline."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any
+
+import anyio
+from aiohttp import web
+
+from agentloop.api.openai import error_body
+from agentloop.api.schemas import ErrorBody
+from agentloop.errors import AgentLoopError, RequestError, UnknownModel
+from agentloop.plain_json import dumps
+
+__all__ = ["error_of", "json_response", "name_request", "read_body", "send"]
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=dumps(body), status=status, content_type="application/json")
+
+
+def error_of(error: AgentLoopError) -> tuple[int, ErrorBody]:
+    """Return the HTTP status and the body for an error."""
+    if not isinstance(error, RequestError):
+        return 503, error_body(str(error), "server_error")
+    named = re.match(r"([a-z_][\w.\[\]]*): ", str(error))
+    body = error_body(
+        str(error), "invalid_request_error", param=named and named[1], code=error.code
+    )
+    return 404 if isinstance(error, UnknownModel) else 400, body
+
+
+async def name_request(request: web.Request, response: web.StreamResponse) -> None:
+    """Set X-Request-Id on a response: the caller's own if it is well-formed, else a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    is_plain = re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII)
+    response.headers["X-Request-Id"] = given if is_plain else f"req_{uuid.uuid4().hex}"
+
+
+async def read_body(request: web.Request, timeout_s: float) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        web.HTTPException: it did not arrive in time, is too large or badly encoded.
+    """
+    try:
+        with anyio.fail_after(timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
+    except web.RequestPayloadError:
+        raise web.HTTPBadRequest(text="the body does not match its Content-Encoding") from None
+
+
+async def send(
+    request: web.Request, response: web.StreamResponse, data: bytes, *, timeout_s: float
+) -> None:
+    """Write to the client within the deadline.
+
+    A client that does not read is treated as disconnected, since it occupies a rollout slot and
+    the buffered response.
+
+    Raises:
+        ConnectionResetError: the client did not read in time.
+    """
+    try:
+        with anyio.fail_after(timeout_s):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()  # close() would wait for the client
+        raise ConnectionResetError("the client does not read the response") from None

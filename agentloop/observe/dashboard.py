@@ -1,0 +1,132 @@
+"""The readers of a process's events and the page that shows them, wired once for all commands.
+
+events ──> emit ──┬─> board, stalls ──> live ──> page      /
+                  ├─> metrics                              /metrics
+                  └─> exporters: traces, journal, sinks
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+import pydantic
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from agentloop.aio import task_group
+from agentloop.events import Emit, Event
+from agentloop.observe.ask import Ask, asking
+from agentloop.observe.board import Board
+from agentloop.observe.event_fanout import EventFanout
+from agentloop.observe.exporters.metrics import Metrics
+from agentloop.observe.live import Live, Sources
+from agentloop.observe.page import Control, Page
+from agentloop.observe.stalls import Stalls
+
+__all__ = ["Dashboard", "Exporter"]
+
+
+class Exporter(Protocol):
+    """A reader of events that may drop some: `Traces`, `Journal` or `Sinks`."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    @property
+    def num_dropped(self) -> int | Mapping[str, int]:
+        """Number of dropped items, or the numbers by target."""
+        ...
+
+
+class Dashboard:
+    """Passes events to all readers; its page and metrics are served by the caller.
+
+    Attributes:
+        emit: passes an event to all readers.
+        live: the page's data; call its `end` when the process ends.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        *,
+        readers: Sequence[Emit] = (),
+        queue: Callable[[], tuple[int, int]] | None = None,
+        num_refused: Callable[[], int] | None = None,
+    ) -> None:
+        """
+        Args:
+            sources: the state that is shown besides the events.
+            readers: further readers of the events.
+            queue: as for `Metrics`.
+            num_refused: as for `Metrics`.
+        """
+        self.board = Board()
+        self.stalls = Stalls()
+        self.live = Live(self.board, self.stalls, sources)
+        self._num_dropped: dict[str, Callable[[], int]] = {}
+        self._metrics = Metrics(
+            sources.servers,
+            sources.num_waiting,
+            sandbox=sources.sandbox,
+            still_s=lambda: self.stalls.still_s,
+            queue=queue,
+            num_refused=num_refused,
+            dropped=self._num_dropped,
+        )
+        self.emit = EventFanout(
+            self.stalls.on_event, self.board.on_event, self._metrics.on_event, *readers
+        )
+
+    @asynccontextmanager
+    async def exporting(
+        self, name: str, opened: AbstractAsyncContextManager[Exporter]
+    ) -> AsyncIterator[None]:
+        """Pass events to an exporter, and count what it drops in the metrics."""
+        async with opened as exporter:
+            self._num_dropped[name] = lambda: _total(exporter.num_dropped)
+            self.emit.add(exporter.on_event)
+            try:
+                yield
+            finally:
+                self.emit.remove(exporter.on_event)
+
+    @asynccontextmanager
+    async def running(self, answer: Callable[[str, Emit], Awaitable[Any]]) -> AsyncIterator[Ask]:
+        """Keep the page up to date; yield a function that starts the answer to a question.
+
+        Args:
+            answer: runs a rollout of a visitor's question and passes its events on.
+        """
+        async with task_group() as tasks:
+            tasks.start_soon(self.live.run)
+            async with asking(answer, self.emit) as ask:
+                yield ask
+            tasks.cancel_scope.cancel()
+
+    def page(
+        self,
+        *,
+        ask: Ask | None,
+        control: Control | None,
+        control_token: pydantic.SecretStr | None,
+        io_timeout_s: float,
+    ) -> Page:
+        """Return the page; the arguments are those of `Page`."""
+        return Page(
+            self.live,
+            ask=ask,
+            control=control,
+            control_token=control_token.get_secret_value() if control_token else None,
+            io_timeout_s=io_timeout_s,
+        )
+
+    async def serve_metrics(self, request: web.Request) -> web.Response:
+        """Handle `GET /metrics`, in Prometheus's format."""
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self._metrics.render(), headers=headers)
+
+
+def _total(num_dropped: int | Mapping[str, int]) -> int:
+    return num_dropped if isinstance(num_dropped, int) else sum(num_dropped.values())

@@ -1,0 +1,84 @@
+"""The task group that unwraps errors, and the signal."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import pytest
+
+from agentloop.aio import Signal, task_group
+
+pytestmark = pytest.mark.anyio
+
+
+async def fail(error: Exception, *, once_cancelled: bool = False) -> None:
+    try:
+        if once_cancelled:
+            await anyio.sleep_forever()
+    finally:
+        raise error
+
+
+async def fail_both(*, only_first: bool) -> None:
+    async with task_group(only_first=only_first) as tasks:
+        tasks.start_soon(partial(fail, KeyError("late"), once_cancelled=True))
+        tasks.start_soon(fail, ValueError("early"))
+
+
+async def test_a_single_error_is_raised_by_itself_with_its_cause() -> None:
+    error, cause = KeyError("it"), ValueError("deep")
+    error.__cause__ = cause
+
+    async def run() -> None:
+        async with task_group() as outer, task_group() as inner:
+            outer.start_soon(anyio.sleep_forever)
+            inner.start_soon(fail, error)
+
+    with pytest.raises(KeyError) as caught:
+        await run()
+    assert caught.value.__cause__ is cause
+
+
+async def test_the_error_of_the_block_is_raised_by_itself() -> None:
+    async def run() -> None:
+        async with task_group() as tasks:
+            tasks.start_soon(anyio.sleep_forever)
+            raise KeyError("it")
+
+    with pytest.raises(KeyError):
+        await run()
+
+
+async def test_several_errors_are_raised_as_a_group() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await fail_both(only_first=False)
+    assert {type(one) for one in caught.value.exceptions} == {KeyError, ValueError}
+
+
+async def test_one_of_several_errors_can_be_enough() -> None:
+    with pytest.raises((KeyError, ValueError)):
+        await fail_both(only_first=True)
+
+
+async def test_a_signal_wakes_those_that_wait_and_nobody_later() -> None:
+    signal, woken = Signal(), list[str]()
+
+    async def wait(name: str) -> None:
+        await signal.wait()
+        woken.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        signal.notify()  # before anybody waits: it has no effect
+        for name in ("a", "b"):
+            tasks.start_soon(wait, name)
+        await anyio.wait_all_tasks_blocked()
+        assert woken == []
+        signal.notify()
+        await anyio.wait_all_tasks_blocked()
+        assert sorted(woken) == ["a", "b"]
+        tasks.start_soon(wait, "c")
+        await anyio.wait_all_tasks_blocked()
+        assert len(woken) == 2
+        signal.notify()
+    assert woken[2:] == ["c"]
