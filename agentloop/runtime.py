@@ -258,7 +258,7 @@ class Runtime:
                 themselves.
             with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
                 which costs less.
-            at_gate: called when the prompt is encoded and the group begins to wait for capacity.
+            on_queued: called when the prompt is encoded and the group begins to wait for capacity.
 
         Raises:
             RequestError: the request is invalid. Later failures are recorded in the trajectories.
