@@ -34,7 +34,7 @@ def test_classes_and_their_fields_are_described(name: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_arguments_that_are_described_exist(name: str) -> None:
     cls = CLASSES[name]
-    for attribute, value in {"__init__": cls.__init__, **vars(cls)}.items():
+    for attribute, value in vars(cls).items():
         if not inspect.isfunction(value) or not value.__module__.startswith("agentloop"):
             continue
         section = (inspect.getdoc(value) or "").partition("Args:\n")[2]

@@ -85,8 +85,8 @@ def _of_class(name: str, cls: type) -> str:
     if signature := class_signature(cls):
         parts.append(f"```python\n{_wrapped(f'{name}{signature}')}\n```\n")
     parts.append(_markdown(cls.__doc__))
-    if cls.__init__ is not object.__init__ and "__init__" in vars(cls) and not fields(cls):
-        parts.append(_markdown(cls.__init__.__doc__))
+    if not fields(cls):
+        parts.append(_markdown(getattr(vars(cls).get("__init__"), "__doc__", None)))
     if rows := list(fields(cls)):
         parts.append("| field | type | default | |\n|---|---|---|---|")
         parts += [
