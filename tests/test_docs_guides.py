@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
+from agentloop import Settings
 from agentloop.agent.tools import Tools, as_tool
 from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.train import TrainSettings
@@ -51,7 +53,11 @@ def test_settings_files_load(path: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_commands_name_settings_that_exist(path: Path) -> None:
-    models = {"train": TrainSettings, "evaluate": EvaluateSettings, "serve": TrainSettings}
+    models: dict[str, type[pydantic.BaseModel]] = {
+        "train": TrainSettings,
+        "evaluate": EvaluateSettings,
+        "serve": Settings,
+    }
     for text in blocks(path, "sh"):
         for line in text.splitlines():
             found = re.search(r"^(?:\w+=\S+ )?agentloop (train|evaluate|serve) (.*)", line)
