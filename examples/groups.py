@@ -1,6 +1,6 @@
-"""Groups of rollouts, a group a task, as training wants them: ids, mask and log-probabilities.
+"""Groups of rollouts, one per task, as training uses them: ids, mask and log-probabilities.
 
-The source is asked for its next task only when there is room in the servers' KV caches.
+The next task is taken from the source only when the servers' KV caches have capacity for it.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def report(question: str, answer: str, trajectories: Sequence[agentloop.Trajecto
     rewards = [
         float(trajectory.answer == answer)
         for trajectory in trajectories
-        if not trajectory.stop_reason.infrastructure  # says nothing about the model: no reward
+        if not trajectory.stop_reason.infrastructure  # no reward: it says nothing about the model
     ]
     sampled = sum(sum(trajectory.mask) for trajectory in trajectories)
     total = sum(len(trajectory.ids) for trajectory in trajectories)

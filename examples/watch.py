@@ -1,4 +1,4 @@
-"""What happens in a rollout, while it happens: tokens, calls, results."""
+"""The events of a rollout as they happen: tokens, calls, results."""
 
 import anyio
 

@@ -1,0 +1,172 @@
+"""The guides: their settings load, their commands name settings that exist, and the messages that
+they quote are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from agentloop import Settings
+from agentloop.agent.tools import Tools, as_tool
+from agentloop.cli.evaluate import EvaluateSettings
+from agentloop.cli.train import TrainSettings
+from agentloop.config import describe_settings, load_settings
+from agentloop.errors import AgentLoopError
+from agentloop.rewards.reward import Reward
+from agentloop.tasks.sources import Task, TasksSettings, read_tasks
+from agentloop.trajectory import ToolCallStatus, Trajectory, Turn
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
+
+
+def blocks(guide: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", guide.read_text("utf-8"), re.M | re.S)
+
+
+def guide(name: str) -> str:
+    return (ROOT / "docs/guides" / name).read_text("utf-8")
+
+
+def test_there_are_guides() -> None:
+    assert [path.stem for path in GUIDES] == [
+        "your-data", "your-gpus", "your-model", "your-reward", "your-tool"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_settings_files_load(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for text in blocks(path, "toml"):
+        file = tmp_path / "settings.toml"
+        file.write_text(re.sub(r'extends = "(.*)"', rf'extends = "{ROOT}/\1"', text))
+        load_settings(TrainSettings, [file])
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_commands_name_settings_that_exist(path: Path) -> None:
+    models: dict[str, type[pydantic.BaseModel]] = {
+        "train": TrainSettings,
+        "evaluate": EvaluateSettings,
+        "serve": Settings,
+    }
+    for text in blocks(path, "sh"):
+        for line in text.splitlines():
+            found = re.search(r"^(?:\w+=\S+ )?agentloop (train|evaluate|serve) (.*)", line)
+            if found is None:
+                continue
+            known = {key for key, _, _ in describe_settings(models[found[1]])}
+            named = re.findall(r"(?:^| )'?([a-z]\w*(?:\.\w+)*)=", found[2])
+            assert set(named) <= known, line
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_programs_compile(path: Path) -> None:
+    for text in blocks(path, "python"):
+        compile(text, path.name, "exec")
+
+
+def test_the_rows_of_the_data_guide_are_tasks(tmp_path: Path) -> None:
+    (rows,) = blocks(ROOT / "docs/guides/your-data.md", "json")
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(rows)
+    tasks = list(read_tasks(TasksSettings(kind="jsonl", paths=[file])))
+    assert [task.answer for task in tasks] == ["1776", "42"]
+
+
+def rows(*rows: str) -> Callable[[], None]:
+    def read() -> None:
+        Path("tasks.jsonl").write_text("\n".join(rows))
+        list(read_tasks(TasksSettings(kind="jsonl", paths=[Path("tasks.jsonl")])))
+
+    return read
+
+
+RIGHT = json.dumps({"problem": "What is 37 times 48?", "answer": "1776"})
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        rows('{"problem": "x"'),
+        rows(RIGHT, '{"problem": "What is 12 plus 30?", "solution": 42}'),
+        rows('{"messages": [{"role": "assistant", "content": "x"}], "answer": "1"}'),
+        lambda: load_settings(TrainSettings, [], ["tasks.kind=jsonl"]),
+    ],
+)
+def test_the_data_guide_quotes_the_messages(
+    fails: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AgentLoopError) as raised:
+        fails()
+    assert is_quoted(str(raised.value), guide("your-data.md"))
+
+
+def a(x):  # type: ignore[no-untyped-def]
+    """Do something."""
+
+
+def b(x: int) -> None: ...
+
+
+def c(*args: int) -> None:
+    """Do something."""
+
+
+@pytest.mark.parametrize("tool", [a, b, c, 3])
+def test_the_tool_guide_quotes_the_messages(tool: Any) -> None:
+    with pytest.raises(AgentLoopError) as raised:
+        as_tool(tool)
+    assert is_quoted(str(raised.value), guide("your-tool.md"))
+
+
+def is_quoted(message: str, text: str) -> bool:
+    """Return whether a cell of a guide's table holds the message, up to its `...`."""
+    quotes = [
+        quote.removeprefix("RequestError: ") for quote in re.findall(r"^\| `(.*?)` \|", text, re.M)
+    ]
+    return any(message.startswith(quote.removesuffix("...").rstrip()) for quote in quotes)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens", "value"),
+    [
+        (r"\boxed{1776}", 10, 1.0),
+        (r"\boxed{1776}", 300, 0.8),
+        (r"\boxed{1776}", 100_000, 0.1),
+        (r"\boxed{1777}", 10, 0.0),
+        ("1776", 10, 0.0),
+    ],
+)
+def test_the_example_of_a_reward(text: str, num_tokens: int, value: float) -> None:
+    score = runpy.run_path(str(EXAMPLES / "my_reward.py"))["right_and_short"]
+    turn = Turn(output_ids=[1] * num_tokens, logprobs=[0.0] * num_tokens, text=text)
+    reward = score(Trajectory("one", [1], turns=[turn]), Task("task", "37 * 48?", "1776"))
+    assert isinstance(reward, Reward)
+    assert reward.value == pytest.approx(value)
+
+
+@pytest.mark.anyio
+async def test_the_example_of_a_tool_with_state() -> None:
+    notepad = runpy.run_path(str(EXAMPLES / "stateful_tool.py"))["Notepad"]
+
+    async def note(tools: Tools, arguments: Mapping[str, Any]) -> tuple[str, str]:
+        output = await tools.run("note", arguments)
+        return output.status, output.content
+
+    async with Tools([notepad()]) as tools:
+        assert await note(tools, {"line": "3"}) == (ToolCallStatus.OK, "3")
+        assert await note(tools, {"line": "4"}) == (ToolCallStatus.OK, "3\n4")
+        status, _ = await note(tools, {})
+        assert status == ToolCallStatus.BAD_ARGUMENTS
+    async with Tools([notepad()]) as tools:  # another rollout
+        assert await note(tools, {"line": "5"}) == (ToolCallStatus.OK, "5")
