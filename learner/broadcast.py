@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agentloop.learner.errors import GroupBroken, RankError
+from agentloop.learner.errors import ProcessGroupError, RankError
 from agentloop.learner.policy import Policy, config_of
 from agentloop.learner.weights import Shard, gathered, split
 from agentloop.training.weight_sync.checksums import Layout, Tensor, checksum, parts_of
@@ -129,7 +129,7 @@ class Broadcaster:
         """Leave the previous group, if any, and create the store for a new one at `address`.
 
         Raises:
-            GroupBroken: Listening there fails.
+            ProcessGroupError: Listening there fails.
         """
         self.leave()
         self._sent.clear()
@@ -143,7 +143,7 @@ class Broadcaster:
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
         except (OSError, RuntimeError) as error:
-            raise GroupBroken(
+            raise ProcessGroupError(
                 f"weights.address, weights.port: cannot listen at {address}:{port}: {error}"
             ) from error
         return {"port": port}
@@ -152,19 +152,21 @@ class Broadcaster:
         """Wait until all members have joined.
 
         Raises:
-            GroupBroken: A member did not join in time.
+            ProcessGroupError: A member did not join in time.
         """
         if not self._policy.world.first:
             return {}
         if self._store is None:
-            raise GroupBroken("there is no group to join: call open first")
+            raise ProcessGroupError("there is no group to join: call open first")
         timeout = timedelta(seconds=timeout_s)
         self._store.set_timeout(timeout)
         try:
             made = _process_group(backend, self._store, name, world_size, timeout)
         except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
             self.leave()
-            raise GroupBroken(f"the group {name} could not be formed: {_reason(error)}") from error
+            raise ProcessGroupError(
+                f"the group {name} could not be formed: {_reason(error)}"
+            ) from error
         self._group = _Group(made, name, timeout)
         return {}
 
@@ -175,7 +177,7 @@ class Broadcaster:
         that each server rank must report for the tensors completed by this bucket.
 
         Raises:
-            GroupBroken: Some members may not have received it.
+            ProcessGroupError: Some members may not have received it.
         """
         bucket, first = self._buckets[index], self._policy.world.first
         places = self._spans(bucket)
@@ -229,14 +231,14 @@ class Broadcaster:
     def _broadcast(self, flat: Any) -> None:
         group = self._group
         if group is None:
-            raise GroupBroken("there is no group: call open and join first")
+            raise ProcessGroupError("there is no group: call open and join first")
         try:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = 0, 0, group.timeout
             group.process_group.broadcast([flat], options).wait(group.timeout)
         except RuntimeError as error:
             self.leave()
-            raise GroupBroken(f"the group {group.name} broke: {_reason(error)}") from error
+            raise ProcessGroupError(f"the group {group.name} broke: {_reason(error)}") from error
 
     def _describe(self, bucket: Shard) -> dict[str, Any]:
         return {

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from agentloop.errors import ModelError
 from agentloop.learner.attention import PACKED, register
 from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
-from agentloop.learner.errors import BatchError, TrainingBroken
+from agentloop.learner.errors import BatchError, GradientError
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.utilization import Work, peak_tflops
@@ -257,7 +257,7 @@ class Policy:
         into memory, and one long prompt must not end a run.
 
         Raises:
-            TrainingBroken: Too many steps in a row had no finite gradient.
+            GradientError: Too many steps in a row had no finite gradient.
         """
         fitting = batch.up_to(self.settings.micro_batch_tokens)
         num_too_long = len(batch.lengths) - (0 if fitting is None else len(fitting.lengths))
@@ -330,7 +330,12 @@ class Policy:
             self._drop_gradients()
         norm = None if skipped else float(self.engine.get_global_grad_norm())
         self._count_step(skipped)
-        return {**self.world.sums(sums), "grad_norm": norm, "lr": rate, "skipped": skipped}
+        return {
+            **self.world.all_reduce_named(sums),
+            "grad_norm": norm,
+            "lr": rate,
+            "skipped": skipped,
+        }
 
     def _forward_loss(self, micro: MicroBatch) -> tuple[Any, dict[str, Any]]:
         new, entropy = self._score(micro)
@@ -359,7 +364,7 @@ class Policy:
         self.num_skipped += 1
         self._skipped_in_row += 1
         if self._skipped_in_row >= self.settings.max_skipped_steps:
-            raise TrainingBroken(
+            raise GradientError(
                 f"{self._skipped_in_row} steps in a row had no finite gradient: the weights are "
                 f"those after {self.num_updates} updates"
             )
@@ -414,7 +419,7 @@ class Policy:
                 if micro.source[0] >= 0:
                     found_2T[:, torch.from_numpy(micro.source)] = scored.cpu()
         self.engine.train()
-        found: np.ndarray[Any, Any] = self.world.sum(found_2T).numpy()
+        found: np.ndarray[Any, Any] = self.world.all_reduce(found_2T).numpy()
         return found
 
     def _micro_batches(

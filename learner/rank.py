@@ -27,11 +27,11 @@ from agentloop.learner.batch import Batch, plan
 from agentloop.learner.broadcast import Broadcaster
 from agentloop.learner.checkpoint import Saver, load_checkpoint, read_state
 from agentloop.learner.errors import (
-    GroupBroken,
-    NotConverted,
-    NotWritten,
+    CheckpointError,
+    GradientError,
+    ProcessGroupError,
     RankError,
-    TrainingBroken,
+    WriteError,
 )
 from agentloop.learner.files import fresh_partial, writing
 from agentloop.learner.policy import Policy
@@ -114,13 +114,13 @@ def serve(policy: Policy, link: ControlChannel | None) -> None:
     """Serve requests until asked to close. Only rank 0 has a `link`.
 
     Raises:
-        TrainingBroken: Training cannot go on. Other errors also end the learner.
+        GradientError: Training cannot go on. Other errors also end the learner.
     """
     world = policy.world
     broadcaster, saver = Broadcaster(policy), Saver(policy)
     while True:
         beat_s = world.beat_s if saver.writing is None else min(world.beat_s, _POLL_S)
-        request: Request | None = world.share(link.next(beat_s) if link else None)
+        request: Request | None = world.broadcast_object(link.next(beat_s) if link else None)
         saver.go_on()
         if request is None:
             continue
@@ -130,7 +130,7 @@ def serve(policy: Policy, link: ControlChannel | None) -> None:
             answer = {"ok": True, **done}
         except _Refused as error:
             answer = {"ok": False, "error": str(error), "fatal": False}
-        except TrainingBroken:  # on all ranks; a checkpoint still being written is valid
+        except GradientError:  # on all ranks; a checkpoint still being written is valid
             saver.wait(policy.settings.close_timeout_s)
             raise
         if closing:
@@ -155,14 +155,14 @@ def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Req
     except RankError as error:
         problem = error
     try:
-        policy.world.agree(problem)
+        policy.world.raise_if_any(problem)
     except RankError as error:
         raise _Refused(str(error)) from error
     assert work is not None
     try:
         return work()
-    except (GroupBroken, NotConverted, NotWritten) as error:
-        # GroupBroken concerns rank 0 alone: the other ranks are done. All ranks raise the others.
+    except (ProcessGroupError, CheckpointError, WriteError) as error:
+        # ProcessGroupError concerns rank 0 alone: the other ranks are done. All ranks raise the others.
         raise _Refused(str(error)) from error
 
 
@@ -277,7 +277,7 @@ def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
             partial.write_bytes(save({"logprobs": logprobs_T, "entropies": entropies_T}))
             os.replace(partial, out)
 
-    policy.world.beside(write if policy.world.first else None)
+    policy.world.run_beside(write if policy.world.first else None)
     return {"num_tokens": int(batch.mask.sum())}
 
 
@@ -297,17 +297,17 @@ def _step_or_save(
     before = policy.num_updates
     try:
         return policy.step(batch, lr)
-    except TrainingBroken as error:
+    except GradientError as error:
         if num_applied := policy.num_updates - before:
-            raise TrainingBroken(
+            raise GradientError(
                 f"{error}; nothing is saved, because {num_applied} of the batch's updates were "
                 "applied: resume from the previous checkpoint"
             ) from error
         try:
             saver.save(folder, state)
         except Exception as failed:
-            raise TrainingBroken(f"{error}; {folder} could not be saved: {failed}") from failed
-        raise TrainingBroken(f"{error}; they are saved in {folder}") from error
+            raise GradientError(f"{error}; {folder} could not be saved: {failed}") from failed
+        raise GradientError(f"{error}; they are saved in {folder}") from error
 
 
 def _save(

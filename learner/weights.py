@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from agentloop.learner.errors import NotWritten, RankError
+from agentloop.learner.errors import RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.lora import adapted_layers, delta
 from agentloop.learner.policy import Policy, config_of
@@ -40,11 +40,11 @@ def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
     seconds.
 
     Raises:
-        NotWritten: Writing failed; the partial folder is removed.
+        WriteError: Writing failed; the partial folder is removed.
     """
     try:
         return _publish(policy, folder, version)
-    except NotWritten:
+    except WriteError:
         if policy.world.first:
             remove_partial(folder)
         raise
@@ -61,7 +61,7 @@ def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
             with writing(folder):
                 work()
 
-        world.beside(written if first else None)
+        world.run_beside(written if first else None)
 
     on_first(lambda: fresh_partial(folder))
     shards = split(policy.model, dtype, policy.settings.max_shard_mib << 20)
