@@ -41,6 +41,7 @@ from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang.client import Chunk, Sampling, SGLangServer, http_session
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import Learner, RanksSettings, started
+from agentloop.training.learner_client.protocol import PublishRequest
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.weight_sync.sync import Publisher, Served, WeightsSettings, publisher
 
@@ -119,8 +120,9 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
             )
         )
         first = folder / "first"
-        said = await learner.ask("publish", timeout_s=TIMEOUT_S, folder=str(first), version="0")
-        print(f"{said['num_bytes'] / 1e6:.0f} MB of weights")
+        request = PublishRequest(folder=first, version="0")
+        published = await learner.ask(request, timeout_s=TIMEOUT_S)
+        print(f"{published.num_bytes / 1e6:.0f} MB of weights")
         settings = ServerSettings(
             count=options.servers,
             max_total_tokens=tokens,

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -195,6 +195,14 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
             **({"segments": segments} if self._packed else {}),
         )
         return self.head(output.last_hidden_state[0, predictors_M], targets_M)
+
+
+class Counters(TypedDict):
+    """The state of a policy besides weights and optimizer."""
+
+    num_updates: int
+    num_skipped: int
+    warm_from: int
 
 
 class Policy:
@@ -437,7 +445,7 @@ class Policy:
     def _on_device(self, array: np.ndarray[Any, Any]) -> Any:
         return torch.from_numpy(array).to(self.world.device, non_blocking=True)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> Counters:
         """Return the counters that a checkpoint keeps besides weights and optimizer."""
         return {
             "num_updates": self.num_updates,
@@ -445,7 +453,7 @@ class Policy:
             "warm_from": self._warm_from,
         }
 
-    def set_counters(self, counters: dict[str, int]) -> None:
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         self._warm_from = counters["warm_from"]
         self._skipped_in_row = 0

@@ -24,6 +24,7 @@ from agentloop.learner.errors import RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.lora import adapted_layers, delta
 from agentloop.learner.policy import Policy, config_of
+from agentloop.training.learner_client.protocol import PublishReply, Reply
 from agentloop.training.learner_client.settings import LearnerSettings
 
 __all__ = ["MANIFEST", "PublishedTensor", "Shard", "gathered", "publish", "split", "verify"]
@@ -33,11 +34,10 @@ MANIFEST = "published.json"
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
-def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
+def publish(policy: Policy, folder: Path, version: str) -> Reply:
     """Write the weights to `folder` (collective; rank 0 writes).
 
-    Tied weights are written once. On rank 0, returns version, sha256 by file, num_bytes and
-    seconds.
+    Tied weights are written once. Rank 0's reply is a `PublishReply`.
 
     Raises:
         WriteError: Writing failed; the partial folder is removed.
@@ -50,7 +50,7 @@ def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
         raise
 
 
-def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
+def _publish(policy: Policy, folder: Path, version: str) -> Reply:
     begun = time.perf_counter()
     world, first = policy.world, policy.world.first
     dtype = getattr(torch, policy.settings.publish_dtype)
@@ -84,9 +84,10 @@ def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
 
     on_first(complete)
     if not first:
-        return {}
+        return Reply()
     num_bytes = sum((folder / file).stat().st_size for file in names)
-    return {**manifest, "num_bytes": num_bytes, "seconds": time.perf_counter() - begun}
+    seconds = time.perf_counter() - begun
+    return PublishReply(version=version, sha256=sha256, num_bytes=num_bytes, seconds=seconds)
 
 
 def _write_shard(path: Path, tensors: dict[str, Any], sha256: dict[str, str]) -> None:

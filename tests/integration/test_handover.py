@@ -31,8 +31,10 @@ from agentloop.inference.sglang.client import Chunk, Pause, Sampling, SGLangServ
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import Learner, RanksSettings, started
+from agentloop.training.learner_client.protocol import ScoreRequest, StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
-from agentloop.training.weight_sync.checksums import Layout, Tensor, checksum
+from agentloop.training.weight_sync.checksums import Tensor, checksum
+from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.sync import (
     Handover,
     InFolder,
@@ -193,7 +195,7 @@ class Parts:
         ids = rng.choices(range(3, 500), k=100)
         sample = Sample(ids, [0] * 50 + [1] * 50, [0.0] * 50 + [-6.0] * 50, 1.0, 0)
         await anyio.to_thread.run_sync(write_batch, path, [sample])
-        await self.learner.ask("step", timeout_s=TIMEOUT_S, batch=str(path))
+        await self.learner.ask(StepRequest(batch=path), timeout_s=TIMEOUT_S)
 
     async def mismatch(self, server: SGLangServer) -> float:
         """The largest difference between what the engine says of the tokens that it samples, at
@@ -212,7 +214,7 @@ class Parts:
         sample = Sample([*prompt, *ids], [0] * 40 + [1] * 60, [0.0] * 40 + logprobs, 1.0, 0)
         batch, out = self.folder / "check", self.folder / "scored"
         await anyio.to_thread.run_sync(write_batch, batch, [sample])
-        await self.learner.ask("logprobs", timeout_s=TIMEOUT_S, batch=str(batch), out=str(out))
+        await self.learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=TIMEOUT_S)
         found = load_file(out)["logprobs"][40:]
         return float(np.abs(found - np.asarray(logprobs, np.float32)).max())
 

@@ -18,10 +18,10 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -30,7 +30,17 @@ import orjson
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.sglang.client import Bucket, SGLangServer, WeightsGroup, WeightsInfo
 from agentloop.training.learner_client.client import Learner, LearnerRefused
-from agentloop.training.weight_sync.checksums import Layout, config_dtype
+from agentloop.training.learner_client.protocol import (
+    JoinRequest,
+    LayoutRequest,
+    LeaveRequest,
+    OpenRequest,
+    Reply,
+    Request,
+    SendRequest,
+)
+from agentloop.training.weight_sync.checksums import config_dtype
+from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.verify import UNASKED, Proof, layout_of, prove
 
 if TYPE_CHECKING:
@@ -43,6 +53,7 @@ log = logging.getLogger(__name__)
 _SLACK_S = 30.0  # for the work of a request besides waiting for the group
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+R = TypeVar("R", bound=Reply)
 _Part = Callable[[], Awaitable[object]]
 _Sums = dict[str, list[str]]  # checksums of each tensor, by rank
 
@@ -58,16 +69,15 @@ class GroupPublisher:
     async def publish(self, version: str, *, timeout_s: float) -> InLearner:
         """Describe the learner's current weights. Raises LearnerError."""
         await anyio.Path(self._layout.parent).mkdir(parents=True, exist_ok=True)
-        said = await self._learner.ask("layout", timeout_s=timeout_s, out=str(self._layout))
+        told = await self._learner.ask(LayoutRequest(out=self._layout), timeout_s=timeout_s)
         layout = orjson.loads(await anyio.Path(self._layout).read_bytes())
         buckets = [Bucket(**bucket) for bucket in layout]
-        backend = self._settings.backend
+        backend: str = self._settings.backend
         if backend == "auto":
-            backend = said["backend"]
+            backend = told.backend
         return InLearner(
-            version, self._learner, buckets, int(said["num_updates"]), backend, self._settings,
-            said.get("model") or {},
-        )  # fmt: skip
+            version, self._learner, buckets, told.num_updates, backend, self._settings, told.model
+        )
 
     async def tidy(self) -> None:
         """Do nothing: no files are left."""
@@ -170,13 +180,13 @@ class InLearner:
         first: _Failed | None = None
         try:
             opened = await self._ask(
-                "open", address=address, port=self.settings.port, num_updates=self.num_updates
+                OpenRequest(address=address, port=self.settings.port, num_updates=self.num_updates)
             )
         except LearnerRefused as error:
             failed.update((member.server.url, str(error)) for member in members)
             return set()
         group = WeightsGroup(
-            name, address, int(opened["port"]), self.backend,
+            name, address, opened.port, self.backend,
             1 + sum(member.info.num_ranks for member in members), self.settings.pause,
         )  # fmt: skip
         lost: dict[str, str] = {}
@@ -204,18 +214,22 @@ class InLearner:
         unknown.
         """
         layout = self._layout(members)
-        asked = None if isinstance(layout, str) else asdict(layout)
+        asked = None if isinstance(layout, str) else layout
         sums: _Sums = {}
 
         async def join() -> None:
             await self._ask(
-                "join", name=group.name, world_size=group.world_size, backend=group.backend,
-                within_s=self.settings.group_timeout_s,
-            )  # fmt: skip
+                JoinRequest(
+                    name=group.name,
+                    world_size=group.world_size,
+                    backend=group.backend,
+                    within_s=self.settings.group_timeout_s,
+                )
+            )
 
         async def send(index: int) -> None:
-            said = await self._ask("send", bucket=index, num_updates=self.num_updates, layout=asked)
-            sums.update(said.get("sums") or {})
+            request = SendRequest(bucket=index, num_updates=self.num_updates, layout=asked)
+            sums.update((await self._ask(request)).sums)
 
         await _together(
             join,
@@ -293,7 +307,7 @@ class InLearner:
             try:
                 with suppress(LearnerRefused):
                     # If a cancelled request is still running, this waits for it.
-                    await self._ask("leave")
+                    await self._ask(LeaveRequest())
             finally:  # also if the learner is dead
                 async with anyio.create_task_group() as tasks:
                     for server in servers:
@@ -309,8 +323,8 @@ class InLearner:
         """
         return 2 * self.settings.group_timeout_s + _SLACK_S
 
-    async def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        return await self.learner.ask(op, timeout_s=self._answer_s, **arguments)
+    async def _ask(self, request: Request[R]) -> R:
+        return await self.learner.ask(request, timeout_s=self._answer_s)
 
     def _address(self, urls: Sequence[str]) -> str:
         if self.settings.address is not None:

@@ -37,6 +37,7 @@ from agentloop.inference.router import Router
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.inference.sglang.client import Pause, SGLangServer
 from agentloop.training.learner_client.client import Learner
+from agentloop.training.learner_client.protocol import PublishRequest
 from agentloop.training.weight_sync.process_group import GroupPublisher
 from agentloop.training.weight_sync.verify import UNASKED, Proof, PublishedFiles, judge, prove
 from agentloop.trajectory import Trajectory
@@ -232,7 +233,8 @@ class _FolderPublisher:
 
     async def publish(self, version: str, *, timeout_s: float) -> InFolder:
         folder = self._folder / version
-        await self._learner.ask("publish", timeout_s=timeout_s, folder=str(folder), version=version)
+        request = PublishRequest(folder=folder, version=version)
+        await self._learner.ask(request, timeout_s=timeout_s)
         if self._last is None:  # a killed run may have left some
             self._old = await anyio.to_thread.run_sync(_others, folder)
         elif self._last != folder:

@@ -427,11 +427,11 @@ async def test_a_run_by_a_fleet_learns_what_a_run_by_itself_does(
     )
 
     class Killing(PlayedLearner):
-        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step":
                 redis.kill()
                 redis.start()
-            return await super().ask(op, timeout_s=timeout_s, **arguments)
+            return await super().handle(op, **arguments)
 
     alone, _, _ = await played(tmp_path / "alone", steps=2, evaluate_every=2)
     settings, learner = settings_for(redis), Killing()
@@ -452,10 +452,10 @@ async def test_a_run_that_is_killed_goes_on_with_the_runtimes_that_are_there(
     )
 
     class Dying(PlayedLearner):
-        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step" and self.batches:
                 raise LearnerError("it was killed")
-            return await super().ask(op, timeout_s=timeout_s, **arguments)
+            return await super().handle(op, **arguments)
 
     alone, _, _ = await played(tmp_path / "alone", steps=2, evaluate_every=0)
     settings, learner = settings_for(redis), PlayedLearner()

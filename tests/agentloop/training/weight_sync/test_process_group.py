@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
@@ -15,13 +15,14 @@ import pytest
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import Pause, SGLangServer, WeightsGroup, http_session
-from agentloop.training.learner_client.client import Learner, LearnerError, LearnerRefused
+from agentloop.training.learner_client.client import LearnerError, LearnerRefused
 from agentloop.training.weight_sync.sync import (
     Handover,
     Served,
     WeightsSettings,
     publisher,
 )
+from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import FakeSGLang
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +31,7 @@ SETTINGS = WeightsSettings(by="group", group_timeout_s=1)
 NAMES = ["embed", "norm"]
 
 
-class PlayedLearner:
+class PlayedLearner(FakeLearner):
     """A fake learner that sends two buckets of one tensor each. `fails` holds errors by
     operation."""
 
@@ -43,7 +44,7 @@ class PlayedLearner:
         self.num_updates = 4
         self.layouts: list[dict[str, Any] | None] = []  # that checksums were asked for
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
         self.asked.append(op)
         if op in self.fails:
             raise self.fails[op]
@@ -74,7 +75,7 @@ class Parts:
         self.settings = SETTINGS
 
     async def sync_weights(self, version: str = "1", timeout_s: float = 15) -> Handover:
-        way = publisher(self.settings, cast(Learner, self.learner), self.folder)
+        way = publisher(self.settings, self.learner, self.folder)
         published = await way.publish(version, timeout_s=15)
         return await Served(self.router).sync_weights(published, timeout_s=timeout_s)
 
@@ -303,7 +304,7 @@ async def test_servers_elsewhere_need_an_address(tmp_path: Path) -> None:
         here.fakes[0].url = here.fakes[0].url.replace("127.0.0.1", "0.0.0.0")
         async with http_session() as session:
             far = SGLangServer(here.fakes[0].url, session)
-            way = publisher(SETTINGS, cast(Learner, here.learner), tmp_path)
+            way = publisher(SETTINGS, here.learner, tmp_path)
             published = await way.publish("1", timeout_s=15)
             with pytest.raises(SettingsError, match=r"weights\.address"):
                 await published.give([far], timeout_s=15)

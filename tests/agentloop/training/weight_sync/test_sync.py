@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import numpy as np
@@ -21,9 +21,9 @@ from safetensors.numpy import save
 from agentloop.errors import ServerError
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang.client import Sampling, SGLangServer, http_session
-from agentloop.training.learner_client.client import Learner
 from agentloop.training.weight_sync.sync import InFolder, Served, WeightsSettings, publisher
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
+from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import FakeSGLang, Fault, eventually
 
 pytestmark = pytest.mark.anyio
@@ -226,19 +226,20 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
 async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: bool) -> None:
     """This holds in the run's own folder and in one that several runs share."""
 
-    class Played:
-        async def ask(self, op: str, *, timeout_s: float, folder: str, version: str) -> None:
+    class Played(FakeLearner):
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             assert op == "publish"
-            await anyio.Path(folder).mkdir(parents=True)
+            await anyio.Path(arguments["folder"]).mkdir(parents=True)
+            return {}
 
     run, shared = tmp_path / "run", tmp_path / "shared"
     await anyio.Path(shared / "run-2" / "1").mkdir(parents=True)
     other = tmp_path / "elsewhere" / "run"  # another run of the same name
     settings = WeightsSettings(folder=shared if elsewhere else None)
-    others = publisher(settings, cast(Learner, Played()), other)
+    others = publisher(settings, Played(), other)
     kept = await others.publish("1", timeout_s=15)
     assert isinstance(kept, InFolder)
-    way = publisher(settings, cast(Learner, Played()), run)
+    way = publisher(settings, Played(), run)
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         for version in ("0", "1", "2"):
