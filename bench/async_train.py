@@ -68,7 +68,8 @@ from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
-from agentloop.training.weight_sync.sync import Served, WeightsSettings
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory
 from bench import virtual_time
 from bench.router import RolloutSpec, make_trace

@@ -43,7 +43,9 @@ from agentloop.models import SMALL
 from agentloop.training.learner_client.client import Learner, RanksSettings, started
 from agentloop.training.learner_client.protocol import PublishRequest
 from agentloop.training.learner_client.settings import LearnerSettings
-from agentloop.training.weight_sync.sync import Publisher, Served, WeightsSettings, publisher
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served, publisher
+from agentloop.training.weight_sync.transport import Publisher
 
 TIMEOUT_S = 300.0
 AFTER = 5  # tokens of each stream after a weight sync that are still measured
@@ -152,7 +154,7 @@ async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
             for name, way in publishers.items():
                 begun = time.monotonic()
                 published = await way.publish(f"{number} {name[-1]}", timeout_s=TIMEOUT_S)
-                came = await Served(here.router).sync_weights(published, timeout_s=TIMEOUT_S)
+                came = await Served(here.router).sync(published, timeout_s=TIMEOUT_S)
                 times[name].append((time.monotonic() - begun, came.seconds))
                 checksums.add(came.checksum)
                 await way.tidy()
@@ -230,7 +232,7 @@ async def stream_once(
             wanted = (number + 1) * options.tokens // (options.rounds + 1)
             while min(len(stream.came_s) for stream in streams) < wanted:
                 await anyio.sleep(0.01)
-            await Served(here.router).sync_weights(published, timeout_s=TIMEOUT_S)
+            await Served(here.router).sync(published, timeout_s=TIMEOUT_S)
             await source.tidy()
     found = []
     for server in here.servers:

@@ -60,7 +60,8 @@ from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
 from agentloop.training.supervised import FineTuning
 from agentloop.training.undo import finish_undo, undo
-from agentloop.training.weight_sync.sync import Served, Serving, WeightsSettings
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served, Serving
 
 __all__ = ["TrainSettings", "main", "train"]
 

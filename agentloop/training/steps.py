@@ -31,7 +31,7 @@ from agentloop.training.learner_client.protocol import (
 from agentloop.training.queue import GroupQueue, Lease
 from agentloop.training.resumable import ResumableLearner, tell_other_loss
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.weight_sync.sync import InFolder, PublishedWeights, Publisher
+from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 
 __all__ = ["Steps"]
 
@@ -122,7 +122,7 @@ class Steps:
 
         async def publish() -> PublishedWeights:
             published = await publisher.publish(str(self.version), timeout_s=self._timeout_s)
-            self._published_in = published.folder if isinstance(published, InFolder) else None
+            self._published_in = published.folder
             return published
 
         async with self._learner.busy:  # no deadline: requests have one

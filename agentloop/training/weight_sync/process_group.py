@@ -21,14 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
 import orjson
 
 from agentloop.errors import ServerError, SettingsError
-from agentloop.inference.sglang.client import Bucket, SGLangServer, WeightsGroup, WeightsInfo
+from agentloop.inference.sglang.client import Bucket, Pause, SGLangServer, WeightsGroup, WeightsInfo
 from agentloop.training.learner_client.client import Learner, LearnerRefused
 from agentloop.training.learner_client.protocol import (
     JoinRequest,
@@ -41,12 +41,10 @@ from agentloop.training.learner_client.protocol import (
 )
 from agentloop.training.weight_sync.checksums import config_dtype
 from agentloop.training.weight_sync.layout import Layout
+from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.verify import UNASKED, Proof, layout_of, prove
 
-if TYPE_CHECKING:
-    from agentloop.training.weight_sync.sync import WeightsSettings
-
-__all__ = ["GroupPublisher", "InLearner"]
+__all__ = ["GroupPublisher", "PublishedInLearner"]
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class GroupPublisher:
         self._layout = folder / "layout.json"
         self._settings = settings
 
-    async def publish(self, version: str, *, timeout_s: float) -> InLearner:
+    async def publish(self, version: str, *, timeout_s: float) -> PublishedInLearner:
         """Describe the learner's current weights. Raises LearnerError."""
         await anyio.Path(self._layout.parent).mkdir(parents=True, exist_ok=True)
         told = await self._learner.ask(LayoutRequest(out=self._layout), timeout_s=timeout_s)
@@ -75,7 +73,7 @@ class GroupPublisher:
         backend: str = self._settings.backend
         if backend == "auto":
             backend = told.backend
-        return InLearner(
+        return PublishedInLearner(
             version, self._learner, buckets, told.num_updates, backend, self._settings, told.model
         )
 
@@ -104,7 +102,7 @@ class _Failed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class InLearner:
+class PublishedInLearner:
     """The weights of one version, held by the learner.
 
     They are identified by the number of updates; the learner refuses to send them after another
@@ -119,10 +117,19 @@ class InLearner:
     settings: WeightsSettings
     model: Mapping[str, Any]  # the model's configuration, as far as `layout_of` needs it
 
-    async def give(
+    @property
+    def folder(self) -> None:
+        """Implement `PublishedWeights`."""
+
+    @property
+    def pause(self) -> Pause:
+        """Implement `PublishedWeights`."""
+        return self.settings.pause
+
+    async def sync_to(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
-        """Implement `Published`.
+        """Implement `PublishedWeights`.
 
         Raises:
             SettingsError: `weights.address` is needed and not set.
@@ -153,7 +160,7 @@ class InLearner:
 
         async def ask(server: SGLangServer) -> None:
             try:
-                infos[server.url] = await server.group_member(self.settings.pause)
+                infos[server.url] = await server.group_member(self.pause)
             except ServerError as error:
                 failed[server.url] = str(error)
 
@@ -187,7 +194,7 @@ class InLearner:
             return set()
         group = WeightsGroup(
             name, address, opened.port, self.backend,
-            1 + sum(member.info.num_ranks for member in members), self.settings.pause,
+            1 + sum(member.info.num_ranks for member in members), self.pause,
         )  # fmt: skip
         lost: dict[str, str] = {}
         try:

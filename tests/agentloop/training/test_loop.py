@@ -41,7 +41,8 @@ from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus, StatusWatch, Unwatched
 from agentloop.training.staleness import Slots
 from agentloop.training.undo import undo
-from agentloop.training.weight_sync.sync import Served, WeightsSettings
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import (
     StopReason,
     ToolCall,

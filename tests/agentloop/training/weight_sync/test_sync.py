@@ -21,7 +21,9 @@ from safetensors.numpy import save
 from agentloop.errors import ServerError
 from agentloop.inference.router import Generation, Router, RouterSettings
 from agentloop.inference.sglang.client import Sampling, SGLangServer, http_session
-from agentloop.training.weight_sync.sync import InFolder, Served, WeightsSettings, publisher
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served, publisher
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import FakeSGLang, Fault, eventually
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.anyio
 
 ANSWER = [5, 6, 99]
 LATE_S = 4.0  # for a server that never answers; the others have to, within it
-ONE, TWO = (InFolder(version, Path("weights") / version) for version in ("1", "2"))
+ONE, TWO = (PublishedFolder(version, Path("weights") / version) for version in ("1", "2"))
 
 
 @asynccontextmanager
@@ -52,7 +54,7 @@ def states(router: Router) -> list[str]:
 async def test_all_servers_serve_the_new_weights_at_once() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
-        came = await Served(router).sync_weights(ONE, timeout_s=15)
+        came = await Served(router).sync(ONE, timeout_s=15)
         assert came.loaded == sorted(fake.url for fake in fakes)
         assert (came.failed, came.checksum, came.version) == ({}, "sum", "1")
         assert states(router) == ["healthy", "healthy"]
@@ -64,13 +66,13 @@ async def test_who_cannot_load_them_is_stale(weights: str | None) -> None:
     """The weights cannot be read, take too long, or differ from the other servers'."""
     fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
-        came = await Served(router).sync_weights(ONE, timeout_s=LATE_S)
+        came = await Served(router).sync(ONE, timeout_s=LATE_S)
         assert list(came.failed) == [fakes[0].url]
         assert states(router) == ["stale", "healthy", "healthy"]
         assert not any(fake.paused for fake in fakes)
         for fake in fakes:
             fake.weights = "sum"
-        assert not (await Served(router).sync_weights(TWO, timeout_s=15)).failed
+        assert not (await Served(router).sync(TWO, timeout_s=15)).failed
         assert states(router) == ["healthy"] * 3
 
 
@@ -89,7 +91,7 @@ async def test_in_place_the_cache_is_kept_from_turns_to_come() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         for published in (ONE, replace(TWO, pause="in_place"), replace(ONE, pause="in_place")):
-            await Served(router).sync_weights(published, timeout_s=15)
+            await Served(router).sync(published, timeout_s=15)
             await turn(router, [], [])
     assert fake.pauses == ["retract", "in_place", "in_place"]
     assert fake.flushes == [True, False, False]
@@ -102,9 +104,9 @@ async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
     fake = FakeSGLang(ANSWER, overlaps=True)
     async with routed(fake) as router:
         with pytest.raises(ServerError, match="--disable-overlap-schedule"):
-            await Served(router).sync_weights(replace(ONE, pause="in_place"), timeout_s=15)
+            await Served(router).sync(replace(ONE, pause="in_place"), timeout_s=15)
         assert (fake.pauses, fake.version) == ([], "v0")
-        assert (await Served(router).sync_weights(ONE, timeout_s=15)).loaded
+        assert (await Served(router).sync(ONE, timeout_s=15)).loaded
 
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
@@ -132,7 +134,7 @@ async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: st
                 for fake in others:
                     await stack.enter_async_context(fake.serving())
                     await router.add(SGLangServer(fake.url, session))
-                came = await Served(router).sync_weights(ONE, timeout_s=LATE_S)
+                came = await Served(router).sync(ONE, timeout_s=LATE_S)
                 assert list(came.failed) == [first.url]
         assert states(router) == ["stale", "healthy", "healthy"]
     assert received == [ANSWER] * 4
@@ -144,7 +146,7 @@ async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: st
 async def test_without_any_server_it_is_an_error() -> None:
     async with routed(FakeSGLang(ANSWER, weights=None)) as router:
         with pytest.raises(ServerError, match="no server has version 1"):
-            await Served(router).sync_weights(ONE, timeout_s=15)
+            await Served(router).sync(ONE, timeout_s=15)
         assert states(router) == ["stale"]
 
 
@@ -162,7 +164,7 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
     monkeypatch.setattr(SGLangServer, "weight_version", weight_version)
     fakes = [FakeSGLang(ANSWER, weights="others"), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
-        came = await Served(router).sync_weights(ONE, timeout_s=15)
+        came = await Served(router).sync(ONE, timeout_s=15)
         assert fakes[0].version == "1"
         probes.clear()
         await eventually(lambda: probes.count(fakes[0].url) > 3)
@@ -178,14 +180,14 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
 async def test_two_that_differ_are_no_majority() -> None:
     async with routed(FakeSGLang(ANSWER), FakeSGLang(ANSWER, weights="others")) as router:
         with pytest.raises(ServerError, match=r"no server has version 1: .*unknown which"):
-            await Served(router).sync_weights(ONE, timeout_s=15)
+            await Served(router).sync(ONE, timeout_s=15)
         assert states(router) == ["stale", "stale"]
 
 
 async def test_one_that_was_started_again_is_given_the_weights() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
-        came = await Served(router).sync_weights(ONE, timeout_s=15)
+        came = await Served(router).sync(ONE, timeout_s=15)
         fakes[0].version = "default"
         await eventually(lambda: states(router) == ["stale", "healthy"])
         fakes[0].weights = None
@@ -203,7 +205,7 @@ async def test_it_waits_for_a_server_that_is_started_again() -> None:
         fake.ready = False
         router.exited(fake.url, "killed")
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: Served(router).sync_weights(ONE, timeout_s=15))
+            tasks.start_soon(lambda: Served(router).sync(ONE, timeout_s=15))
             await eventually(lambda: not router.servers)
             fake.ready = True
         assert states(router) == ["healthy"]
@@ -218,7 +220,7 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
     fake = Silent(ANSWER)
     async with routed(fake) as router:
         with pytest.raises(ServerError, match="no server has version 1"):
-            await Served(router).sync_weights(ONE, timeout_s=15)
+            await Served(router).sync(ONE, timeout_s=15)
     assert not fake.paused
 
 
@@ -238,15 +240,15 @@ async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: 
     settings = WeightsSettings(folder=shared if elsewhere else None)
     others = publisher(settings, Played(), other)
     kept = await others.publish("1", timeout_s=15)
-    assert isinstance(kept, InFolder)
+    assert isinstance(kept, PublishedFolder)
     way = publisher(settings, Played(), run)
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         for version in ("0", "1", "2"):
             published = await way.publish(version, timeout_s=15)
-            await Served(router).sync_weights(published, timeout_s=15)
+            await Served(router).sync(published, timeout_s=15)
             await way.tidy()
-    assert isinstance(published, InFolder)
+    assert isinstance(published, PublishedFolder)
     mine = published.folder.parent
     assert mine.is_relative_to(shared) if elsewhere else mine == run / "weights"
     assert [path.name for path in mine.iterdir()] == ["2"]
@@ -290,14 +292,14 @@ async def test_a_single_server_has_what_the_learner_has(tmp_path: Path) -> None:
     publish(tmp_path)
     fake = FakeSGLang(ANSWER, sums=sums())
     async with routed(fake) as router:
-        served, published = Served(router), InFolder("1", tmp_path)
-        assert (await served.sync_weights(published, timeout_s=15)).num_verified == 1
+        served, published = Served(router), PublishedFolder("1", tmp_path)
+        assert (await served.sync(published, timeout_s=15)).num_verified == 1
         fake.sums = WRONG
         with pytest.raises(ServerError, match=r"model\.norm\.weight differs from the learner's"):
-            await served.sync_weights(published, timeout_s=15)
+            await served.sync(published, timeout_s=15)
         assert states(router) == ["stale"]
         blind = replace(published, verify=False)
-        assert (await served.sync_weights(blind, timeout_s=15)).num_verified == 0
+        assert (await served.sync(blind, timeout_s=15)).num_verified == 0
 
 
 async def test_most_servers_may_be_wrong(tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ async def test_most_servers_may_be_wrong(tmp_path: Path) -> None:
     fakes = [FakeSGLang(ANSWER, weights="others", sums=WRONG) for _ in range(2)]
     fakes.append(FakeSGLang(ANSWER, sums=sums()))
     async with routed(*fakes) as router:
-        came = await Served(router).sync_weights(InFolder("1", tmp_path), timeout_s=15)
+        came = await Served(router).sync(PublishedFolder("1", tmp_path), timeout_s=15)
         assert (came.loaded, came.num_verified) == ([fakes[2].url], 1)
         assert states(router) == ["stale", "stale", "healthy"]
 
@@ -320,11 +322,11 @@ async def test_what_nobody_can_compare_is_compared_among_the_servers(
     async with routed(*fakes) as router:
         served = Served(router)
         for _ in range(2):
-            came = await served.sync_weights(InFolder("1", tmp_path), timeout_s=15)
+            came = await served.sync(PublishedFolder("1", tmp_path), timeout_s=15)
             assert (len(came.loaded), came.num_verified) == (2, 0)
         fakes[0].weights = "others"
         with pytest.raises(ServerError, match="unknown which"):
-            await served.sync_weights(InFolder("1", tmp_path), timeout_s=15)
+            await served.sync(PublishedFolder("1", tmp_path), timeout_s=15)
     said = [
         one.message for one in caplog.records if "compared only with other servers'" in one.message
     ]
@@ -342,7 +344,7 @@ async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
     fakes = [FakeSGLang(ANSWER, sums=sums(others)) for _ in range(2)]
     async with routed(*fakes) as router:
         with pytest.raises(ServerError, match=r"model\.safetensors differs from what the learner"):
-            await Served(router).sync_weights(InFolder("1", tmp_path), timeout_s=15)
+            await Served(router).sync(PublishedFolder("1", tmp_path), timeout_s=15)
         assert states(router) == ["stale", "stale"]
 
 
@@ -362,19 +364,19 @@ async def test_what_was_sampled_by_weights_of_the_wrong_name_is_distrusted(
     one = FakeSGLang(ANSWER, weights="others", sums=WRONG if how == "single" else {})
     more = {"tie": 1, "single": 0, "outvoted": 2}[how]
     others = [FakeSGLang(ANSWER) for _ in range(more)]
-    published = InFolder("1", tmp_path)
+    published = PublishedFolder("1", tmp_path)
     async with routed(one, *others) as router:
         served = Served(router)
         before = time.time()
         if how == "outvoted":
-            came = await served.sync_weights(published, timeout_s=15)
+            came = await served.sync(published, timeout_s=15)
             one.weights = "sum"
             assert await served.sync_stale(came, timeout_s=15)
         else:
             with pytest.raises(ServerError):
-                await served.sync_weights(published, timeout_s=15)
+                await served.sync(published, timeout_s=15)
             one.weights, one.sums = "sum", sums() if how == "single" else {}
-            await served.sync_weights(published, timeout_s=15)
+            await served.sync(published, timeout_s=15)
         assert states(router) == ["healthy"] * (1 + more)
         after = time.time()
     assert served.is_tainted(sampled(before, [one.url], "0", "1"))
@@ -391,7 +393,7 @@ async def test_what_is_wrong_in_a_server_that_came_back_is_distrusted_too(tmp_pa
     fakes = [FakeSGLang(ANSWER, sums=sums()) for _ in range(2)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
         served = Served(router)
-        came = await served.sync_weights(InFolder("1", tmp_path), timeout_s=15)
+        came = await served.sync(PublishedFolder("1", tmp_path), timeout_s=15)
         fakes[0].version, fakes[0].sums = "default", WRONG
         await eventually(lambda: states(router) == ["stale", "healthy"])
         before = time.time()
