@@ -43,7 +43,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 
@@ -51,6 +51,16 @@ from agentloop.inference.router import Router
 from agentloop.rewards.reward import Grader, Reward
 from agentloop.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.training.learner_client.client import Learner
+from agentloop.training.learner_client.protocol import (
+    PublishReply,
+    PublishRequest,
+    Reply,
+    Request,
+    SavedReply,
+    SavedRequest,
+    StepReply,
+    StepRequest,
+)
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.queue import GroupQueue
@@ -58,12 +68,15 @@ from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
-from agentloop.training.weight_sync.sync import Served, WeightsSettings
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory
 from bench import virtual_time
 from bench.router import RolloutSpec, make_trace
 from bench.server_model import ServerParams
 from bench.virtual_servers import TOKENS_PER_ID, Server, Servers
+
+R = TypeVar("R", bound=Reply)
 
 REGIMES = {"rollout-bound": 0.5, "balanced": 1.0, "learner-bound": 2.0}
 _MEMORY = Path("/dev/shm")
@@ -183,14 +196,21 @@ class _SleepingLearner:
         self._version = 0
         self._busy_s = 0.0
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        if op == "step":
-            await self._step(Path(arguments["batch"]))
-            return {"loss": 0.0}
-        if op == "publish":
-            Path(arguments["folder"]).mkdir(parents=True)  # in /dev/shm
-            await self._work(self._shape.publish_s)
-        return {}
+    async def ask(self, request: Request[R], *, timeout_s: float) -> R:
+        return cast(R, await self._handle(request))
+
+    async def _handle(self, request: Request[Any]) -> Reply:
+        match request:
+            case StepRequest():
+                await self._step(request.batch)
+                return StepReply(loss=0.0)
+            case PublishRequest():
+                request.folder.mkdir(parents=True)  # in /dev/shm
+                await self._work(self._shape.publish_s)
+                return PublishReply(version=request.version, sha256={}, num_bytes=0, seconds=0)
+            case SavedRequest():
+                return SavedReply()
+        return Reply()
 
     async def _step(self, batch: Path) -> None:
         from safetensors.numpy import load_file

@@ -45,9 +45,13 @@ from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
-from agentloop.training.learner_client.client import Learner, RanksSettings, started
+from agentloop.training.learner_client.client import Learner, started
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.protocol import PublishRequest
 from agentloop.training.learner_client.settings import LearnerSettings
-from agentloop.training.weight_sync.sync import Publisher, Served, WeightsSettings, publisher
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served, publisher
+from agentloop.training.weight_sync.transport import Publisher
 
 TIMEOUT_S = 300.0
 AFTER = 5  # tokens of each stream after a weight sync that are still measured
@@ -136,8 +140,9 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
             )
         )
         first = folder / "first"
-        said = await learner.ask("publish", timeout_s=TIMEOUT_S, folder=str(first), version="0")
-        print(f"{said['num_bytes'] / 1e6:.0f} MB of weights")
+        request = PublishRequest(folder=first, version="0")
+        published = await learner.ask(request, timeout_s=TIMEOUT_S)
+        print(f"{published.num_bytes / 1e6:.0f} MB of weights")
         settings = ServerSettings(
             count=options.servers,
             max_total_tokens=tokens,
@@ -167,7 +172,7 @@ async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
             for name, way in publishers.items():
                 begun = time.monotonic()
                 published = await way.publish(f"{number} {name[-1]}", timeout_s=TIMEOUT_S)
-                came = await Served(here.router).sync_weights(published, timeout_s=TIMEOUT_S)
+                came = await Served(here.router).sync(published, timeout_s=TIMEOUT_S)
                 times[name].append((time.monotonic() - begun, came.seconds))
                 checksums.add(came.checksum)
                 await way.tidy()
@@ -245,7 +250,7 @@ async def stream_once(
             wanted = (number + 1) * options.tokens // (options.rounds + 1)
             while min(len(stream.came_s) for stream in streams) < wanted:
                 await anyio.sleep(0.01)
-            await Served(here.router).sync_weights(published, timeout_s=TIMEOUT_S)
+            await Served(here.router).sync(published, timeout_s=TIMEOUT_S)
             await source.tidy()
     found = []
     for server in here.servers:

@@ -46,24 +46,27 @@ class PlayedLearner:
             case {"op": "reset_optimizer"}:
                 self._learn(b"reset", [])
                 return {}
-            case {"op": "publish", "folder": str(folder), "version": _}:
+            case {"op": "publish", "folder": str(folder), "version": str(version)}:
                 self._write(Path(folder), {"config.json": {}, "digest.json": self._digest})
-                return {}
+                return {"version": version, "sha256": {}, "num_bytes": 0, "seconds": 0.0}
             case {"op": "save", "folder": str(folder), "state": state}:
                 kept = {"state": state, "digest": self._digest, "num_updates": self._num_updates}
                 self._write(Path(folder), {"rank-0.json": {}, "state.json": kept})
                 _remove_older(Path(folder))
                 self._saved = folder
-                return {}
+                return {"folder": folder, **self._counters()}
             case {"op": "saved"}:
                 return {"folder": self._saved, "writing": None, "failed": None}
             case {"op": "load", "folder": str(folder)}:
                 kept = json.loads((Path(folder) / "state.json").read_bytes())
                 self._digest, self._num_updates = kept["digest"], kept["num_updates"]
-                return {"state": kept["state"]}
+                return {"state": kept["state"], **self._counters()}
             case {"op": "close"}:
                 return {}
         raise ValueError(f"unknown request: {request}")
+
+    def _counters(self) -> dict[str, int]:
+        return {"num_updates": self._num_updates, "num_skipped": 0, "warm_from": 0}
 
     def _step(self, batch: bytes) -> dict[str, Any]:
         _work()
@@ -120,7 +123,9 @@ def main() -> None:
     link.connect(os.environ["AGENTLOOP_LEARNER_SOCKET"])
     (run / PID).write_text(str(os.getpid()))
     with link.makefile("rwb") as file:
-        file.write(b'{"ok": true}\n')
+        ready = {"ok": True, "ready": True, "num_ranks": 1, "device": "cpu"}
+        ready |= {"num_parameters": 0, "num_trained": 0}
+        file.write(json.dumps(ready).encode() + b"\n")
         file.flush()
         for line in file:
             request = json.loads(line)

@@ -39,7 +39,9 @@ import numpy as np
 
 from agentloop.inference.processes.openmp import wait_policy
 from agentloop.learner.batch import Batch, plan
-from agentloop.training.learner_client.client import RanksSettings, started
+from agentloop.training.learner_client.client import started
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from bench.sandbox import cpu_of_tree
 
@@ -207,7 +209,8 @@ async def _learner_arm(
     )
 
     async def step(batch: Path) -> Mapping[str, Any]:
-        return await learner.ask("step", batch=str(batch), timeout_s=_STEP_TIMEOUT_S)
+        reply = await learner.ask(StepRequest(batch=batch), timeout_s=_STEP_TIMEOUT_S)
+        return reply.metrics()
 
     return Arm(name, step)
 

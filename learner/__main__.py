@@ -1,8 +1,9 @@
 """`python -m agentloop.learner SETTINGS.json`: one rank of the learner.
 
 A supervisor, torchrun or DeepSpeed's launcher starts it once per rank, with torch.distributed's
-environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 sends {"ok": true,
-"ready": true, ...} when all ranks are ready. Everything printed goes to stderr.
+environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 sends a `ReadyReply`
+when all ranks are ready (agentloop/training/learner_client/protocol.py). Everything printed goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pydantic
 
 from agentloop.errors import AgentLoopError
 from agentloop.inference.processes.openmp import wait_policy
+from agentloop.training.learner_client.protocol import Failure, ReadyReply
 from agentloop.training.learner_client.settings import LearnerSettings
+
+if TYPE_CHECKING:
+    from agentloop.learner.rank import ControlChannel
 
 _PR_SET_PDEATHSIG = 1
 
@@ -56,9 +62,14 @@ def _run(settings: LearnerSettings) -> int:
         policy = Policy(settings, world)
         world.wait()
         if link:
-            ready = {"ready": True, "num_ranks": world.size, "device": str(world.device)}
-            sizes = {"num_parameters": policy.num_parameters, "num_trained": policy.num_trained}
-            link.send({"ok": True, **ready, **sizes})
+            link.send(
+                ReadyReply(
+                    num_ranks=world.size,
+                    device=str(world.device),
+                    num_parameters=policy.num_parameters,
+                    num_trained=policy.num_trained,
+                )
+            )
         serve(policy, link)
         world.leave()
     except Exception as error:
@@ -68,14 +79,11 @@ def _run(settings: LearnerSettings) -> int:
     return 0
 
 
-def _try_to_report(link: object, error: Exception) -> None:
+def _try_to_report(link: ControlChannel, error: Exception) -> None:
     """Report the error to the supervisor; `on_purpose` means that a restart would not help."""
-    from agentloop.learner.rank import ControlChannel
-
-    assert isinstance(link, ControlChannel)
     text, on_purpose = f"{type(error).__name__}: {error}", isinstance(error, AgentLoopError)
     try:
-        link.send({"ok": False, "error": text, "fatal": True, "on_purpose": on_purpose})
+        link.send(Failure(error=text, fatal=True, on_purpose=on_purpose))
     except OSError:
         print(json.dumps({"unsent": text}), file=sys.stderr)
 

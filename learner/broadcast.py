@@ -24,10 +24,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agentloop.learner.errors import GroupBroken, RankError
+from agentloop.learner.errors import ProcessGroupError, RankError
 from agentloop.learner.policy import Policy, config_of
 from agentloop.learner.weights import Shard, gathered, split
-from agentloop.training.weight_sync.checksums import Layout, Tensor, checksum, parts_of
+from agentloop.training.learner_client.protocol import (
+    JoinRequest,
+    LayoutReply,
+    OpenReply,
+    Reply,
+    SendReply,
+)
+from agentloop.training.weight_sync.checksums import Tensor, checksum, parts_of
+from agentloop.training.weight_sync.layout import Layout
 
 __all__ = ["Broadcaster"]
 
@@ -99,7 +107,7 @@ class Broadcaster:
         if not 0 <= index < len(self._buckets):
             raise RankError(f"bucket: {index} does not exist, there are {len(self._buckets)}")
 
-    def layout(self, out: Path) -> dict[str, Any]:
+    def layout(self, out: Path) -> LayoutReply:
         """Write the content of each bucket to `out`.
 
         The file is [{"names": [...], "dtypes": [...], "shapes": [...]}, ...], in the order in which
@@ -110,13 +118,13 @@ class Broadcaster:
             partial = out.with_name(f".{out.name}.partial")
             partial.write_text(json.dumps(made), "utf-8")
             os.replace(partial, out)
-        return {
-            "num_buckets": len(self._buckets),
-            "num_bytes": sum(self._spans(bucket)[-1][-1] for bucket in self._buckets),
-            "num_updates": self._policy.num_updates,
-            "backend": self.backend,
-            "model": self._model(),
-        }
+        return LayoutReply(
+            num_buckets=len(self._buckets),
+            num_bytes=sum(self._spans(bucket)[-1][-1] for bucket in self._buckets),
+            num_updates=self._policy.num_updates,
+            backend=self.backend,
+            model=self._model(),
+        )
 
     def _model(self) -> dict[str, Any]:
         """Return the part of the model's configuration that decides how servers store the
@@ -125,16 +133,16 @@ class Broadcaster:
         config["dtype"] = config.get("dtype") or config.get("torch_dtype")  # the former name
         return {name: config.get(name) for name in _ASKED}
 
-    def open(self, address: str, port: int) -> dict[str, Any]:
+    def open(self, address: str, port: int) -> Reply:
         """Leave the previous group, if any, and create the store for a new one at `address`.
 
         Raises:
-            GroupBroken: Listening there fails.
+            ProcessGroupError: Listening there fails.
         """
         self.leave()
         self._sent.clear()
         if not self._policy.world.first:
-            return {}
+            return Reply()
         try:
             listener = socket.create_server((address, port), family=_family(address))
             port = listener.getsockname()[1]
@@ -143,39 +151,41 @@ class Broadcaster:
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
         except (OSError, RuntimeError) as error:
-            raise GroupBroken(
+            raise ProcessGroupError(
                 f"weights.address, weights.port: cannot listen at {address}:{port}: {error}"
             ) from error
-        return {"port": port}
+        return OpenReply(port=port)
 
-    def join(self, name: str, world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
+    def join(self, request: JoinRequest) -> Reply:
         """Wait until all members have joined.
 
         Raises:
-            GroupBroken: A member did not join in time.
+            ProcessGroupError: A member did not join in time.
         """
         if not self._policy.world.first:
-            return {}
+            return Reply()
         if self._store is None:
-            raise GroupBroken("there is no group to join: call open first")
-        timeout = timedelta(seconds=timeout_s)
+            raise ProcessGroupError("there is no group to join: call open first")
+        name, timeout = request.name, timedelta(seconds=request.within_s)
         self._store.set_timeout(timeout)
         try:
-            made = _process_group(backend, self._store, name, world_size, timeout)
+            made = _process_group(request.backend, self._store, name, request.world_size, timeout)
         except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
             self.leave()
-            raise GroupBroken(f"the group {name} could not be formed: {_reason(error)}") from error
+            raise ProcessGroupError(
+                f"the group {name} could not be formed: {_reason(error)}"
+            ) from error
         self._group = _Group(made, name, timeout)
-        return {}
+        return Reply()
 
-    def send(self, index: int, layout: Layout | None) -> dict[str, Any]:
+    def send(self, index: int, layout: Layout | None) -> Reply:
         """Gather a bucket on all ranks and broadcast it.
 
-        With `layout`, the way the servers store the weights, the answer has `sums`: the checksums
+        With `layout`, the way the servers store the weights, the reply has `sums`: the checksums
         that each server rank must report for the tensors completed by this bucket.
 
         Raises:
-            GroupBroken: Some members may not have received it.
+            ProcessGroupError: Some members may not have received it.
         """
         bucket, first = self._buckets[index], self._policy.world.first
         places = self._spans(bucket)
@@ -190,12 +200,12 @@ class Broadcaster:
             views[one.name] = flat[start:end].view(one.dtype).view(one.shape)
             views[one.name].copy_(tensor)
         if not first:
-            return {}
+            return Reply()
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
             sums = {} if layout is None else self._sums(views, layout, threads)
             self._broadcast(flat)  # meanwhile the threads compute the checksums
             found = {name: [one.result() for one in ranks] for name, ranks in sums.items()}
-        return {"num_bytes": size, "sums": found}
+        return SendReply(num_bytes=size, sums=found)
 
     def _sums(
         self, views: dict[str, Any], layout: Layout, threads: ThreadPoolExecutor
@@ -213,30 +223,30 @@ class Broadcaster:
                 ]
         return sums
 
-    def leave(self) -> dict[str, Any]:
+    def leave(self) -> Reply:
         """Destroy the group and the store; pending operations on either fail."""
         group, self._group, self._store = self._group, None, None
         if group is None:
-            return {}
+            return Reply()
         try:
             if dist.get_backend(group.process_group) == "nccl":
                 group.process_group.abort()  # else its watchdog would end the process
             dist.destroy_process_group(group.process_group)
         except RuntimeError as error:
             print(f"leaving the group {group.name} failed: {error}", flush=True)
-        return {}
+        return Reply()
 
     def _broadcast(self, flat: Any) -> None:
         group = self._group
         if group is None:
-            raise GroupBroken("there is no group: call open and join first")
+            raise ProcessGroupError("there is no group: call open and join first")
         try:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = 0, 0, group.timeout
             group.process_group.broadcast([flat], options).wait(group.timeout)
         except RuntimeError as error:
             self.leave()
-            raise GroupBroken(f"the group {group.name} broke: {_reason(error)}") from error
+            raise ProcessGroupError(f"the group {group.name} broke: {_reason(error)}") from error
 
     def _describe(self, bucket: Shard) -> dict[str, Any]:
         return {

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from agentloop.learner import universal
-from agentloop.learner.errors import NotConverted, NotWritten, RankError
+from agentloop.learner.errors import CheckpointError, RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.policy import Policy
 from agentloop.learner.world import BackgroundTask
@@ -65,12 +65,12 @@ class Saver:
         the state is copied into the host's memory.
 
         Raises:
-            NotWritten: Writing failed; the partial folder is removed.
+            WriteError: Writing failed; the partial folder is removed.
         """
         self.wait()
         try:
-            self._world.beside((lambda: _create_partial(folder)) if self._world.first else None)
-        except NotWritten as error:
+            self._world.run_beside((lambda: _create_partial(folder)) if self._world.first else None)
+        except WriteError as error:
             self.failed = str(error)
             raise
         parts = _collect_writes(self._policy, partial_of(folder), hold=beside)
@@ -82,7 +82,7 @@ class Saver:
             return
         self.wait()
         if self.failed is not None:
-            raise NotWritten(self.failed)
+            raise WriteError(self.failed)
 
     def go_on(self, within_s: float = 0.0) -> None:
         """Begin the next phase if all ranks finish the current one within `within_s` seconds."""
@@ -91,20 +91,20 @@ class Saver:
         assert self._phases is not None
         try:
             try:
-                self._world.agree(self._task.error)
-            except NotWritten as error:
+                self._world.raise_if_any(self._task.error)
+            except WriteError as error:
                 self._task = BackgroundTask(self._phases.throw(error))
             else:
                 self._task = BackgroundTask(next(self._phases))
         except StopIteration:
             self.folder, self.failed, self.writing = self.writing, None, None
-        except NotWritten as error:
+        except WriteError as error:
             self.failed, self.writing = str(error), None
 
     def wait(self, timeout_s: float = math.inf) -> None:
         """Wait until nothing is being written, or until the timeout."""
         end = time.monotonic() + timeout_s
-        while self.writing is not None and self._world.share(time.monotonic() < end):
+        while self.writing is not None and self._world.broadcast_object(time.monotonic() < end):
             self.go_on(self._world.beat_s)
 
 
@@ -139,7 +139,7 @@ def _phases(
     try:
         yield write
         yield complete if first else None
-    except NotWritten:
+    except WriteError:
         yield (lambda: remove_partial(folder)) if first else None
         raise
 
@@ -217,7 +217,7 @@ def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
     """Load a checkpoint, given what `read_state` returned (collective).
 
     Raises:
-        NotConverted, NotWritten: Nothing has changed.
+        CheckpointError, WriteError: Nothing has changed.
     """
     shape = _shape(policy)
     if all(kept.get(name) == shape[name] for name in _CONVERTED):
@@ -240,16 +240,16 @@ def _load_converted(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
     def convert() -> None:
         try:
             if kept["num_updates"] == 0:  # DeepSpeed would keep this policy's moments
-                raise NotConverted("it was saved before the first step; start a new run instead")
+                raise CheckpointError("it was saved before the first step; start a new run instead")
             universal.convert(policy, folder / _TAG, target, stage=kept["zero_stage"])
-        except NotConverted as error:
+        except CheckpointError as error:
             text = f"{folder}: saved with {then}, cannot be read with {now}: {error}"
-            raise NotConverted(text) from error
+            raise CheckpointError(text) from error
 
-    world.beside(convert if world.first else None)
+    world.run_beside(convert if world.first else None)
     universal.load(policy, target)
     world.wait()
-    world.beside((lambda: universal.remove(target)) if world.first else None)
+    world.run_beside((lambda: universal.remove(target)) if world.first else None)
 
 
 def _shape(policy: Policy) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The learner's errors.
 
 AgentLoopError
- └─ RankError        base class; by itself, a request that cannot be carried out
-     ├─ BatchError      a batch file or its content is invalid: the learner goes on
-     ├─ NotWritten      a folder or file could not be written: the learner goes on
-     ├─ NotConverted    a checkpoint of other ranks could not be read: the learner goes on
-     ├─ GroupBroken     the process group with the servers failed: the learner goes on
-     └─ TrainingBroken  the policy can no longer be trusted: the learner ends
+ └─ RankError              base class; by itself, a request that cannot be carried out
+     ├─ BatchError         a batch file or its content is invalid: the learner goes on
+     ├─ WriteError         a folder or file could not be written: the learner goes on
+     ├─ CheckpointError    a checkpoint of other ranks cannot be converted: the learner goes on
+     ├─ ProcessGroupError  the process group with the servers failed: the learner goes on
+     └─ GradientError      the policy can no longer be trusted: the learner ends
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from agentloop.errors import AgentLoopError
 
 __all__ = [
     "BatchError",
-    "GroupBroken",
-    "NotConverted",
-    "NotWritten",
+    "CheckpointError",
+    "GradientError",
+    "ProcessGroupError",
     "RankError",
-    "TrainingBroken",
+    "WriteError",
 ]
 
 
@@ -31,26 +31,26 @@ class BatchError(RankError):
     """A batch is unusable; the message names the file, the tensor and the index."""
 
 
-class NotWritten(RankError):
+class WriteError(RankError):
     """Writing failed, most often because the disk is full; the message names the folder.
 
     Raised on every rank.
     """
 
 
-class NotConverted(RankError):
+class CheckpointError(RankError):
     """A checkpoint of another number of ranks or ZeRO stage cannot be converted.
 
     The message names both. Raised on every rank, before any weight has changed.
     """
 
 
-class GroupBroken(RankError):
+class ProcessGroupError(RankError):
     """A server did not join, is gone or hangs.
 
     Raised on rank 0 alone, after the part of the work that all ranks share.
     """
 
 
-class TrainingBroken(RankError):
+class GradientError(RankError):
     """Too many steps in a row had no finite gradient."""

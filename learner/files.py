@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from agentloop.learner.errors import NotWritten
+from agentloop.learner.errors import WriteError
 
 __all__ = ["appear", "fresh_partial", "partial_of", "remove_partial", "writing"]
 
@@ -34,7 +34,7 @@ def remove_partial(folder: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raise `NotWritten`, with the number of free bytes, in place of errors of the disk."""
+    """Raise `WriteError`, with the number of free bytes, in place of errors of the disk."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -45,7 +45,7 @@ def writing(folder: Path) -> Iterator[None]:
         if cause is None and not isinstance(error, SafetensorError):
             raise
         text = (cause and cause.strerror) or str(error)
-        raise NotWritten(f"{folder}: {text}{_free_space(folder)}") from error
+        raise WriteError(f"{folder}: {text}{_free_space(folder)}") from error
 
 
 def _free_space(folder: Path) -> str:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from agentloop.errors import ModelError
 from agentloop.learner.attention import PACKED, register
 from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
-from agentloop.learner.errors import BatchError, TrainingBroken
+from agentloop.learner.errors import BatchError, GradientError
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.utilization import Work, peak_tflops
@@ -197,6 +197,14 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         return self.head(output.last_hidden_state[0, predictors_M], targets_M)
 
 
+class Counters(TypedDict):
+    """The state of a policy besides weights and optimizer."""
+
+    num_updates: int
+    num_skipped: int
+    warm_from: int
+
+
 class Policy:
     """The model in training, on this rank.
 
@@ -257,7 +265,7 @@ class Policy:
         into memory, and one long prompt must not end a run.
 
         Raises:
-            TrainingBroken: Too many steps in a row had no finite gradient.
+            GradientError: Too many steps in a row had no finite gradient.
         """
         fitting = batch.up_to(self.settings.micro_batch_tokens)
         num_too_long = len(batch.lengths) - (0 if fitting is None else len(fitting.lengths))
@@ -330,7 +338,12 @@ class Policy:
             self._drop_gradients()
         norm = None if skipped else float(self.engine.get_global_grad_norm())
         self._count_step(skipped)
-        return {**self.world.sums(sums), "grad_norm": norm, "lr": rate, "skipped": skipped}
+        return {
+            **self.world.all_reduce_named(sums),
+            "grad_norm": norm,
+            "lr": rate,
+            "skipped": skipped,
+        }
 
     def _forward_loss(self, micro: MicroBatch) -> tuple[Any, dict[str, Any]]:
         new, entropy = self._score(micro)
@@ -359,7 +372,7 @@ class Policy:
         self.num_skipped += 1
         self._skipped_in_row += 1
         if self._skipped_in_row >= self.settings.max_skipped_steps:
-            raise TrainingBroken(
+            raise GradientError(
                 f"{self._skipped_in_row} steps in a row had no finite gradient: the weights are "
                 f"those after {self.num_updates} updates"
             )
@@ -414,7 +427,7 @@ class Policy:
                 if micro.source[0] >= 0:
                     found_2T[:, torch.from_numpy(micro.source)] = scored.cpu()
         self.engine.train()
-        found: np.ndarray[Any, Any] = self.world.sum(found_2T).numpy()
+        found: np.ndarray[Any, Any] = self.world.all_reduce(found_2T).numpy()
         return found
 
     def _micro_batches(
@@ -432,7 +445,7 @@ class Policy:
     def _on_device(self, array: np.ndarray[Any, Any]) -> Any:
         return torch.from_numpy(array).to(self.world.device, non_blocking=True)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> Counters:
         """Return the counters that a checkpoint keeps besides weights and optimizer."""
         return {
             "num_updates": self.num_updates,
@@ -440,7 +453,7 @@ class Policy:
             "warm_from": self._warm_from,
         }
 
-    def set_counters(self, counters: dict[str, int]) -> None:
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         self._warm_from = counters["warm_from"]
         self._skipped_in_row = 0

@@ -13,7 +13,6 @@ in vain.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
@@ -27,16 +26,41 @@ from agentloop.learner.batch import Batch, plan
 from agentloop.learner.broadcast import Broadcaster
 from agentloop.learner.checkpoint import Saver, load_checkpoint, read_state
 from agentloop.learner.errors import (
-    GroupBroken,
-    NotConverted,
-    NotWritten,
+    CheckpointError,
+    GradientError,
+    ProcessGroupError,
     RankError,
-    TrainingBroken,
+    WriteError,
 )
 from agentloop.learner.files import fresh_partial, writing
 from agentloop.learner.policy import Policy
 from agentloop.learner.weights import publish
-from agentloop.training.weight_sync.checksums import Layout
+from agentloop.training.learner_client.protocol import (
+    CloseRequest,
+    Failure,
+    JoinRequest,
+    LayoutRequest,
+    LeaveRequest,
+    LoadReply,
+    LoadRequest,
+    MessageError,
+    OpenRequest,
+    PublishRequest,
+    Reply,
+    Request,
+    ResetOptimizerRequest,
+    SavedReply,
+    SavedRequest,
+    SaveReply,
+    SaveRequest,
+    ScoreReply,
+    ScoreRequest,
+    SendRequest,
+    StepReply,
+    StepRequest,
+    decode_request,
+    encode,
+)
 
 __all__ = ["FD_VARIABLE", "SOCKET_VARIABLE", "ControlChannel", "serve"]
 
@@ -44,9 +68,6 @@ FD_VARIABLE = "AGENTLOOP_LEARNER_FD"
 SOCKET_VARIABLE = "AGENTLOOP_LEARNER_SOCKET"
 _MAX_LINE = 1 << 20
 _POLL_S = 0.5  # between checks of a checkpoint that is being written
-
-Request = dict[str, Any]
-Answer = dict[str, Any]
 
 
 class ControlChannel:
@@ -80,10 +101,10 @@ class ControlChannel:
             ) from error
         raise RankError(f"set {FD_VARIABLE} or {SOCKET_VARIABLE}, the source of requests")
 
-    def next(self, timeout_s: float) -> Request | None:
-        """Return the next request, or None if none arrives in time.
+    def next(self, timeout_s: float) -> Request[Any] | None:
+        """Return the next request, or None if no valid one arrives in time.
 
-        The end of the stream counts as a request to close.
+        An invalid one is refused. The end of the stream counts as a request to close.
         """
         while b"\n" not in self._buffer:
             if not select.select([self._socket], [], [], timeout_s)[0]:
@@ -91,184 +112,144 @@ class ControlChannel:
             data = self._socket.recv(1 << 16)
             if not data:
                 self._ended = True
-                return {"op": "close"}
+                return CloseRequest()
             self._buffer += data
             if len(self._buffer) > _MAX_LINE:
                 raise RankError(f"a request is longer than {_MAX_LINE} bytes")
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer[:] = rest
         try:
-            request = json.loads(line)
-        except ValueError:
-            request = None
-        return request if isinstance(request, dict) else {"op": f"{line[:80]!r}, not a JSON object"}
+            return decode_request(line)
+        except MessageError as error:
+            self.send(Failure(error=str(error)))
+            return None
 
-    def send(self, answer: Answer) -> None:
+    def send(self, answer: Reply | Failure) -> None:
         """Send an answer, unless the supervisor has hung up."""
-        if self._ended:
-            return
-        self._socket.sendall(json.dumps(answer, allow_nan=False).encode() + b"\n")
+        if not self._ended:
+            self._socket.sendall(encode(answer))
 
 
 def serve(policy: Policy, link: ControlChannel | None) -> None:
     """Serve requests until asked to close. Only rank 0 has a `link`.
 
     Raises:
-        TrainingBroken: Training cannot go on. Other errors also end the learner.
+        GradientError: Training cannot go on. Other errors also end the learner.
     """
     world = policy.world
     broadcaster, saver = Broadcaster(policy), Saver(policy)
     while True:
         beat_s = world.beat_s if saver.writing is None else min(world.beat_s, _POLL_S)
-        request: Request | None = world.share(link.next(beat_s) if link else None)
+        request = world.broadcast_object(link.next(beat_s) if link else None)
         saver.go_on()
         if request is None:
             continue
-        closing = request.get("op") == "close"
-        try:
-            done = {} if closing else _handle(policy, broadcaster, saver, request)
-            answer = {"ok": True, **done}
-        except _Refused as error:
-            answer = {"ok": False, "error": str(error), "fatal": False}
-        except TrainingBroken:  # on all ranks; a checkpoint still being written is valid
+        if isinstance(request, CloseRequest):
             saver.wait(policy.settings.close_timeout_s)
-            raise
-        if closing:
-            saver.wait(policy.settings.close_timeout_s)
-        if link:
-            link.send(answer)
-        if closing:
+            if link:
+                link.send(Reply())
             broadcaster.leave()
             return
+        answer: Reply | Failure
+        try:
+            answer = _handle(policy, broadcaster, saver, request)
+        except _Refused as error:
+            answer = Failure(error=str(error))
+        except GradientError:  # on all ranks; a checkpoint still being written is valid
+            saver.wait(policy.settings.close_timeout_s)
+            raise
+        if link:
+            link.send(answer)
 
 
 class _Refused(Exception):
     """The request cannot be carried out; all ranks are idle again."""
 
 
-def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request) -> Answer:
+def _handle(policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request[Any]) -> Reply:
     problem, work = None, None
-    if request.get("op") in ("save", "load"):  # it may concern the same folder
+    if isinstance(request, SaveRequest | LoadRequest):  # it may concern the same folder
         saver.wait()
     try:
         work = _prepare(policy, broadcaster, saver, request)
     except RankError as error:
         problem = error
     try:
-        policy.world.agree(problem)
+        policy.world.raise_if_any(problem)
     except RankError as error:
         raise _Refused(str(error)) from error
     assert work is not None
     try:
         return work()
-    except (GroupBroken, NotConverted, NotWritten) as error:
-        # GroupBroken concerns rank 0 alone: the other ranks are done. All ranks raise the others.
+    except (ProcessGroupError, CheckpointError, WriteError) as error:
+        # The first concerns rank 0 alone: the other ranks are done. All ranks raise the others.
         raise _Refused(str(error)) from error
 
 
 def _prepare(
-    policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request
-) -> Callable[[], Answer]:
-    """Check the request on this rank alone; return the work that all ranks then do together."""
+    policy: Policy, broadcaster: Broadcaster, saver: Saver, request: Request[Any]
+) -> Callable[[], Reply]:
+    """Check the request on this rank alone; return the work that all ranks then do together.
+
+    Only rank 0's reply is sent; the others may return one without content.
+    """
     match request:
-        case {"op": "step", "batch": str(path), **rest}:
-            batch, lr, rescue = _batch(policy, path), _lr(rest), rest.get("rescue")
-            if rescue is None:
-                return lambda: policy.step(batch, lr)
-            if not isinstance(rescue, str):
-                raise RankError(f"rescue: expected the path of a folder, not {rescue!r}")
-            state = _state(rest)
-            return lambda: _step_or_save(policy, saver, batch, lr, Path(rescue), state)
-        case {"op": "logprobs", "batch": str(path), "out": str(out)}:
-            scored = _batch(policy, path)
+        case StepRequest():
+            trained = _batch(policy, request.batch)
+            return lambda: _step(policy, saver, trained, request)
+        case ScoreRequest():
+            scored = _batch(policy, request.batch)
             plan(scored.lengths.tolist(), policy.settings.micro_batch_tokens, policy.world.size)
-            return lambda: _logprobs(policy, scored, Path(out))
-        case {"op": "publish", "folder": str(folder), "version": str(version)}:
-            target = _target(policy, folder)
-            return lambda: publish(policy, target, version)
-        case {"op": "save", "folder": str(folder), **rest}:
-            target, state, beside = _target(policy, folder), _state(rest), _flag(rest, "beside")
-            return lambda: _save(policy, saver, target, state, beside)
-        case {"op": "saved", **rest}:
-            wait = _flag(rest, "wait")
-            return lambda: _saved(saver, wait)
-        case {"op": "reset_optimizer"}:
+            return lambda: _score(policy, scored, request.out)
+        case PublishRequest():
+            _make_partial(policy, request.folder)
+            return lambda: publish(policy, request.folder, request.version)
+        case SaveRequest():
+            _make_partial(policy, request.folder)
+            return lambda: _save(policy, saver, request)
+        case SavedRequest():
+            return lambda: _saved(saver, request.wait)
+        case ResetOptimizerRequest():
             return lambda: _reset_optimizer(policy)
-        case {"op": "load", "folder": str(folder)}:
-            kept = read_state(policy, Path(folder))
-            return lambda: _load(policy, Path(folder), kept)
-        case {"op": "layout", "out": str(out)}:
-            if policy.world.first and not Path(out).parent.is_dir():
-                raise RankError(f"out: there is no folder {Path(out).parent}")
-            return lambda: broadcaster.layout(Path(out))
-        case {"op": "open", "address": str(address), "port": int(port), "num_updates": int(num)}:
-            broadcaster.check(num)
-            return lambda: broadcaster.open(address, port)
-        case {
-            "op": "join", "name": str(name), "world_size": int(size), "backend": str(backend),
-            "within_s": int() | float() as within_s,
-        }:  # fmt: skip
-            broadcaster.check_timeout(within_s)
-            return lambda: broadcaster.join(name, size, backend, within_s)
-        case {"op": "send", "bucket": int(index), "num_updates": int(num), **rest}:
-            broadcaster.check(num)
-            broadcaster.check_bucket(index)
-            layout = _layout(rest.get("layout"))
-            return lambda: broadcaster.send(index, layout)
-        case {"op": "leave"}:
+        case LoadRequest():
+            kept = read_state(policy, request.folder)
+            return lambda: _load(policy, request.folder, kept)
+        case LayoutRequest():
+            if policy.world.first and not request.out.parent.is_dir():
+                raise RankError(f"out: there is no folder {request.out.parent}")
+            return lambda: broadcaster.layout(request.out)
+        case OpenRequest():
+            broadcaster.check(request.num_updates)
+            return lambda: broadcaster.open(request.address, request.port)
+        case JoinRequest():
+            broadcaster.check_timeout(request.within_s)
+            return lambda: broadcaster.join(request)
+        case SendRequest():
+            broadcaster.check(request.num_updates)
+            broadcaster.check_bucket(request.bucket)
+            return lambda: broadcaster.send(request.bucket, request.layout)
+        case LeaveRequest():
             return broadcaster.leave
         case _:
-            raise RankError(f"unknown request: {json.dumps(request)[:200]}")
+            raise TypeError(f"no rank can carry out {request!r}")
 
 
-def _target(policy: Policy, path: str) -> Path:
-    """Return the folder to be written; rank 0 creates its temporary folder."""
-    folder = Path(path)
+def _make_partial(policy: Policy, folder: Path) -> None:
+    """Create the temporary folder of the folder to be written, on rank 0."""
     if policy.world.first:
         try:
             fresh_partial(folder)
         except OSError as error:
             raise RankError(f"{folder}: {error.strerror or error}") from error
-    return folder
 
 
-def _state(request: Request) -> dict[str, Any]:
-    state = request.get("state", {})
-    if not isinstance(state, dict):
-        raise RankError("state: expected an object")
-    return state
-
-
-def _flag(request: Request, name: str) -> bool:
-    value = request.get(name, False)
-    if not isinstance(value, bool):
-        raise RankError(f"{name}: expected true or false, not {value!r}")
-    return value
-
-
-def _layout(value: Any) -> Layout | None:
-    try:
-        return None if value is None else Layout(**value)
-    except TypeError as error:
-        raise RankError(f"layout: {error}") from error
-
-
-def _batch(policy: Policy, path: str) -> Batch:
-    batch = Batch.load(Path(path))
+def _batch(policy: Policy, path: Path) -> Batch:
+    batch = Batch.load(path)
     policy.check(batch)
     return batch
 
 
-def _lr(request: Request) -> float | None:
-    lr = request.get("lr")
-    if lr is None:
-        return None
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < 1:
-        raise RankError(f"lr: expected a number from 0 to below 1, not {lr!r}")
-    return float(lr)
-
-
-def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
+def _score(policy: Policy, batch: Batch, out: Path) -> ScoreReply:
     logprobs_T, entropies_T = policy.scores(batch)
 
     def write() -> None:
@@ -277,58 +258,50 @@ def _logprobs(policy: Policy, batch: Batch, out: Path) -> Answer:
             partial.write_bytes(save({"logprobs": logprobs_T, "entropies": entropies_T}))
             os.replace(partial, out)
 
-    policy.world.beside(write if policy.world.first else None)
-    return {"num_tokens": int(batch.mask.sum())}
+    policy.world.run_beside(write if policy.world.first else None)
+    return ScoreReply(num_tokens=int(batch.mask.sum()))
 
 
-def _step_or_save(
-    policy: Policy,
-    saver: Saver,
-    batch: Batch,
-    lr: float | None,
-    folder: Path,
-    state: dict[str, Any],
-) -> Answer:
-    """Train on the batch; if training breaks, save a checkpoint first.
+def _step(policy: Policy, saver: Saver, batch: Batch, request: StepRequest) -> StepReply:
+    """Train on the batch; if training breaks, save a checkpoint in `rescue` first.
 
     Nothing is saved if some of the batch's updates were applied: a resumed run repeats the whole
     step and would apply them twice. It has to go on from an earlier checkpoint.
     """
-    before = policy.num_updates
+    before, folder = policy.num_updates, request.rescue
     try:
-        return policy.step(batch, lr)
-    except TrainingBroken as error:
+        return StepReply(**policy.step(batch, request.lr))
+    except GradientError as error:
+        if folder is None:
+            raise
         if num_applied := policy.num_updates - before:
-            raise TrainingBroken(
+            raise GradientError(
                 f"{error}; nothing is saved, because {num_applied} of the batch's updates were "
                 "applied: resume from the previous checkpoint"
             ) from error
         try:
-            saver.save(folder, state)
+            saver.save(folder, request.state)
         except Exception as failed:
-            raise TrainingBroken(f"{error}; {folder} could not be saved: {failed}") from failed
-        raise TrainingBroken(f"{error}; they are saved in {folder}") from error
+            raise GradientError(f"{error}; {folder} could not be saved: {failed}") from failed
+        raise GradientError(f"{error}; they are saved in {folder}") from error
 
 
-def _save(
-    policy: Policy, saver: Saver, folder: Path, state: dict[str, Any], beside: bool
-) -> Answer:
-    saver.save(folder, state, beside=beside)
-    return {"folder": str(folder), **policy.counters()}
+def _save(policy: Policy, saver: Saver, request: SaveRequest) -> SaveReply:
+    saver.save(request.folder, request.state, beside=request.beside)
+    return SaveReply(folder=request.folder, **policy.counters())
 
 
-def _saved(saver: Saver, wait: bool) -> Answer:
+def _saved(saver: Saver, wait: bool) -> SavedReply:
     if wait:
         saver.wait()
-    found = {"folder": saver.folder, "writing": saver.writing}
-    return {name: path and str(path) for name, path in found.items()} | {"failed": saver.failed}
+    return SavedReply(folder=saver.folder, writing=saver.writing, failed=saver.failed)
 
 
-def _reset_optimizer(policy: Policy) -> Answer:
+def _reset_optimizer(policy: Policy) -> Reply:
     policy.reset_optimizer()
-    return {}
+    return Reply()
 
 
-def _load(policy: Policy, folder: Path, kept: dict[str, Any]) -> Answer:
+def _load(policy: Policy, folder: Path, kept: dict[str, Any]) -> LoadReply:
     load_checkpoint(policy, folder, kept)
-    return {"state": kept["state"], **policy.counters()}
+    return LoadReply(state=kept["state"], **policy.counters())

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from agentloop.learner.errors import NotConverted, NotWritten
+from agentloop.learner.errors import CheckpointError, WriteError
 from agentloop.learner.files import writing
 from agentloop.learner.policy import Policy
 
@@ -29,8 +29,8 @@ def convert(policy: Policy, zero: Path, target: Path, *, stage: int) -> None:
     """Convert a checkpoint that ranks of ZeRO `stage` saved in `zero`; write it to `target`.
 
     Raises:
-        NotConverted: DeepSpeed cannot convert it; `target` is removed.
-        NotWritten: Writing failed; `target` is removed.
+        CheckpointError: DeepSpeed cannot convert it; `target` is removed.
+        WriteError: Writing failed; `target` is removed.
     """
     try:
         with writing(target):
@@ -41,9 +41,9 @@ def convert(policy: Policy, zero: Path, target: Path, *, stage: int) -> None:
                 _reconcile_steps(_universal_folder(target) / "zero", _shapes(policy), stage)
     except Exception as error:  # DeepSpeed fails with assertions, missing keys and others
         remove(target)
-        if isinstance(error, NotWritten):
+        if isinstance(error, WriteError):
             raise
-        raise NotConverted(f"{type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
 def _convert(zero: Path, target: Path) -> None:

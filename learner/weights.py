@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from agentloop.learner.errors import NotWritten, RankError
+from agentloop.learner.errors import RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.lora import adapted_layers, delta
 from agentloop.learner.policy import Policy, config_of
+from agentloop.training.learner_client.protocol import PublishReply, Reply
 from agentloop.training.learner_client.settings import LearnerSettings
 
 __all__ = ["MANIFEST", "PublishedTensor", "Shard", "gathered", "publish", "split", "verify"]
@@ -33,24 +34,23 @@ MANIFEST = "published.json"
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
-def publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
+def publish(policy: Policy, folder: Path, version: str) -> Reply:
     """Write the weights to `folder` (collective; rank 0 writes).
 
-    Tied weights are written once. On rank 0, returns version, sha256 by file, num_bytes and
-    seconds.
+    Tied weights are written once. Rank 0's reply is a `PublishReply`.
 
     Raises:
-        NotWritten: Writing failed; the partial folder is removed.
+        WriteError: Writing failed; the partial folder is removed.
     """
     try:
         return _publish(policy, folder, version)
-    except NotWritten:
+    except WriteError:
         if policy.world.first:
             remove_partial(folder)
         raise
 
 
-def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
+def _publish(policy: Policy, folder: Path, version: str) -> Reply:
     begun = time.perf_counter()
     world, first = policy.world, policy.world.first
     dtype = getattr(torch, policy.settings.publish_dtype)
@@ -61,7 +61,7 @@ def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
             with writing(folder):
                 work()
 
-        world.beside(written if first else None)
+        world.run_beside(written if first else None)
 
     on_first(lambda: fresh_partial(folder))
     shards = split(policy.model, dtype, policy.settings.max_shard_mib << 20)
@@ -84,9 +84,10 @@ def _publish(policy: Policy, folder: Path, version: str) -> dict[str, Any]:
 
     on_first(complete)
     if not first:
-        return {}
+        return Reply()
     num_bytes = sum((folder / file).stat().st_size for file in names)
-    return {**manifest, "num_bytes": num_bytes, "seconds": time.perf_counter() - begun}
+    seconds = time.perf_counter() - begun
+    return PublishReply(version=version, sha256=sha256, num_bytes=num_bytes, seconds=seconds)
 
 
 def _write_shard(path: Path, tensors: dict[str, Any], sha256: dict[str, str]) -> None:

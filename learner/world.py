@@ -57,13 +57,13 @@ class World:
     def first(self) -> bool:
         return self.rank == 0
 
-    def share(self, item: Any) -> Any:
+    def broadcast_object(self, item: Any) -> Any:
         """Return rank 0's `item` on every rank (collective)."""
         box = [item]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
-    def agree(self, error: RankError | None) -> None:
+    def raise_if_any(self, error: RankError | None) -> None:
         """Raise the same error on every rank if any rank passes one (collective).
 
         Raises:
@@ -75,7 +75,7 @@ class World:
             if found is not None:
                 raise found
 
-    def beside(self, work: Callable[[], None] | None) -> None:
+    def run_beside(self, work: Callable[[], None] | None) -> None:
         """Run host work on the ranks that have some, and wait until all are done (collective).
 
         There is no time limit: heartbeats keep the collectives alive meanwhile. `work` runs in a
@@ -87,7 +87,7 @@ class World:
         task = BackgroundTask(work)
         while not self.all_done(task, self.beat_s):
             pass
-        self.agree(task.error)
+        self.raise_if_any(task.error)
 
     def all_done(self, task: BackgroundTask, within_s: float) -> bool:
         """Return whether the tasks of all ranks are done (collective).
@@ -103,16 +103,16 @@ class World:
         """Wait for all ranks (collective)."""
         dist.barrier(group=self._control)
 
-    def sum(self, values: Any) -> Any:
+    def all_reduce(self, values: Any) -> Any:
         """Return the sum of a float tensor over the ranks, on the host (collective)."""
         total = values.detach().to("cpu", copy=True)
         dist.all_reduce(total, group=self._control)
         return total
 
-    def sums(self, values: Mapping[str, float]) -> dict[str, float]:
+    def all_reduce_named(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the sum of each value over the ranks, which all pass the same names
         (collective)."""
-        total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64))
+        total = self.all_reduce(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, total.tolist(), strict=True))
 
     @property

@@ -176,10 +176,17 @@ MAY_IMPORT = {
         "agentloop.models",
         "agentloop.inference.processes.openmp",
         "agentloop.training.weight_sync.checksums",
+        "agentloop.training.weight_sync.layout",
+        "agentloop.training.learner_client.protocol",
         "agentloop.training.learner_client.settings",
         *BOTTOM,
     },
-    "agentloop.training.weight_sync.checksums": set(),
+    "agentloop.training.weight_sync.checksums": {"agentloop.training.weight_sync.layout"},
+    "agentloop.training.weight_sync.layout": set(),
+    "agentloop.training.learner_client.protocol": {
+        "agentloop.training.weight_sync.layout",
+        *BOTTOM,
+    },
     "agentloop.inference.ranks": set(),
     "agentloop.inference.scheduling": {
         "agentloop.inference.scheduling",

@@ -31,6 +31,7 @@ from agentloop.errors import DataError, SettingsError
 from agentloop.tasks.sources import read_jsonl
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import Learner, LearnerError
+from agentloop.training.learner_client.protocol import ScoreRequest
 
 __all__ = [
     "EntropyFolder",
@@ -229,7 +230,7 @@ async def score(
     with tempfile.TemporaryDirectory(prefix=".scoring-", dir=folder) as temporary:
         batch, out = Path(temporary) / "batch", Path(temporary) / "scores"
         await anyio.to_thread.run_sync(write_batch, batch, samples)
-        await learner.ask("logprobs", batch=str(batch), out=str(out), timeout_s=timeout_s)
+        await learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=timeout_s)
         return await anyio.to_thread.run_sync(_read_scores, out, rollouts)
 
 

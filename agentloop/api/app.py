@@ -49,8 +49,8 @@ from agentloop.api.schemas import (
 from agentloop.distribution import version
 from agentloop.errors import AgentLoopError, RequestError, ServerError, UnknownModel
 from agentloop.events import Emit
-from agentloop.inference.router import ServerView
-from agentloop.inference.sglang.client import Sampling
+from agentloop.inference.replicas import ServerView
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.observe.ask import Ask
 from agentloop.observe.dashboard import Dashboard
 from agentloop.observe.exporters.otel import CallerSpan, Traces, caller_span

@@ -48,7 +48,7 @@ from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.processes.supervise import ServerSettings
 from agentloop.models import SMALL, not_a_model
-from agentloop.training.learner_client.client import RanksSettings
+from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.roc import RocSettings

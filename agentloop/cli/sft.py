@@ -23,7 +23,8 @@ from agentloop.events import Emit, ignore
 from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.models import SMALL, not_a_model
 from agentloop.training.learner_client.batch import Sample
-from agentloop.training.learner_client.client import KeptLearner, RanksSettings
+from agentloop.training.learner_client.client import KeptLearner
+from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
     LearnerSettings,
     LossSettings,

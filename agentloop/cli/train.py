@@ -50,7 +50,8 @@ from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import FleetSettings
-from agentloop.training.learner_client.client import KeptLearner, RanksSettings
+from agentloop.training.learner_client.client import KeptLearner
+from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
@@ -61,7 +62,8 @@ from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
 from agentloop.training.supervised import FineTuning
 from agentloop.training.undo import finish_undo, undo
-from agentloop.training.weight_sync.sync import Served, Serving, WeightsSettings
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served, Serving
 
 __all__ = ["TrainSettings", "main", "train"]
 

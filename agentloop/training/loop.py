@@ -63,13 +63,9 @@ from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import Reporter, StatusWatch, Unwatched
 from agentloop.training.staleness import Slots
 from agentloop.training.steps import Steps
-from agentloop.training.weight_sync.sync import (
-    Handover,
-    PublishedWeights,
-    Serving,
-    WeightsSettings,
-    publisher,
-)
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Serving, SyncResult, publisher
+from agentloop.training.weight_sync.transport import PublishedWeights
 
 __all__ = ["TrainingLoop"]
 
@@ -140,7 +136,7 @@ class TrainingLoop:
         self._weights = weights or WeightsSettings()
         self._publisher = publisher(self._weights, learner, folder.path)
         self._published: PublishedWeights | None = None  # weights to load next
-        self._handover: Handover | None = None
+        self._handover: SyncResult | None = None
         self._handing_over = anyio.Lock()
         self._keeping_up = anyio.CancelScope()
         self._loaded: dict[str, Any] = {}  # metrics of the last weight sync
@@ -706,13 +702,11 @@ class TrainingLoop:
             )
             self._notify()
 
-    async def _hand_over(self, published: PublishedWeights) -> Handover:
+    async def _hand_over(self, published: PublishedWeights) -> SyncResult:
         """Sync weights, retrying while servers are restarted. Raises ServerError if all fail."""
         for left in reversed(range(_NUM_TRIES)):
             try:
-                return await self._serving.sync_weights(
-                    published, timeout_s=self._weights.timeout_s
-                )
+                return await self._serving.sync(published, timeout_s=self._weights.timeout_s)
             except ServerError as error:
                 if not left:
                     raise

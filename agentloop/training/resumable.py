@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -24,6 +25,13 @@ from agentloop.training.learner_client.client import (
     LearnerLost,
     LearnerRefused,
 )
+from agentloop.training.learner_client.protocol import (
+    LoadRequest,
+    Reply,
+    Request,
+    SavedRequest,
+    SaveRequest,
+)
 from agentloop.training.run_folder import RunFolder
 
 __all__ = ["ResumableLearner", "Trainer", "load_newest", "tell_other_loss"]
@@ -33,6 +41,7 @@ log = logging.getLogger(__name__)
 _SAME_LOSS = 1e-5  # relative tolerance of the loss of a repeated step
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
 
 
 class Trainer(Protocol):
@@ -72,9 +81,7 @@ async def load_newest(learner: Learner, folder: RunFolder, *, timeout_s: float) 
     """
     if (checkpoint := folder.checkpoint) is None:
         return {}
-    loaded = await learner.ask("load", folder=str(checkpoint), timeout_s=timeout_s)
-    state: dict[str, Any] = loaded["state"]
-    return state
+    return (await learner.ask(LoadRequest(folder=checkpoint), timeout_s=timeout_s)).state
 
 
 def tell_other_loss(
@@ -126,7 +133,7 @@ class ResumableLearner:
         self._kept = kept
         self._restarts = Restarts(max_restarts)
         self._num_revived = 0
-        self._writing: tuple[int, str] | None = (
+        self._writing: tuple[int, Path] | None = (
             None  # step and folder of the checkpoint being written
         )
         self._saved_step = -1
@@ -137,17 +144,17 @@ class ResumableLearner:
         if state:
             self._saved_step = int(state["step"])
 
-    async def ask_once(self, op: str, **arguments: Any) -> dict[str, Any]:
+    async def ask_once(self, request: Request[R]) -> R:
         """Send a request, without recovery. Raises LearnerError."""
-        return await self._learner.ask(op, timeout_s=self._timeout_s, **arguments)
+        return await self._learner.ask(request, timeout_s=self._timeout_s)
 
-    async def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+    async def ask(self, request: Request[R]) -> R:
         """Send a request that does not train, and repeat it if the learner was lost.
 
         Raises:
             LearnerError: the learner is lost for good, or has ended itself.
         """
-        return await self.until_done(lambda: self.ask_once(op, **arguments))
+        return await self.until_done(lambda: self.ask_once(request))
 
     async def until_done(self, work: Callable[[], Awaitable[T]], before: int | None = None) -> T:
         """Run `work` and return its result; start it again after a recovery from a lost learner.
@@ -197,7 +204,7 @@ class ResumableLearner:
             return True
         folder, state = self.checkpoint_folder(f"step-{step:05}"), self._trainer.state()
         try:
-            await self.ask("save", folder=folder, state=state, beside=not wait)
+            await self.ask(SaveRequest(folder=folder, state=state, beside=not wait))
         except LearnerRefused as error:
             if wait:
                 raise
@@ -209,19 +216,19 @@ class ResumableLearner:
             self._writing = step, folder
         return True
 
-    def checkpoint_folder(self, name: str) -> str:
-        return str(self._folder.path / "checkpoints" / name)
+    def checkpoint_folder(self, name: str) -> Path:
+        return self._folder.path / "checkpoints" / name
 
     async def hear_of_checkpoint(self, *, wait: bool = False) -> None:
         """Check whether the checkpoint being written is complete. Raises the errors of `ask`."""
         if self._writing is None:
             return
         step, folder = self._writing
-        saved = await self.ask("saved", wait=wait)
-        if saved.get("folder") == folder:
+        saved = await self.ask(SavedRequest(wait=wait))
+        if saved.folder == folder:
             await self._complete(step)
-        elif saved.get("failed"):
-            self._say(f"The checkpoint of step {step} could not be written: {saved['failed']}")
+        elif saved.failed:
+            self._say(f"The checkpoint of step {step} could not be written: {saved.failed}")
             self._writing = None
 
     async def _complete(self, step: int) -> None:

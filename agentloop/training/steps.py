@@ -22,10 +22,16 @@ import anyio.to_thread
 
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
+from agentloop.training.learner_client.protocol import (
+    LoadRequest,
+    PublishRequest,
+    ResetOptimizerRequest,
+    StepRequest,
+)
 from agentloop.training.queue import GroupQueue, Lease
 from agentloop.training.resumable import ResumableLearner, tell_other_loss
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.weight_sync.sync import InFolder, PublishedWeights, Publisher
+from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 
 __all__ = ["Steps"]
 
@@ -116,7 +122,7 @@ class Steps:
 
         async def publish() -> PublishedWeights:
             published = await publisher.publish(str(self.version), timeout_s=self._timeout_s)
-            self._published_in = published.folder if isinstance(published, InFolder) else None
+            self._published_in = published.folder
             return published
 
         async with self._learner.busy:  # no deadline: requests have one
@@ -145,7 +151,7 @@ class Steps:
         begun = time.monotonic()
         learns = lease.notes["learns"]
         if learns and lease.notes["resets"]:
-            await self._learner.ask_once("reset_optimizer")
+            await self._learner.ask_once(ResetOptimizerRequest())
         path = self._folder.path / "batches" / f"step-{lease.step:05}.safetensors"
         num_learned = 0
         if learns:
@@ -155,11 +161,11 @@ class Steps:
             rescue = self._learner.checkpoint_folder(f"step-{lease.step:05}-rescue")
             before = {"step": lease.step - 1, "version": self._version}
             learned = await self._learner.ask_once(
-                "step", batch=str(path), rescue=rescue, state=before
+                StepRequest(batch=path, rescue=rescue, state=before)
             )
             path.unlink()
             self._version += 1
-            metrics |= {f"learner/{name}": value for name, value in learned.items()}
+            metrics |= {f"learner/{name}": value for name, value in learned.metrics().items()}
         metrics["learn_s"] = time.monotonic() - begun
         self._step = lease.step
         await self._queue.done(lease.step, metrics)
@@ -194,11 +200,10 @@ class Steps:
         await anyio.to_thread.run_sync(partial(shutil.rmtree, weights, ignore_errors=True))
 
         async def load() -> None:
-            loaded = await self._learner.ask_once("load", folder=str(checkpoint))
-            self.stand(loaded["state"])
+            loaded = await self._learner.ask_once(LoadRequest(folder=checkpoint))
+            self.stand(loaded.state)
             version = str(self._version)
-            folder = str(weights / version)
-            await self._learner.ask_once("publish", folder=folder, version=version)
+            await self._learner.ask_once(PublishRequest(folder=weights / version, version=version))
 
         async with self._learner.busy:  # no deadline: requests have one
             # If the learner is lost, do not repeat steps: `load` replaces its weights anyway.
@@ -213,7 +218,8 @@ class Steps:
         folder = self._folder.path / "weights" / str(self.version)
         if self._published_in != folder:
             async with self._learner.busy:  # no deadline: requests have one
-                await self._learner.ask("publish", folder=str(folder), version=str(self.version))
+                version = str(self.version)
+                await self._learner.ask(PublishRequest(folder=folder, version=version))
         await anyio.to_thread.run_sync(_remove_others, folder)
 
     def _compare(self, lease: Lease, metrics: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from agentloop.tasks.sources import read_jsonl
 from agentloop.tasks.teacher import lessons
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
+from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
 from agentloop.training.resumable import ResumableLearner, load_newest, tell_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import Reporter, RunStatus
@@ -398,7 +399,7 @@ class FineTuning:
                 await self._learner.save()
         await self._learner.hear_of_checkpoint(wait=True)
         model = self._folder.path / "model"
-        await self._learner.ask("publish", folder=str(model), version=self._version)
+        await self._learner.ask(PublishRequest(folder=model, version=self._version))
         self.model = model
         return model
 
@@ -411,18 +412,19 @@ class FineTuning:
         await anyio.to_thread.run_sync(write_batch, path, samples)
         s = self._settings
         learned = await self._learner.ask_once(
-            "step",
-            batch=str(path),
-            lr=learning_rate(step, len(self._steps), peak=s.lr, warmup=s.warmup),
-            rescue=self._learner.checkpoint_folder(f"step-{step:05}-rescue"),
-            state=self._state(step - 1),
+            StepRequest(
+                batch=path,
+                lr=learning_rate(step, len(self._steps), peak=s.lr, warmup=s.warmup),
+                rescue=self._learner.checkpoint_folder(f"step-{step:05}-rescue"),
+                state=self._state(step - 1),
+            )
         )
         path.unlink()
         self._stands = step
         metrics: dict[str, Any] = {"step": step, "epoch": epoch}
-        metrics |= {f"learner/{name}": value for name, value in learned.items()}
+        metrics |= {f"learner/{name}": value for name, value in learned.metrics().items()}
         metrics["step_s"] = time.monotonic() - begun
-        loss = learned.get("loss")
+        loss = learned.loss
         if step in self._losses:
             tell_other_loss(self._say, step, self._losses[step], loss)
         else:

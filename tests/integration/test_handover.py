@@ -35,16 +35,15 @@ from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample, write_batch
-from agentloop.training.learner_client.client import Learner, RanksSettings, started
+from agentloop.training.learner_client.client import Learner, started
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.protocol import ScoreRequest, StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
-from agentloop.training.weight_sync.checksums import Layout, Tensor, checksum
-from agentloop.training.weight_sync.sync import (
-    Handover,
-    InFolder,
-    Served,
-    WeightsSettings,
-    publisher,
-)
+from agentloop.training.weight_sync.checksums import Tensor, checksum
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.layout import Layout
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served, SyncResult, publisher
 from tests.support import eventually, spans_cover
 
 pytestmark = [
@@ -139,9 +138,7 @@ class Answer:
         return differ
 
 
-async def answers_over(
-    router: Router, sync_weights: Callable[[], Awaitable[Handover]]
-) -> list[Answer]:
+async def answers_over(router: Router, sync: Callable[[], Awaitable[SyncResult]]) -> list[Answer]:
     """Four streams, whose weights change when each has had a good part of its tokens."""
     rng = random.Random(0)
     answers = [Answer(rng.choices(range(3, 500), k=NUM_PROMPT)) for _ in range(4)]
@@ -149,7 +146,7 @@ async def answers_over(
         for number, answer in enumerate(answers):
             tasks.start_soon(answer.stream, router, f"over-{number}")
         await eventually(lambda: min(len(one.ids) for one in answers) > 100, within_s=TIMEOUT_S)
-        assert not (await sync_weights()).failed
+        assert not (await sync()).failed
     return answers
 
 
@@ -182,12 +179,12 @@ class Parts:
     def version(self) -> str:
         return str(self.started.num)
 
-    async def sync_weights(self, settings: WeightsSettings) -> Handover:
+    async def sync(self, settings: WeightsSettings) -> SyncResult:
         self.started.num += 1
         way = publisher(settings, self.learner, self.folder)
         begun = time.monotonic()
         published = await way.publish(self.version, timeout_s=TIMEOUT_S)
-        came = await Served(self.router).sync_weights(published, timeout_s=TIMEOUT_S)
+        came = await Served(self.router).sync(published, timeout_s=TIMEOUT_S)
         print(f"by {settings.by}: {time.monotonic() - begun:.2f} s, of them {came.seconds:.2f}")
         return came
 
@@ -198,7 +195,7 @@ class Parts:
         ids = rng.choices(range(3, 500), k=100)
         sample = Sample(ids, [0] * 50 + [1] * 50, [0.0] * 50 + [-6.0] * 50, 1.0, 0)
         await anyio.to_thread.run_sync(write_batch, path, [sample])
-        await self.learner.ask("step", timeout_s=TIMEOUT_S, batch=str(path))
+        await self.learner.ask(StepRequest(batch=path), timeout_s=TIMEOUT_S)
 
     async def mismatch(self, server: SGLangServer) -> float:
         """The largest difference between what the engine says of the tokens that it samples, at
@@ -217,7 +214,7 @@ class Parts:
         sample = Sample([*prompt, *ids], [0] * 40 + [1] * 60, [0.0] * 40 + logprobs, 1.0, 0)
         batch, out = self.folder / "check", self.folder / "scored"
         await anyio.to_thread.run_sync(write_batch, batch, [sample])
-        await self.learner.ask("logprobs", timeout_s=TIMEOUT_S, batch=str(batch), out=str(out))
+        await self.learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=TIMEOUT_S)
         found = load_file(out)["logprobs"][40:]
         return float(np.abs(found - np.asarray(logprobs, np.float32)).max())
 
@@ -257,11 +254,11 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
         for settings, other in ((GROUP, WeightsSettings()), (WeightsSettings(), GROUP)):
             await here.step()
             assert await here.mismatch(server) > 1e-3, "a step changes the learner alone"
-            first = await here.sync_weights(settings)
+            first = await here.sync(settings)
             assert (first.failed, here.states()) == ({}, ["healthy"])
             assert first.num_verified == 1, "every tensor is the learner's"
             assert await here.mismatch(server) < 1e-4
-            again = await here.sync_weights(other)
+            again = await here.sync(other)
             assert again.checksum == first.checksum
             assert again.num_verified == 1
             assert await here.mismatch(server) < 1e-4
@@ -273,7 +270,7 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
         for pause in PAUSES:
             await here.step()
             way = GROUP.model_copy(update={"pause": pause})
-            answers = await answers_over(here.router, partial(here.sync_weights, way))
+            answers = await answers_over(here.router, partial(here.sync, way))
             cuts = [answer.until(here.version) for answer in answers]
             differ = [await answer.mismatch(server) for answer in answers]
             earlier = most(one[:cut] for one, cut in zip(differ, cuts, strict=True))
@@ -293,16 +290,16 @@ async def test_a_single_server_with_other_weights_serves_nothing(
         await here.step()
         served, way = Served(here.router), publisher(WeightsSettings(), here.learner, tmp_path)
         published = await way.publish("31", timeout_s=TIMEOUT_S)
-        assert isinstance(published, InFolder)
-        assert (await served.sync_weights(published, timeout_s=TIMEOUT_S)).num_verified == 1
+        assert isinstance(published, PublishedFolder)
+        assert (await served.sync(published, timeout_s=TIMEOUT_S)).num_verified == 1
         (file,) = published.folder.glob("*.safetensors")
         whole = await anyio.Path(file).read_bytes()
         await anyio.Path(file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 64]))
         with pytest.raises(ServerError, match="differs from what the learner published"):
-            await served.sync_weights(published, timeout_s=TIMEOUT_S)
+            await served.sync(published, timeout_s=TIMEOUT_S)
         assert here.states() == ["stale"]
         await anyio.Path(file).write_bytes(whole)
-        await served.sync_weights(published, timeout_s=TIMEOUT_S)
+        await served.sync(published, timeout_s=TIMEOUT_S)
 
         await here.step()
         others = await way.publish("32", timeout_s=TIMEOUT_S)
@@ -314,10 +311,10 @@ async def test_a_single_server_with_other_weights_serves_nothing(
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(SGLangServer, "update_weights", stale)
             with pytest.raises(ServerError, match="differs from the learner's"):
-                await served.sync_weights(others, timeout_s=TIMEOUT_S)
+                await served.sync(others, timeout_s=TIMEOUT_S)
         assert here.states() == ["stale"]
-        assert (await served.sync_weights(others, timeout_s=TIMEOUT_S)).num_verified == 1
-        await here.sync_weights(WeightsSettings())
+        assert (await served.sync(others, timeout_s=TIMEOUT_S)).num_verified == 1
+        await here.sync(WeightsSettings())
 
 
 def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
@@ -410,7 +407,7 @@ async def test_what_runs_goes_on_under_the_new_weights(
     given what the old weights computed of its prompt."""
     folder = tmp_path / "others"
     await anyio.to_thread.run_sync(make_others, folder, 0.3)
-    published = InFolder("1", folder, pause)
+    published = PublishedFolder("1", folder, pause)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(small_server(pause, sglang_url, all_started))
         router = await stack.enter_async_context(Router.open([server], RouterSettings()))
@@ -418,8 +415,8 @@ async def test_what_runs_goes_on_under_the_new_weights(
         await before.stream(router, "before", 60)
         assert router.view()[0].num_parked_tokens == NUM_PROMPT + 60
 
-        async def changed() -> Handover:
-            came = await Served(router).sync_weights(published, timeout_s=TIMEOUT_S)
+        async def changed() -> SyncResult:
+            came = await Served(router).sync(published, timeout_s=TIMEOUT_S)
             (view,) = router.view()
             assert (view.state.value, view.num_parked_tokens) == ("healthy", 0)
             return came
@@ -461,7 +458,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
     all_started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with parts(all_started, tmp_path, num_servers=2) as here:
-        assert not (await here.sync_weights(GROUP)).failed
+        assert not (await here.sync(GROUP)).failed
         victim, other = all_started.processes
         receive = SGLangServer.receive
 
@@ -473,7 +470,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
 
         monkeypatch.setattr(SGLangServer, "receive", dying)
         await here.step()
-        came = await here.sync_weights(GROUP)
+        came = await here.sync(GROUP)
         assert came.loaded == [other.url]
         assert list(came.failed) == [victim.url]
         assert here.states()[0] in ("stale", "dead")
@@ -497,7 +494,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
 
         monkeypatch.setattr(SGLangServer, "receive", freezing)
         await here.step()
-        came = await here.sync_weights(GROUP.model_copy(update={"group_timeout_s": 10}))
+        came = await here.sync(GROUP.model_copy(update={"group_timeout_s": 10}))
         assert came.loaded == [other.url]
         assert await here.mismatch(here.servers[1]) < 1e-4
         monkeypatch.undo()
@@ -511,6 +508,6 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
 
         # Once the learner has others, a server that is stale waits for those.
         await here.step()
-        checksums, failed = await came.published.give(here.servers, timeout_s=TIMEOUT_S)
+        checksums, failed = await came.published.sync_to(here.servers, timeout_s=TIMEOUT_S)
         assert not checksums
         assert all("updates are gone" in why for why in failed.values())

@@ -17,7 +17,9 @@ import torch
 
 from agentloop.learner.broadcast import Broadcaster, _tensor
 from agentloop.learner.policy import Policy
-from agentloop.training.weight_sync.checksums import Layout, checksum
+from agentloop.training.learner_client.protocol import SendReply
+from agentloop.training.weight_sync.checksums import checksum
+from agentloop.training.weight_sync.layout import Layout
 
 DTYPES = ["float32", "float16", "bfloat16"]
 BITS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)
@@ -64,7 +66,9 @@ def test_tensors_of_any_types_lie_side_by_side_in_a_bucket(
     sender = Broadcaster(cast(Policy, played))
     sent: list[Any] = []
     sender._broadcast = sent.append  # type: ignore[method-assign,assignment]
-    assert sender.send(0, Layout("cpu", "float32", 1, 1))["num_bytes"] == len(sent[0])
+    reply = sender.send(0, Layout("cpu", "float32", 1, 1))
+    assert isinstance(reply, SendReply)
+    assert reply.num_bytes == len(sent[0])
     described = sender._describe(sender._buckets[0])
     start = 0
     for name, kind, shape in zip(*described.values(), strict=True):

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[trai
 import torch
 from safetensors.torch import save_file
 
-from agentloop.learner.errors import NotWritten
+from agentloop.learner.errors import WriteError
 from agentloop.learner.files import writing
 from tests.learner.ranks import ROOT
 
@@ -26,7 +26,7 @@ RANK = """
 import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from agentloop.learner.errors import NotWritten
+from agentloop.learner.errors import WriteError
 from agentloop.learner.world import World
 rank, timeout_s = int(sys.argv[1]), 8.0
 dist.init_process_group("gloo", f"file://{sys.argv[2]}", timedelta(seconds=60), 2, rank)
@@ -34,11 +34,11 @@ world = World.__new__(World)
 world.rank, world.size, world.beat_s = rank, 2, timeout_s / 4
 world._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 world.wait()
-world.beside((lambda: time.sleep(1.5 * timeout_s)) if rank == 0 else None)
-def full(): raise NotWritten("folder: full")
+world.run_beside((lambda: time.sleep(1.5 * timeout_s)) if rank == 0 else None)
+def full(): raise WriteError("folder: full")
 try:
-    world.beside(full if rank == 1 else None)
-except NotWritten as error:
+    world.run_beside(full if rank == 1 else None)
+except WriteError as error:
     print(rank, error, flush=True)
 world.wait()
 dist.destroy_process_group()
@@ -82,7 +82,7 @@ def test_a_full_disk_is_named_by_any_writer(tmp_path: Path) -> None:
     for write in writers:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, usual[1]))
         try:
-            with pytest.raises(NotWritten) as failed, writing(tmp_path / "7"):
+            with pytest.raises(WriteError) as failed, writing(tmp_path / "7"):
                 write()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, usual)

@@ -6,15 +6,26 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pytest
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
-from agentloop.training.learner_client.client import KeptLearner, LearnerLost, RanksSettings
+from agentloop.training.learner_client.client import KeptLearner, LearnerLost
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.protocol import (
+    LoadRequest,
+    Reply,
+    Request,
+    SavedRequest,
+    SaveRequest,
+    StepRequest,
+)
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
+
+R = TypeVar("R", bound=Reply)
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(300)]
 
@@ -39,7 +50,7 @@ async def test_after_sigkill_it_goes_on_with_the_same_loss(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     make_batch().save(tmp_path / "batch")
-    folder, batch = str(tmp_path / "saved" / "1"), str(tmp_path / "batch")
+    folder, step = tmp_path / "saved" / "1", StepRequest(batch=tmp_path / "batch")
     async with KeptLearner(
         SETTINGS.model_dump(mode="json"),
         RanksSettings(count=2),
@@ -47,16 +58,16 @@ async def test_after_sigkill_it_goes_on_with_the_same_loss(
         on_progress=lambda line: None,
     ) as learner:
 
-        async def ask(op: str, **arguments: Any) -> dict[str, Any]:
-            return await learner.ask(op, timeout_s=60, **arguments)
+        async def ask(request: Request[R]) -> R:
+            return await learner.ask(request, timeout_s=60)
 
-        await ask("step", batch=batch)
-        await ask("save", folder=folder, state={"cursor": 1}, beside=True)
-        losses = [(await ask("step", batch=batch))["loss"] for _ in range(2)]
-        assert (await ask("saved", wait=True))["folder"] == folder
+        await ask(step)
+        await ask(SaveRequest(folder=folder, state={"cursor": 1}, beside=True))
+        losses = [(await ask(step)).loss for _ in range(2)]
+        assert (await ask(SavedRequest(wait=True))).folder == folder
         os.kill(rank_1(tmp_path / "logs"), signal.SIGKILL)
         with pytest.raises(LearnerLost, match="rank 1 ended with exit status 137"):
-            await ask("step", batch=batch)
+            await ask(step)
         await learner.restart()
-        assert (await ask("load", folder=folder))["state"] == {"cursor": 1}
-        assert [(await ask("step", batch=batch))["loss"] for _ in range(2)] == losses
+        assert (await ask(LoadRequest(folder=folder))).state == {"cursor": 1}
+        assert [(await ask(step)).loss for _ in range(2)] == losses

@@ -22,13 +22,9 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from agentloop.learner.weights import verify
-from agentloop.training.learner_client.client import (
-    KeptLearner,
-    LearnerError,
-    RanksSettings,
-    started,
-)
-from agentloop.training.learner_client.launch import free_port
+from agentloop.training.learner_client.client import KeptLearner, LearnerError, started
+from agentloop.training.learner_client.launch import RanksSettings, free_port
+from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
 
@@ -81,9 +77,10 @@ async def trained(
     ) as (learner, ranks):
 
         async def work() -> None:
-            found = await learner.ask("step", batch=str(folder / "batch"), timeout_s=60)
+            reply = await learner.ask(StepRequest(batch=folder / "batch"), timeout_s=60)
+            found = reply.metrics()
             assert (found["num_updates"], found["skipped"]) == (1, 0)
-            await learner.ask("publish", folder=str(folder / "w"), version="1", timeout_s=60)
+            await learner.ask(PublishRequest(folder=folder / "w", version="1"), timeout_s=60)
 
         await ranks.while_alive(work)
     assert verify(folder / "w") == "1"
@@ -138,17 +135,17 @@ async def test_with_a_fixed_port_another_nodes_line_in_a_loop_rejoins(
     make_batch().save(tmp_path / "batch")
     settings = SETTINGS.model_copy(update={"zero_stage": 3}).model_dump(mode="json")
     ranks = RanksSettings(launcher="torchrun", port=free_port(), **NODES)
-    batch = str(tmp_path / "batch")
+    batch = tmp_path / "batch"
     try:
         async with KeptLearner(
             settings, ranks, log_dir=tmp_path / "logs", on_progress=start_other
         ) as learner:
-            before = await learner.ask("step", batch=batch, timeout_s=60)
+            before = await learner.ask(StepRequest(batch=batch), timeout_s=60)
             learner._processes._processes[0].kill()  # the guardian, and the ranks with it
             await learner.lost()
             await learner.restart()
-            after = await learner.ask("step", batch=batch, timeout_s=60)
-            assert after["loss"] == before["loss"]
+            after = await learner.ask(StepRequest(batch=batch), timeout_s=60)
+            assert after.loss == before.loss
     finally:
         for one in loops:
             os.killpg(one.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import torch
 
 from agentloop.cli.resource_plan import ModelShape, _learner_memory
 from agentloop.learner.attention import PACKED, register
-from agentloop.training.learner_client.client import RanksSettings
+from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]  # torch's import takes its time

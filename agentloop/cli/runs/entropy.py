@@ -36,7 +36,8 @@ from agentloop.analysis.entropy_files import (
     read_rollouts,
     score,
 )
-from agentloop.training.learner_client.client import RanksSettings, started
+from agentloop.training.learner_client.client import (started)
+from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings, LossSettings
 from agentloop.training.loop_settings import LoopSettings
 

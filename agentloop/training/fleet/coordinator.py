@@ -41,7 +41,9 @@ from agentloop.training.fleet.messages import (
     unpacked,
 )
 from agentloop.training.rollouts import RolledOut
-from agentloop.training.weight_sync.sync import Handover, InFolder, PublishedWeights
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.sync import SyncResult
+from agentloop.training.weight_sync.transport import PublishedWeights
 
 __all__ = ["Fleet"]
 
@@ -317,13 +319,13 @@ class Fleet:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    async def sync_weights(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
+    async def sync(self, published: PublishedWeights, *, timeout_s: float) -> SyncResult:
         """Implement `Serving`.
 
         Return when all runtimes have the weights, or after `timeout_s` with those that do. A late
         runtime takes no tickets until it has them, too. Without any runtime, wait for one.
         """
-        if not isinstance(published, InFolder):
+        if not isinstance(published, PublishedFolder):
             raise SettingsError("weights.by: a fleet loads weights from a folder: set it to disk")
         begun = time.monotonic()
         first_seen: float | None = None
@@ -360,9 +362,9 @@ class Fleet:
         for name, why in failed.items():
             log.error("runtime %s does not have version %s: %s", name, published.version, why)
         seconds = time.monotonic() - begun
-        return Handover(published, loaded, failed, seconds, announced.checksum)
+        return SyncResult(published, loaded, failed, seconds, announced.checksum)
 
-    async def sync_stale(self, handover: Handover, *, timeout_s: float) -> bool:
+    async def sync_stale(self, handover: SyncResult, *, timeout_s: float) -> bool:
         """Implement `Serving`. Runtimes retry by themselves, so there is nothing to do."""
         return True
 

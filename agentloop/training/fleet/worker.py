@@ -46,7 +46,9 @@ from agentloop.training.fleet.messages import (
     packed,
 )
 from agentloop.training.rollouts import RollsOut
-from agentloop.training.weight_sync.sync import Handover, InFolder, PublishedWeights, Serving
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.sync import Serving, SyncResult
+from agentloop.training.weight_sync.transport import PublishedWeights
 from agentloop.trajectory import StopReason
 
 __all__ = ["Member", "heard"]
@@ -123,7 +125,7 @@ class Member:
         self._hands: dict[str, _Hand] = {}
         self._said = Said(num_servers=num_servers)
         self._verified: set[str] = set()  # versions whose weights are confirmed
-        self._handover: Handover | None = None
+        self._handover: SyncResult | None = None
         self._keeping_up = anyio.CancelScope()
         self._changed = anyio.Event()
         self._cursor = b"0-0"
@@ -203,7 +205,7 @@ class Member:
 
     async def _load(self, weights: Announced) -> bool:
         life, folder = self._word.life, Path(weights.folder)
-        published: PublishedWeights = InFolder(weights.version, folder, weights.pause)
+        published: PublishedWeights = PublishedFolder(weights.version, folder, weights.pause)
         self._verified.discard(
             weights.version
         )  # the same version may come again with other weights
@@ -213,9 +215,7 @@ class Member:
                     f"{folder} does not exist here: weights.folder, or run.folder, must be on a "
                     "file system that all machines mount at the same path"
                 )
-            self._handover = await self._serving.sync_weights(
-                published, timeout_s=weights.timeout_s
-            )
+            self._handover = await self._serving.sync(published, timeout_s=weights.timeout_s)
         except ServerError as error:
             log.error("version %s: %s", weights.version, error)
             self._said = Said.model_validate({**dict(self._said), "error": str(error)})

@@ -41,6 +41,15 @@ from agentloop.training.learner_client.launch import (
     on_other_nodes,
     starts,
 )
+from agentloop.training.learner_client.protocol import (
+    Failure,
+    MessageError,
+    ReadyReply,
+    Reply,
+    Request,
+    decode_reply,
+    encode,
+)
 
 __all__ = [
     "KeptLearner",
@@ -76,6 +85,7 @@ _BROKEN = (
 )
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
 
 
 class LearnerError(AgentLoopError):
@@ -97,8 +107,8 @@ class LearnerEnded(LearnerError):
 class Learner(Protocol):
     """A learner that takes requests."""
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """Send a request and return its response.
+    async def ask(self, request: Request[R], *, timeout_s: float) -> R:
+        """Send a request and return its reply.
 
         If this is cancelled, the next caller waits for the cancelled request's response first.
 
@@ -120,42 +130,50 @@ class _RankZero:
         self._asking = anyio.Lock()
         self._num_owed = 0  # outstanding responses; the last one belongs to the last request
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def ask(self, request: Request[R], *, timeout_s: float) -> R:
         async with self._asking:  # no deadline: the request before has one
-            return await self._answer(op, {"op": op, **arguments}, timeout_s)
+            line = await self._exchange(request.op, encode(request), timeout_s)
+        return await self._read(request.op, line, request.reply_type)
 
-    async def ready(self, timeout_s: float) -> dict[str, Any]:
+    async def ready(self, timeout_s: float) -> ReadyReply:
         """Wait for the learner's message that all ranks are ready. Raises LearnerError."""
-        return await self._answer("start", None, timeout_s)
+        return await self._read("start", await self._exchange("start", b"", timeout_s), ReadyReply)
 
-    async def _answer(
-        self, op: str, request: Mapping[str, Any] | None, timeout_s: float
-    ) -> dict[str, Any]:
+    async def _exchange(self, op: str, request: bytes, timeout_s: float) -> bytes:
+        """Send a line, unless it is empty, and return the line that answers it."""
         try:
             with anyio.fail_after(timeout_s):
                 self._num_owed += 1
-                if request is not None:
+                if request:
                     # Shielded, so that never half a line is sent; the learner reads it at once.
                     with anyio.fail_after(timeout_s, shield=True):
-                        await self._stream.send(orjson.dumps(request) + b"\n")
+                        await self._stream.send(request)
                 while self._num_owed:
                     answer = await self._lines.receive_until(b"\n", _MAX_ANSWER_BYTES)
                     self._num_owed -= 1
+                return answer
         except TimeoutError as error:
             late = f"{op}: no response within {round(timeout_s, 1):g} s"
             raise LearnerLost(f"{late}; {self._processes.where()}") from error
         except _BROKEN as error:
             raise LearnerLost(f"{op}: {await self._processes.how_it_ended()}") from error
-        result: dict[str, Any] = orjson.loads(answer)
-        if not result.pop("ok"):
-            message = f"{op}: {result.get('error')}"
-            if not result.get("fatal", True):
-                raise LearnerRefused(message)
-            if result.get("on_purpose"):
-                raise LearnerEnded(f"{message}\nThe {self._processes.where()}")
-            # Often rank 0 only knows that another rank has died; that rank's log says why.
-            raise LearnerLost(f"{message}\n{await self._processes.how_it_ended(_OTHERS_S)}")
-        return result
+
+    async def _read(self, op: str, line: bytes, kind: type[R]) -> R:
+        try:
+            reply = decode_reply(line, kind)
+        except MessageError as error:
+            raise LearnerError(
+                f"{op}: the learner's reply is invalid: {error}; {self._processes.where()}"
+            ) from error
+        if not isinstance(reply, Failure):
+            return reply
+        message = f"{op}: {reply.error}"
+        if not reply.fatal:
+            raise LearnerRefused(message)
+        if reply.on_purpose:
+            raise LearnerEnded(f"{message}\nThe {self._processes.where()}")
+        # Often rank 0 only knows that another rank has died; that rank's log says why.
+        raise LearnerLost(f"{message}\n{await self._processes.how_it_ended(_OTHERS_S)}")
 
 
 class LearnerProcesses:
@@ -324,10 +342,10 @@ class KeptLearner:
 
         async with KeptLearner(settings, ranks_settings, ...) as learner:
             try:
-                await learner.ask("step", ...)
+                await learner.ask(StepRequest(batch=path), timeout_s=600)
             except LearnerLost:
                 await learner.restart()
-                await learner.ask("load", ...)
+                await learner.ask(LoadRequest(folder=newest), timeout_s=600)
 
     Attributes:
         num_starts: number of starts, including the first.
@@ -359,7 +377,7 @@ class KeptLearner:
     async def __aexit__(self, *_: object) -> None:
         await self._life.aclose()
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def ask(self, request: Request[R], *, timeout_s: float) -> R:
         """Implement `Learner`. Wait for a restart in progress; fail as soon as any rank dies."""
         begun = anyio.current_time()
         with anyio.move_on_after(timeout_s):
@@ -367,9 +385,10 @@ class KeptLearner:
                 await self._up.wait()
         left_s = timeout_s - (anyio.current_time() - begun)
         if not self._up.is_set():
-            raise LearnerLost(f"{op}: the learner was not restarted within {timeout_s:g} s")
-        ask = partial(self._learner.ask, op, timeout_s=left_s, **arguments)
-        return await self._processes.while_alive(ask)
+            late = f"the learner was not restarted within {timeout_s:g} s"
+            raise LearnerLost(f"{request.op}: {late}")
+        learner = self._learner
+        return await self._processes.while_alive(lambda: learner.ask(request, timeout_s=left_s))
 
     async def lost(self) -> str:
         """Wait, without a deadline, until a rank dies unexpectedly; return a description of how."""

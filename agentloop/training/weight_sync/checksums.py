@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["MODELS", "VERSIONS", "Layout", "Tensor", "checksum", "config_dtype", "parts_of"]
+from agentloop.training.weight_sync.layout import Layout
+
+__all__ = ["MODELS", "VERSIONS", "Tensor", "checksum", "config_dtype", "parts_of"]
 
 VERSIONS = ("0.5.23",)
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -41,23 +42,6 @@ class Tensor(NamedTuple):
 
     dtype: str
     array: Array
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The layout of a model's weights on a server.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        dtype: "float32", "float16" or "bfloat16".
-        num_ranks: number of tensor-parallel ranks.
-        num_kv_heads: number of the model's KV heads.
-    """
-
-    device: str
-    dtype: str
-    num_ranks: int
-    num_kv_heads: int
 
 
 def config_dtype(name: str | None) -> str:

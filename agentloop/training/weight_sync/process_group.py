@@ -18,10 +18,10 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -29,21 +29,30 @@ import orjson
 
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.sglang.client import SGLangServer
-from agentloop.inference.sglang.weight_updates import Bucket, WeightsGroup, WeightsInfo
+from agentloop.inference.sglang.weight_updates import Bucket, Pause, WeightsGroup, WeightsInfo
 from agentloop.training.learner_client.client import Learner, LearnerRefused
-from agentloop.training.weight_sync.checksums import Layout, config_dtype
+from agentloop.training.learner_client.protocol import (
+    JoinRequest,
+    LayoutRequest,
+    LeaveRequest,
+    OpenRequest,
+    Reply,
+    Request,
+    SendRequest,
+)
+from agentloop.training.weight_sync.checksums import config_dtype
+from agentloop.training.weight_sync.layout import Layout
+from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.verify import UNASKED, Proof, layout_of, prove
 
-if TYPE_CHECKING:
-    from agentloop.training.weight_sync.sync import WeightsSettings
-
-__all__ = ["GroupPublisher", "InLearner"]
+__all__ = ["GroupPublisher", "PublishedInLearner"]
 
 log = logging.getLogger(__name__)
 
 _SLACK_S = 30.0  # for the work of a request besides waiting for the group
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+R = TypeVar("R", bound=Reply)
 _Part = Callable[[], Awaitable[object]]
 _Sums = dict[str, list[str]]  # checksums of each tensor, by rank
 
@@ -56,19 +65,18 @@ class GroupPublisher:
         self._layout = folder / "layout.json"
         self._settings = settings
 
-    async def publish(self, version: str, *, timeout_s: float) -> InLearner:
+    async def publish(self, version: str, *, timeout_s: float) -> PublishedInLearner:
         """Describe the learner's current weights. Raises LearnerError."""
         await anyio.Path(self._layout.parent).mkdir(parents=True, exist_ok=True)
-        said = await self._learner.ask("layout", timeout_s=timeout_s, out=str(self._layout))
+        told = await self._learner.ask(LayoutRequest(out=self._layout), timeout_s=timeout_s)
         layout = orjson.loads(await anyio.Path(self._layout).read_bytes())
         buckets = [Bucket(**bucket) for bucket in layout]
-        backend = self._settings.backend
+        backend: str = self._settings.backend
         if backend == "auto":
-            backend = said["backend"]
-        return InLearner(
-            version, self._learner, buckets, int(said["num_updates"]), backend, self._settings,
-            said.get("model") or {},
-        )  # fmt: skip
+            backend = told.backend
+        return PublishedInLearner(
+            version, self._learner, buckets, told.num_updates, backend, self._settings, told.model
+        )
 
     async def tidy(self) -> None:
         """Do nothing: no files are left."""
@@ -95,7 +103,7 @@ class _Failed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class InLearner:
+class PublishedInLearner:
     """The weights of one version, held by the learner.
 
     They are identified by the number of updates; the learner refuses to send them after another
@@ -110,10 +118,19 @@ class InLearner:
     settings: WeightsSettings
     model: Mapping[str, Any]  # the model's configuration, as far as `layout_of` needs it
 
-    async def give(
+    @property
+    def folder(self) -> None:
+        """Implement `PublishedWeights`."""
+
+    @property
+    def pause(self) -> Pause:
+        """Implement `PublishedWeights`."""
+        return self.settings.pause
+
+    async def sync_to(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
-        """Implement `Published`.
+        """Implement `PublishedWeights`.
 
         Raises:
             SettingsError: `weights.address` is needed and not set.
@@ -144,7 +161,7 @@ class InLearner:
 
         async def ask(server: SGLangServer) -> None:
             try:
-                infos[server.url] = await server.group_member(self.settings.pause)
+                infos[server.url] = await server.group_member(self.pause)
             except ServerError as error:
                 failed[server.url] = str(error)
 
@@ -171,14 +188,14 @@ class InLearner:
         first: _Failed | None = None
         try:
             opened = await self._ask(
-                "open", address=address, port=self.settings.port, num_updates=self.num_updates
+                OpenRequest(address=address, port=self.settings.port, num_updates=self.num_updates)
             )
         except LearnerRefused as error:
             failed.update((member.server.url, str(error)) for member in members)
             return set()
         group = WeightsGroup(
-            name, address, int(opened["port"]), self.backend,
-            1 + sum(member.info.num_ranks for member in members), self.settings.pause,
+            name, address, opened.port, self.backend,
+            1 + sum(member.info.num_ranks for member in members), self.pause,
         )  # fmt: skip
         lost: dict[str, str] = {}
         try:
@@ -205,18 +222,22 @@ class InLearner:
         unknown.
         """
         layout = self._layout(members)
-        asked = None if isinstance(layout, str) else asdict(layout)
+        asked = None if isinstance(layout, str) else layout
         sums: _Sums = {}
 
         async def join() -> None:
             await self._ask(
-                "join", name=group.name, world_size=group.world_size, backend=group.backend,
-                within_s=self.settings.group_timeout_s,
-            )  # fmt: skip
+                JoinRequest(
+                    name=group.name,
+                    world_size=group.world_size,
+                    backend=group.backend,
+                    within_s=self.settings.group_timeout_s,
+                )
+            )
 
         async def send(index: int) -> None:
-            said = await self._ask("send", bucket=index, num_updates=self.num_updates, layout=asked)
-            sums.update(said.get("sums") or {})
+            request = SendRequest(bucket=index, num_updates=self.num_updates, layout=asked)
+            sums.update((await self._ask(request)).sums)
 
         await _together(
             join,
@@ -294,7 +315,7 @@ class InLearner:
             try:
                 with suppress(LearnerRefused):
                     # If a cancelled request is still running, this waits for it.
-                    await self._ask("leave")
+                    await self._ask(LeaveRequest())
             finally:  # also if the learner is dead
                 async with anyio.create_task_group() as tasks:
                     for server in servers:
@@ -310,8 +331,8 @@ class InLearner:
         """
         return 2 * self.settings.group_timeout_s + _SLACK_S
 
-    async def _ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        return await self.learner.ask(op, timeout_s=self._answer_s, **arguments)
+    async def _ask(self, request: Request[R]) -> R:
+        return await self.learner.ask(request, timeout_s=self._answer_s)
 
     def _address(self, urls: Sequence[str]) -> str:
         if self.settings.address is not None:

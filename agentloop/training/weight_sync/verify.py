@@ -27,11 +27,11 @@ from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
 from agentloop.training.weight_sync.checksums import (
     MODELS,
     VERSIONS,
-    Layout,
     Tensor,
     checksum,
     parts_of,
 )
+from agentloop.training.weight_sync.layout import Layout
 
 __all__ = ["UNASKED", "Judgement", "Proof", "PublishedFiles", "judge", "layout_of", "prove"]
 

@@ -31,6 +31,7 @@ from agentloop.trajectory import (
     TurnEnd,
     VersionSpan,
 )
+from tests.agentloop.training.fake_learner import FakeLearner
 
 ORIGIN = Origin("/weights/2", "abc", "2", 1.0)
 
@@ -63,7 +64,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class Learner:
+class Learner(FakeLearner):
     """A fake learner: entropies are a hundredth of the ids, log-probabilities the engine's plus
     `off`."""
 
@@ -71,7 +72,7 @@ class Learner:
         self.off, self.entropy = off, entropy
         self.asked: list[dict[str, Any]] = []
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
         assert op == "logprobs"
         batch = load_file(arguments["batch"])
         self.asked.append(batch)
@@ -150,8 +151,8 @@ async def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_refusal_leaves_no_files(tmp_path: Path) -> None:
-    class Refuses:
-        async def ask(self, op: str, *, timeout_s: float, **_: Any) -> dict[str, Any]:
+    class Refuses(FakeLearner):
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             raise LearnerRefused("no")
 
     rollouts = read_rollouts(group(tmp_path, rollout()))

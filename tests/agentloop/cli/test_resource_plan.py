@@ -26,7 +26,7 @@ from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.errors import ModelError, SettingsError
 from agentloop.models import SMALL
-from agentloop.training.learner_client.client import RanksSettings
+from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 

@@ -25,6 +25,7 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
+from tests.agentloop.training.fake_learner import REPLIES
 from tests.agentloop.training.learner_client.test_client import RANK
 from tests.support import FakeSGLang, eventually
 
@@ -246,7 +247,7 @@ def test_the_learner_has_the_servers_model_and_temperature() -> None:
 PLAYED_RANK = RANK.replace(
     'tell({"ok": True, "echo": request, "pid": os.getpid()})',
     'request["op"] == "publish" and os.makedirs(request["folder"])\n'
-    '        tell({"ok": True, "seconds": 0.1, "pid": os.getpid()})',
+    f"        tell({{'ok': True, **{REPLIES}.get(request['op'], {{}})}})",
 )
 
 

@@ -18,7 +18,9 @@ from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import FleetSettings, RedisLink
 from agentloop.training.fleet.worker import Member, heard
 from agentloop.training.rollouts import RolledOut, RollsOut
-from agentloop.training.weight_sync.sync import Handover, InFolder, PublishedWeights
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.sync import SyncResult
+from agentloop.training.weight_sync.transport import PublishedWeights
 
 LEASE_S = 8.0  # a busy machine may stop us for seconds
 
@@ -92,15 +94,15 @@ class Player:
             figures={"rejected": None, "rollouts": [], **self.figures},
         )
 
-    async def sync_weights(self, published: PublishedWeights, *, timeout_s: float) -> Handover:
+    async def sync(self, published: PublishedWeights, *, timeout_s: float) -> SyncResult:
         if self.fails is not None:
             raise self.fails
         self.versions.append(published.version)
-        assert isinstance(published, InFolder)
+        assert isinstance(published, PublishedFolder)
         self.pauses.append(published.pause)
-        return Handover(published, [self.name], {}, 0.0, self.checksum)
+        return SyncResult(published, [self.name], {}, 0.0, self.checksum)
 
-    async def sync_stale(self, handover: Handover, *, timeout_s: float) -> bool:
+    async def sync_stale(self, handover: SyncResult, *, timeout_s: float) -> bool:
         return True
 
     async def run(self, settings: FleetSettings, rollouts: RollsOut | None = None) -> None:

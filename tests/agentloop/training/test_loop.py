@@ -42,7 +42,8 @@ from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus, StatusWatch, Unwatched
 from agentloop.training.staleness import Slots
 from agentloop.training.undo import undo
-from agentloop.training.weight_sync.sync import Served, WeightsSettings
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import (
     StopReason,
     ToolCall,
@@ -53,6 +54,7 @@ from agentloop.trajectory import (
     TurnEnd,
     VersionSpan,
 )
+from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import FakeSGLang, eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
@@ -75,14 +77,14 @@ class Told:
         self.standings.append(standing)
 
 
-class PlayedLearner:
+class PlayedLearner(FakeLearner):
     """A fake learner that records its requests and the contents of the batches."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.batches: list[dict[str, Any]] = []
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
         self.asked.append((op, arguments))
         if op == "step":
             from safetensors.numpy import load
@@ -98,7 +100,7 @@ class PlayedLearner:
             layout = [{"names": ["norm"], "dtypes": ["float32"], "shapes": [[2]]}]
             await anyio.Path(arguments["out"]).write_text(json.dumps(layout))
             return {"num_updates": len(self.batches), "backend": "gloo"}
-        return {"seconds": 0.1, "port": 1, "sums": {}}
+        return {}
 
 
 def trajectory(key: str, text: str, *, failed: bool, broken: bool = False) -> Trajectory:
@@ -785,7 +787,7 @@ async def test_rollouts_go_on_while_the_learner_learns(tmp_path: Path) -> None:
     run_group = Freely(tasks)
 
     class Slow(PlayedLearner):
-        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step" and not self.batches:
                 # All slots of two versions are in use, and a group that is late is waited for.
                 await eventually(lambda: len(run_group.names) == 6)
@@ -794,7 +796,7 @@ async def test_rollouts_go_on_while_the_learner_learns(tmp_path: Path) -> None:
             if op == "step" and len(self.batches) == 1:
                 for number in range(7, 20):
                     run_group.may_end[number].set()
-            return await super().ask(op, timeout_s=timeout_s, **arguments)
+            return await super().handle(op, **arguments)
 
     for number in (3, 5, 6):
         run_group.may_end[number].set()
@@ -854,10 +856,10 @@ class Dies(PlayedLearner):
         super().__init__()
         self._step, self._done = step, done
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
         if op == "step" and len(self.batches) == self._step - 1 and not self._done:
             raise LearnerError("it died")
-        answer = await super().ask(op, timeout_s=timeout_s, **arguments)
+        answer = await super().handle(op, **arguments)
         if op == "publish" and len(self.batches) == self._step:
             raise LearnerError("it died")
         return answer
@@ -916,12 +918,12 @@ class Lost(PlayedLearner):
         await anyio.sleep_forever()
         return ""
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
         self._left -= op == self._op
         if self._is_lost or (op == self._op and self._left == 0):
             self._is_lost = True
             raise LearnerLost("rank 1 ended with exit status 137.\nits log")
-        answer = await super().ask(op, timeout_s=timeout_s, **arguments)
+        answer = await super().handle(op, **arguments)
         folder = anyio.Path(arguments.get("folder", ""))
         if op == "step":
             self.learned.append({k: array.tolist() for k, array in self.batches[-1].items()})
@@ -1031,8 +1033,8 @@ class Marked(Lost):
         super().__init__("nothing", 1)
         self.life = life
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        answer = await super().ask(op, timeout_s=timeout_s, **arguments)
+    async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
+        answer = await super().handle(op, **arguments)
         if op == "publish":
             mark = json.dumps({"life": self.life, "version": arguments["version"]})
             await anyio.Path(arguments["folder"], "config.json").write_text(mark)
@@ -1232,12 +1234,12 @@ async def test_a_learner_that_is_lost_while_rollouts_go_on_does_not_lead_them_as
                 await anyio.sleep_forever()
             return "rank 1 ended with exit status 137."
 
-        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step" and self.num_starts == 2 and len(self.learned) == 1:
                 for number in range(7, 20):
                     run_group.may_end[number].set()
                 await eventually(taken_up)
-            return await super().ask(op, timeout_s=timeout_s, **arguments)
+            return await super().handle(op, **arguments)
 
     def taken_up() -> bool:
         """Return whether the third step's groups are finished and leased."""
@@ -1636,11 +1638,11 @@ async def test_a_checkpoint_waits_for_the_step_at_hand(tmp_path: Path) -> None:
     saved: list[int] = []
 
     class Slow(PlayedLearner):
-        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step" and not self.batches:
                 begun.set()
                 await may_go_on.wait()
-            return await super().ask(op, timeout_s=timeout_s, **arguments)
+            return await super().handle(op, **arguments)
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await begun.wait()

@@ -40,6 +40,7 @@ from agentloop.training.supervised import (
     trajectories_of,
 )
 from agentloop.trajectory import ToolCallStatus, Trajectory
+from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import (
     END,
     ScriptedEngine,
@@ -298,7 +299,7 @@ def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
     assert learning_rate(1, 1, peak=0.3, warmup=0) == pytest.approx(0.15)
 
 
-class PlayedLearner:
+class PlayedLearner(FakeLearner):
     """A fake learner whose weights are the list of batches, and whose loss is a checksum of
     them. It dies at step `dies`, counted over all processes."""
 
@@ -310,7 +311,7 @@ class PlayedLearner:
         self._kept: dict[str, list[str]] = {}
         self._newest: str | None = None
 
-    async def ask(self, op: str, *, timeout_s: float, **told: Any) -> dict[str, Any]:
+    async def handle(self, op: str, **told: Any) -> dict[str, Any]:
         self.asked.append((op, told))
         return self._answer(op, told, Path(told.get("folder", "")))
 

@@ -39,7 +39,7 @@ from agentloop.training.queue import GroupQueue
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import RolledOut, Rollouts
 from agentloop.training.run_folder import RunFolder
-from agentloop.training.weight_sync.sync import InFolder
+from agentloop.training.weight_sync.disk import PublishedFolder
 from tests import emitted
 from tests.agentloop.training.fleet_player import LEASE_S, Player, playing
 from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
@@ -70,10 +70,10 @@ class Trainer:
         self.fleet = fleet
         self._folder = folder
 
-    async def sync_weights(self, version: int = 0, *, timeout_s: float = 30) -> Any:
+    async def sync(self, version: int = 0, *, timeout_s: float = 30) -> Any:
         folder = self._folder / str(version)
         folder.mkdir(exist_ok=True)
-        return await self.fleet.sync_weights(InFolder(str(version), folder), timeout_s=timeout_s)
+        return await self.fleet.sync(PublishedFolder(str(version), folder), timeout_s=timeout_s)
 
     async def groups(self, *names: str, oldest: int = 0) -> dict[str, RolledOut]:
         """Request groups like the loop, each when the one before is queued."""
@@ -140,7 +140,7 @@ async def test_groups_are_rolled_out_elsewhere_and_come_back_whole(
     one, two = Player("one"), Player("two")
     names = [str(number) for number in range(12)]
     async with training(settings, tmp_path, said) as trainer, playing(settings, one, two):
-        came = await trainer.sync_weights()
+        came = await trainer.sync()
         assert came.checksum == "sum"
         await trainer.fleet.wait_for_capacity(2)
         found = await trainer.groups(*names)
@@ -164,7 +164,7 @@ async def test_rollouts_go_through_redis_where_no_folder_is_shared(
     settings, player = settings_for(redis), Player("one")
     player.filling = os.urandom(20_000).hex()  # which does not compress to nothing
     async with training(settings, tmp_path) as trainer, playing(settings, player):
-        await trainer.sync_weights()
+        await trainer.sync()
         (mark,) = (tmp_path / "results").iterdir()
         mark.unlink()  # by which a runtime knows that it sees the same folder
         found = await trainer.groups("1")
@@ -184,7 +184,7 @@ async def test_rollouts_go_through_redis_where_the_folder_cannot_be_written(
     monkeypatch.setattr("agentloop.training.fleet.worker._write", write)
     settings, player = settings_for(redis), Player("one")
     async with training(settings, tmp_path) as trainer, playing(settings, player):
-        await trainer.sync_weights()
+        await trainer.sync()
         assert told(await trainer.groups("1")) == whole("1")
         assert player.asked == ["1"]
 
@@ -195,7 +195,7 @@ async def test_a_result_beyond_the_bound_is_an_error_that_names_it(
     settings, player = settings_for(redis, max_result_mib=1), Player("one")
     player.filling = os.urandom(1_000_000).hex()
     async with training(settings, tmp_path) as trainer, playing(settings, player):
-        await trainer.sync_weights()
+        await trainer.sync()
         with pytest.raises(SettingsError, match=r"fleet\.max_result_mib \(1\)"):
             await trainer.groups("1")
 
@@ -207,7 +207,7 @@ async def test_what_is_wrong_with_a_task_travels_back_by_its_name(
     settings, player = settings_for(redis), Player("one")
     player.error = error
     async with training(settings, tmp_path) as trainer, playing(settings, player):
-        await trainer.sync_weights()
+        await trainer.sync()
         with pytest.raises(type(error), match=str(error)):
             await trainer.groups("1")
         assert player.asked == ["1"]
@@ -225,7 +225,7 @@ async def test_infrastructure_is_no_result_but_anothers_ticket(
     else:
         bad.stop_reason = "infrastructure"
     async with training(settings, tmp_path) as trainer, playing(settings, bad):
-        await trainer.sync_weights()
+        await trainer.sync()
         async with anyio.create_task_group() as tasks:
             good.room = anyio.Event()
             tasks.start_soon(good.run, settings)
@@ -244,7 +244,7 @@ async def test_a_group_that_nobody_can_do_is_given_up(
     settings, player = settings_for(redis, max_tries=2), Player("one")
     player.error = ServerError("no server is left")
     async with training(settings, tmp_path) as trainer, playing(settings, player):
-        await trainer.sync_weights()
+        await trainer.sync()
         with pytest.raises(ServerError, match=r"2 attempts failed \(fleet\.max_tries\)"):
             await trainer.groups("1")
         assert player.asked == ["1", "1"]
@@ -264,7 +264,7 @@ async def test_a_runtime_that_is_killed_leaves_its_groups_to_others(
             [*command, redis.url, "test", str(marks)], stdout=None, stderr=None
         ) as process:
             with anyio.fail_after(60):  # an interpreter starts
-                await trainer.sync_weights()
+                await trainer.sync()
 
             async def ask() -> None:
                 found.update(await trainer.groups(*names))
@@ -288,7 +288,7 @@ async def test_a_lease_is_renewed_for_as_long_as_it_takes(
     one, two = Player("one"), Player("two")
     one.gate, two.room = anyio.Event(), anyio.Event()
     async with training(settings, tmp_path) as trainer, playing(settings, one, two):
-        await trainer.sync_weights()
+        await trainer.sync()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(trainer.groups, "1")
             await eventually(lambda: bool(one.asked))
@@ -307,7 +307,7 @@ async def test_redis_is_killed_and_nothing_is_lost_or_double(tmp_path: Path, kee
         names = [str(number) for number in range(6)]
         found: dict[str, RolledOut] = {}
         async with training(settings, tmp_path) as trainer, playing(settings, one, two):
-            await trainer.sync_weights()
+            await trainer.sync()
 
             async def ask() -> None:
                 found.update(await trainer.groups(*names))
@@ -342,7 +342,7 @@ async def test_what_redis_lost_before_anybody_took_it_is_added_again(
             redis.kill()
             redis.start()
             async with playing(settings, player):
-                await trainer.sync_weights()
+                await trainer.sync()
                 await eventually(lambda: len(found) == 2, within_s=30)
     assert told(found) == whole("1", "2")
     assert sorted(player.asked) == ["1", "2"]
@@ -356,14 +356,14 @@ async def test_a_trainer_that_is_restarted_gets_its_own_answers_alone(
     async with playing(settings, player):
         with anyio.CancelScope() as killed:
             async with training(settings, tmp_path / "") as trainer:
-                await trainer.sync_weights(3)
+                await trainer.sync(3)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(trainer.groups, "1", "2")
                     await eventually(lambda: len(player.asked) == 2)
                     killed.cancel()
         player.gate = None
         async with training(settings, tmp_path) as trainer:
-            await trainer.sync_weights(1)  # of an older checkpoint
+            await trainer.sync(1)  # of an older checkpoint
             found = await trainer.groups("1", oldest=1)
             assert [row["version"] for row in found["1"].rows()] == ["1", "1"]
             assert player.asked == ["1", "2", "1"]
@@ -427,11 +427,11 @@ async def test_a_run_by_a_fleet_learns_what_a_run_by_itself_does(
     )
 
     class Killing(PlayedLearner):
-        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step":
                 redis.kill()
                 redis.start()
-            return await super().ask(op, timeout_s=timeout_s, **arguments)
+            return await super().handle(op, **arguments)
 
     alone, _, _ = await played(tmp_path / "alone", steps=2, evaluate_every=2)
     settings, learner = settings_for(redis), Killing()
@@ -452,10 +452,10 @@ async def test_a_run_that_is_killed_goes_on_with_the_runtimes_that_are_there(
     )
 
     class Dying(PlayedLearner):
-        async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step" and self.batches:
                 raise LearnerError("it was killed")
-            return await super().ask(op, timeout_s=timeout_s, **arguments)
+            return await super().handle(op, **arguments)
 
     alone, _, _ = await played(tmp_path / "alone", steps=2, evaluate_every=0)
     settings, learner = settings_for(redis), PlayedLearner()
@@ -486,8 +486,8 @@ async def test_a_runtime_that_comes_late_has_the_weights_before_it_takes_a_ticke
 ) -> None:
     settings, one, two = settings_for(redis), Player("one"), Player("two")
     async with training(settings, tmp_path) as trainer, playing(settings, one):
-        await trainer.sync_weights(0)
-        await trainer.sync_weights(1)
+        await trainer.sync(0)
+        await trainer.sync(1)
         one.room = anyio.Event()
         async with playing(settings, two):
             found = await trainer.groups("1", "2", oldest=1)  # one may have been about to take one
@@ -504,11 +504,11 @@ async def test_a_runtime_that_cannot_load_rolls_out_nothing_until_it_can(
     settings, good, bad = settings_for(redis), Player("good"), Player("bad")
     said: list[str] = []
     async with training(settings, tmp_path, said) as trainer, playing(settings, good, bad):
-        await trainer.sync_weights(0)
+        await trainer.sync(0)
         await eventually(lambda: bool(good.versions and bad.versions))
         await eventually(lambda: sum("has joined" in line for line in said) == 2)
         bad.fails = ServerError("the disk is gone")
-        came = await trainer.sync_weights(1, timeout_s=5.0)  # all of it: bad is never done
+        came = await trainer.sync(1, timeout_s=5.0)  # all of it: bad is never done
         assert came.loaded == ["good"]
         assert came.failed == {"bad": "the disk is gone"}
         await trainer.groups("1", "2", "3", oldest=1)
@@ -526,7 +526,7 @@ async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(
     one.gate, two.room = anyio.Event(), anyio.Event()
     found: dict[str, RolledOut] = {}
     async with training(settings, tmp_path) as trainer, playing(settings, one, two):
-        await trainer.sync_weights(0)
+        await trainer.sync(0)
         async with anyio.create_task_group() as tasks:
 
             async def ask() -> None:
@@ -536,7 +536,7 @@ async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(
             await eventually(lambda: bool(one.asked))
             one.fails = ServerError("the disk is full")
             two.room.set()
-            came = await trainer.sync_weights(1, timeout_s=3)
+            came = await trainer.sync(1, timeout_s=3)
             assert came.failed == {"one": "the disk is full"}
             one.gate.set()
             await eventually(lambda: bool(found), within_s=30)
@@ -551,7 +551,7 @@ async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others_in
     one.gate, two.room = anyio.Event(), anyio.Event()
     found: dict[str, RolledOut] = {}
     async with training(settings, tmp_path) as trainer, playing(settings, one, two):
-        await trainer.sync_weights(0)
+        await trainer.sync(0)
         async with anyio.create_task_group() as tasks:
 
             async def ask() -> None:
@@ -561,7 +561,7 @@ async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others_in
             await eventually(lambda: bool(one.asked))
             one.fails, one.sampled = ServerError("half of the servers have them"), "1"
             two.room.set()
-            await trainer.sync_weights(1, timeout_s=1)
+            await trainer.sync(1, timeout_s=1)
             one.gate.set()
             await eventually(lambda: bool(found), within_s=60)
     assert [(row["by"], row["version"]) for row in found["1"].rows()] == [("two", "1")] * 2
@@ -590,7 +590,7 @@ async def test_of_two_runtimes_that_did_one_ticket_each_has_its_own_rollouts(
     one.figures, two.figures = {"by": "one"}, {"by": "two"}
     found: dict[str, RolledOut] = {}
     async with training(settings, tmp_path) as trainer, playing(settings, one, two):
-        await trainer.sync_weights()
+        await trainer.sync()
         (mark,) = (tmp_path / "results").iterdir()
         mark.unlink()  # they go through Redis
         async with anyio.create_task_group() as tasks, RedisLink.open(settings, "test") as link:
@@ -621,8 +621,8 @@ async def test_weights_are_loaded_as_the_trainer_is_told(
 ) -> None:
     settings, player = settings_for(redis), Player("one")
     async with training(settings, tmp_path) as trainer, playing(settings, player):
-        await trainer.fleet.sync_weights(InFolder("0", tmp_path, "in_place"), timeout_s=30)
-        await trainer.sync_weights(1)
+        await trainer.fleet.sync(PublishedFolder("0", tmp_path, "in_place"), timeout_s=30)
+        await trainer.sync(1)
     assert player.pauses == ["in_place", "retract"]
 
 
@@ -643,7 +643,7 @@ async def test_a_result_that_cannot_be_read_is_asked_for_again_but_not_for_ever(
     # No audit: it is asked for again at once.
     settings, player = settings_for(redis, max_tries=3, lease_s=3600), Player("one")
     async with training(settings, tmp_path) as trainer, playing(settings, player):
-        await trainer.sync_weights()
+        await trainer.sync()
         if not shares:
             (mark,) = (tmp_path / "results").iterdir()
             mark.unlink()
@@ -663,7 +663,7 @@ async def test_without_a_runtime_that_can_load_there_is_an_error(
     bad.fails = ServerError("the disk is gone")
     async with training(settings, tmp_path) as trainer, playing(settings, bad):
         with pytest.raises(ServerError, match=r"no runtime could load version 0.*the disk is gone"):
-            await trainer.sync_weights(0, timeout_s=1.0)
+            await trainer.sync(0, timeout_s=1.0)
 
 
 async def test_a_runtime_with_other_weights_than_the_others_ends(
@@ -673,7 +673,7 @@ async def test_a_runtime_with_other_weights_than_the_others_ends(
     one, two, odd = Player("one"), Player("two"), Player("odd")
     odd.checksum = "another"
     async with training(settings, tmp_path) as trainer, playing(settings, one, two):
-        await trainer.sync_weights(0)
+        await trainer.sync(0)
         with pytest.raises(ServerError, match="the others: checksum another, not sum"):
             await odd.run(settings)
         await trainer.groups("1", "2")
@@ -689,7 +689,7 @@ async def test_where_nobody_can_say_who_is_right_it_ends(
     async with training(settings, tmp_path, said) as trainer, playing(settings, one, odd):
         await eventually(lambda: len(said) == 2)
         with pytest.raises(ServerError, match="disagree about the weights 0"):
-            await trainer.sync_weights(0)
+            await trainer.sync(0)
 
 
 async def test_without_a_runtime_it_says_who_is_waited_for_and_ends_in_time(
@@ -698,7 +698,7 @@ async def test_without_a_runtime_it_says_who_is_waited_for_and_ends_in_time(
     settings, said = settings_for(redis, give_up_s=1.0), list[str]()
     with pytest.raises(ServerError, match=r"there was no runtime for 1 s.*--run test"):
         async with training(settings, tmp_path, said) as trainer:
-            await trainer.sync_weights()
+            await trainer.sync()
     start = f"agentloop rollouts --redis {redis.url} --run test"
     assert said == [f"Waiting for a runtime. Start one with: {start}"]
 
@@ -726,7 +726,7 @@ async def test_runtimes_go_home_when_the_run_is_over(redis: RedisServer, tmp_pat
         async with anyio.create_task_group() as tasks:
             async with training(settings, tmp_path) as trainer:
                 tasks.start_soon(player.run, settings)
-                await trainer.sync_weights()
+                await trainer.sync()
 
 
 async def test_a_password_is_needed_and_stays_secret(tmp_path: Path) -> None:
@@ -740,7 +740,7 @@ async def test_a_password_is_needed_and_stays_secret(tmp_path: Path) -> None:
         right = settings_for(redis, redis=redis.url.replace("unix://", "unix://:open%20sesame@"))
         player = Player("one")
         async with training(right, tmp_path) as trainer, playing(right, player):
-            await trainer.sync_weights()
+            await trainer.sync()
         assert "sesame" not in repr(right) + to_toml(right)
         assert right.redis == redis.url
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pydantic
@@ -24,9 +25,10 @@ from agentloop.training.learner_client.client import (
     LearnerLost,
     LearnerProcesses,
     LearnerRefused,
-    RanksSettings,
     started,
 )
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.protocol import Reply, Request, SavedRequest
 
 pytestmark = [
     pytest.mark.anyio,
@@ -64,7 +66,8 @@ file = link.makefile("rwb")
 def tell(answer):
     file.write(json.dumps(answer).encode() + b"\\n")
     file.flush()
-tell({"ok": True, "ready": True, "num_ranks": int(os.environ["WORLD_SIZE"])})
+tell({"ok": True, "ready": True, "num_ranks": int(os.environ["WORLD_SIZE"]), "device": "cpu",
+      "num_parameters": 0, "num_trained": 0})
 for line in file:
     request = json.loads(line)
     if request["op"] == "die":
@@ -101,6 +104,22 @@ for line in file:
 """
 
 
+class Echo(Reply):
+    echo: dict[str, Any]
+    pid: int
+
+
+class Played(Request[Echo]):
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    reply_type = Echo
+
+
+def played(op: str, **fields: Any) -> Played:
+    """Return a request to the script above, which has operations of its own."""
+    return Played.model_validate({"op": op, **fields})
+
+
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_module, "_OTHERS_S", 1.0)
@@ -126,12 +145,12 @@ async def test_it_is_asked_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
-        answer = await learner.ask("step", timeout_s=30, batch="x")
-        assert answer["echo"] == {"op": "step", "batch": "x"}
-        pid = answer["pid"]
+        answer = await learner.ask(played("step", batch="x"), timeout_s=30)
+        assert answer.echo == {"op": "step", "batch": "x"}
+        pid = answer.pid
         with pytest.raises(LearnerRefused, match="refuse: no such thing"):
-            await learner.ask("refuse", timeout_s=30)
-        await learner.ask("step", timeout_s=30)
+            await learner.ask(played("refuse"), timeout_s=30)
+        await learner.ask(played("step"), timeout_s=30)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -143,17 +162,25 @@ async def test_who_asks_after_one_that_was_cancelled_gets_its_own_answer(
     async with ranks(tmp_path, monkeypatch, may_end=str(may_end)) as (learner, _):
         for _ in range(2):
             with anyio.move_on_after(0.05):
-                await learner.ask("slow", timeout_s=30)
+                await learner.ask(played("slow"), timeout_s=30)
                 pytest.fail("it was not slow")
         may_end.touch()
-        answer = await learner.ask("step", timeout_s=30, batch="x")
-        assert answer["echo"] == {"op": "step", "batch": "x"}
+        answer = await learner.ask(played("step", batch="x"), timeout_s=30)
+        assert answer.echo == {"op": "step", "batch": "x"}
+
+
+async def test_a_reply_that_is_not_of_the_protocol_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks(tmp_path, monkeypatch) as (learner, _):
+        with pytest.raises(LearnerError, match="saved: the learner's reply is invalid: echo: unkn"):
+            await learner.ask(SavedRequest(), timeout_s=30)
 
 
 async def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
         with pytest.raises(LearnerLost, match=r"hang: no response within 0\.1 s; logs in"):
-            await learner.ask("hang", timeout_s=0.1)
+            await learner.ask(played("hang"), timeout_s=0.1)
 
 
 async def test_a_rank_that_dies_says_which_and_how(
@@ -161,7 +188,7 @@ async def test_a_rank_that_dies_says_which_and_how(
 ) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
         with pytest.raises(LearnerError, match="die: rank 0 ended with exit status 9"):
-            await learner.ask("die", timeout_s=30)
+            await learner.ask(played("die"), timeout_s=30)
         with anyio.fail_after(30):
             assert "rank 0" in await processes.wait_dead()
 
@@ -185,7 +212,7 @@ async def test_a_start_ends_where_another_rank_dies_than_the_one_that_is_waited_
 async def test_one_death_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
         with pytest.raises(LearnerError, match="rank 0 ended with exit status 9"):
-            await processes.while_alive(partial(learner.ask, "die", timeout_s=30))
+            await processes.while_alive(partial(learner.ask, played("die"), timeout_s=30))
         with pytest.raises(LearnerError, match="rank 0 ended with exit status 9"):
             await processes.while_alive(anyio.sleep_forever)
 
@@ -198,7 +225,7 @@ async def test_of_ranks_that_follow_each_other_the_first_is_named(
     monkeypatch.setattr(learner_module, "_OTHERS_S", 8.0)
     follows = str(tmp_path / "go")
     async with ranks(tmp_path, monkeypatch, follows=follows) as (learner, processes):
-        ask = partial(learner.ask, "lose", timeout_s=30, ends=ends)
+        ask = partial(learner.ask, played("lose", ends=ends), timeout_s=30)
         with pytest.raises(LearnerError, match=r"rank 1 ended[\s\S]*the real reason") as caught:
             await (processes.while_alive(ask) if watched else ask())
     assert str(tmp_path / "logs") in str(caught.value)
@@ -213,10 +240,10 @@ async def test_where_none_has_ended_the_log_is_shown(
         with pytest.raises(
             LearnerError, match=f"fatal: broken\nrank 0 is still running.*{tmp_path}/logs"
         ):
-            await learner.ask("fatal", timeout_s=30)
+            await learner.ask(played("fatal"), timeout_s=30)
         monkeypatch.setattr(processes, "how_it_ended", partial(processes.how_it_ended, 0.5))
         with pytest.raises(LearnerError, match=r"is still running[\s\S]*last words"):
-            await learner.ask("hang_up", timeout_s=30)
+            await learner.ask(played("hang_up"), timeout_s=30)
 
 
 async def test_while_it_lives_work_is_let_alone(
@@ -226,15 +253,15 @@ async def test_while_it_lives_work_is_let_alone(
         raise ValueError("its own")
 
     async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
-        answer = await processes.while_alive(partial(learner.ask, "step", timeout_s=30))
-        assert answer["echo"]["op"] == "step"
+        answer = await processes.while_alive(partial(learner.ask, played("step"), timeout_s=30))
+        assert answer.echo["op"] == "step"
         with pytest.raises(ValueError, match="its own"):
             await processes.while_alive(refuse)
 
 
 async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
-        pid = (await learner.ask("step", timeout_s=30))["pid"]
+        pid = (await learner.ask(played("step"), timeout_s=30)).pid
         os.kill(pid, signal.SIGKILL)
         with anyio.fail_after(30):
             assert "exit status 137" in await processes.wait_dead()
@@ -280,7 +307,7 @@ async def test_a_long_folder_for_temporary_files(
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     async with ranks(tmp_path, monkeypatch, count=1) as (learner, _):
-        await learner.ask("step", timeout_s=30)
+        await learner.ask(played("step"), timeout_s=30)
 
 
 def is_gone(pid: int) -> bool:
@@ -327,11 +354,11 @@ async def test_one_that_is_lost_is_started_again(
     async with kept(tmp_path, monkeypatch) as learner:
         old = await both_run(tmp_path)
         with pytest.raises(LearnerLost, match="rank 0 ended with exit status 9"):
-            await learner.ask("die", timeout_s=30)
+            await learner.ask(played("die"), timeout_s=30)
         await learner.restart()
         assert all(map(is_gone, old)), "rank 1 is ended, too"
         assert (tmp_path / "logs" / "learner-0.log.previous").exists()
-        assert (await learner.ask("step", timeout_s=30))["pid"] not in old
+        assert (await learner.ask(played("step"), timeout_s=30)).pid not in old
         assert learner.num_starts == 2
         forget(tmp_path)
         await learner.restart()
@@ -345,11 +372,11 @@ async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
     async with kept(tmp_path, monkeypatch) as learner:
         old = await both_run(tmp_path)
         with pytest.raises(LearnerLost, match="hang: no response within"):
-            await learner.ask("hang", timeout_s=0.1)
+            await learner.ask(played("hang"), timeout_s=0.1)
         answers: list[int] = []
 
         async def ask() -> None:
-            answers.append((await learner.ask("step", timeout_s=50))["pid"])
+            answers.append((await learner.ask(played("step"), timeout_s=50)).pid)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(learner.restart)
@@ -379,7 +406,7 @@ async def test_a_death_that_nobody_asks_about_is_told(
                 os.kill((await both_run(tmp_path))[1], signal.SIGKILL)
         assert "rank 1 ended with exit status 137" in told[0]
         with pytest.raises(LearnerLost, match="rank 1 ended"):
-            await learner.ask("hang", timeout_s=60)
+            await learner.ask(played("hang"), timeout_s=60)
 
 
 async def test_one_that_ended_itself_is_not_lost(
@@ -387,10 +414,10 @@ async def test_one_that_ended_itself_is_not_lost(
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:
         with pytest.raises(LearnerEnded, match="end: no finite gradient\nThe logs in"):
-            await learner.ask("end", timeout_s=30)
+            await learner.ask(played("end"), timeout_s=30)
     async with ranks(tmp_path, monkeypatch) as (other, processes):
         with pytest.raises(LearnerEnded):
-            await processes.while_alive(partial(other.ask, "end", timeout_s=30))
+            await processes.while_alive(partial(other.ask, played("end"), timeout_s=30))
 
 
 async def test_a_restart_that_fails_can_be_tried_again(
@@ -402,10 +429,10 @@ async def test_a_restart_that_fails_can_be_tried_again(
         with pytest.raises(LearnerLost, match="exit status 4"):
             await learner.restart()
         with pytest.raises(LearnerLost):
-            await learner.ask("step", timeout_s=30)
+            await learner.ask(played("step"), timeout_s=30)
         bad.unlink()
         await learner.restart()
-        assert await learner.ask("step", timeout_s=30)
+        assert await learner.ask(played("step"), timeout_s=30)
 
 
 async def test_a_restart_that_is_cancelled_leaves_nothing(
@@ -421,4 +448,4 @@ async def test_a_restart_that_is_cancelled_leaves_nothing(
                 scope.cancel()
         assert all(map(is_gone, new))
         with pytest.raises(LearnerLost):
-            await learner.ask("step", timeout_s=30)
+            await learner.ask(played("step"), timeout_s=30)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
 from agentloop.training.weight_sync.checksums import (
-    Layout,
     Tensor,
     checksum,
     config_dtype,
     parts_of,
 )
+from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.verify import Proof, judge, layout_of, prove
 
 PLAIN = Layout("cpu", "float32", 1, 2)

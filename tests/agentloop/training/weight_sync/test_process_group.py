@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
@@ -17,13 +17,10 @@ from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.weight_updates import Pause, WeightsGroup
-from agentloop.training.learner_client.client import Learner, LearnerError, LearnerRefused
-from agentloop.training.weight_sync.sync import (
-    Handover,
-    Served,
-    WeightsSettings,
-    publisher,
-)
+from agentloop.training.learner_client.client import LearnerError, LearnerRefused
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served, SyncResult, publisher
+from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import FakeSGLang
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +29,7 @@ SETTINGS = WeightsSettings(by="group", group_timeout_s=1)
 NAMES = ["embed", "norm"]
 
 
-class PlayedLearner:
+class PlayedLearner(FakeLearner):
     """A fake learner that sends two buckets of one tensor each. `fails` holds errors by
     operation."""
 
@@ -45,7 +42,7 @@ class PlayedLearner:
         self.num_updates = 4
         self.layouts: list[dict[str, Any] | None] = []  # that checksums were asked for
 
-    async def ask(self, op: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
         self.asked.append(op)
         if op in self.fails:
             raise self.fails[op]
@@ -75,10 +72,10 @@ class Parts:
         self.learner = PlayedLearner()
         self.settings = SETTINGS
 
-    async def sync_weights(self, version: str = "1", timeout_s: float = 15) -> Handover:
-        way = publisher(self.settings, cast(Learner, self.learner), self.folder)
+    async def sync(self, version: str = "1", timeout_s: float = 15) -> SyncResult:
+        way = publisher(self.settings, self.learner, self.folder)
         published = await way.publish(version, timeout_s=15)
-        return await Served(self.router).sync_weights(published, timeout_s=timeout_s)
+        return await Served(self.router).sync(published, timeout_s=timeout_s)
 
     def states(self) -> list[str]:
         return [view.state.value for view in self.router.view()]
@@ -112,7 +109,7 @@ async def test_all_servers_receive_all_buckets_at_once(tmp_path: Path) -> None:
             got.append(names)
 
         here.fakes[0].at_bucket = note
-        came = await here.sync_weights()
+        came = await here.sync()
         assert (came.failed, came.checksum, here.states()) == ({}, "sum", ["healthy"] * 2)
         assert here.learner.asked == ["layout", "open", "join", "send", "send", "leave"]
         assert here.learner.joined == [3]
@@ -125,7 +122,7 @@ async def test_all_servers_receive_all_buckets_at_once(tmp_path: Path) -> None:
 async def test_what_runs_is_paused_as_the_settings_say(tmp_path: Path, pause: Pause) -> None:
     async with parts(tmp_path, *fakes(2)) as here:
         here.settings = SETTINGS.model_copy(update={"pause": pause})
-        assert not (await here.sync_weights()).failed
+        assert not (await here.sync()).failed
         for fake in here.fakes:
             assert (fake.pauses, fake.flushes) == ([pause], [pause == "retract"])
 
@@ -133,7 +130,7 @@ async def test_what_runs_is_paused_as_the_settings_say(tmp_path: Path, pause: Pa
 async def test_in_place_is_refused_where_a_token_would_be_in_flight(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(1), *fakes(1, overlaps=True)) as here:
         here.settings = SETTINGS.model_copy(update={"pause": "in_place"})
-        came = await here.sync_weights()
+        came = await here.sync()
         assert "--disable-overlap-schedule" in came.failed[here.fakes[1].url]
         assert here.learner.joined == [2]
         assert here.fakes[1].pauses == []
@@ -161,7 +158,7 @@ async def test_nothing_runs_on_weights_of_which_a_part_is_new(
         here.fakes[0].at_bucket = refuse
         with monkeypatch.context() as patched:
             patched.setattr(SGLangServer, "break_streams", break_streams)
-            assert list((await here.sync_weights()).failed) == [here.fakes[0].url]
+            assert list((await here.sync()).failed) == [here.fakes[0].url]
         assert sorted(broken) == sorted(fake.url for fake in here.fakes)
         assert here.nobody_waits()
 
@@ -178,7 +175,7 @@ async def test_who_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> N
 
         here.fakes[1].at_bucket = refuse
         here.learner.hangs = hangs
-        came = await here.sync_weights()
+        came = await here.sync()
         assert list(came.failed) == [here.fakes[1].url]
         assert "no room" in came.failed[here.fakes[1].url]
         assert here.learner.joined == [4, 3]
@@ -207,7 +204,7 @@ async def test_who_does_not_come_out_of_a_broken_group_is_left_out(
 
         monkeypatch.setattr(SGLangServer, "leave_group", leave_group)
         here.learner.fails["send"] = LearnerRefused("send: it broke")
-        came = await here.sync_weights()
+        came = await here.sync()
         assert came.failed == {here.fakes[0].url: "it hangs"}
         assert here.learner.joined == [3, 2]
         assert here.states() == ["stale", "healthy"]
@@ -217,7 +214,7 @@ async def test_where_nobody_is_to_blame_it_is_not_tried_for_ever(tmp_path: Path)
     async with parts(tmp_path, *fakes(2)) as here:
         here.learner.fails["join"] = LearnerRefused("join: nobody came")
         with pytest.raises(ServerError, match="nobody came"):
-            await here.sync_weights()
+            await here.sync()
         assert here.learner.asked.count("join") == 1
         assert here.learner.asked[-1] == "leave"
         assert here.states() == ["stale", "stale"]
@@ -231,7 +228,7 @@ async def test_a_learner_that_dies_is_an_error_and_leaves_no_server_waiting(
         here.learner.fails["send"] = LearnerError("send: rank 0 ended")
         here.learner.fails["leave"] = LearnerError("leave: rank 0 ended")
         with pytest.raises(LearnerError, match="rank 0 ended"):
-            await here.sync_weights()
+            await here.sync()
         assert here.nobody_waits()
 
 
@@ -243,7 +240,7 @@ async def test_who_takes_too_long_is_stale(tmp_path: Path) -> None:
 
         here.fakes[0].at_bucket = hang
         with pytest.raises(ServerError, match=r"timed out after 0\.2 s"):
-            await here.sync_weights(timeout_s=0.2)
+            await here.sync(timeout_s=0.2)
         assert here.states() == ["stale"]
         assert here.nobody_waits()
 
@@ -253,7 +250,7 @@ async def test_what_arrived_is_compared_with_what_was_sent(tmp_path: Path) -> No
     async with parts(tmp_path, *fakes(4, sums={"norm": "2", "other": "9"})) as here:
         here.fakes[0].sums = {"norm": "wrong"}
         here.fakes[1].sums = {"norm": "2", "other": "8"}
-        came = await here.sync_weights()
+        came = await here.sync()
         assert came.failed == {
             here.fakes[0].url: "its norm differs from the learner's",
             here.fakes[1].url: "its weights differ from the others': sum",
@@ -280,22 +277,22 @@ async def test_a_single_server_is_compared_where_it_is_known_what_it_must_say(
     told = {"norm": "2", "embed": "1"}
     async with parts(tmp_path, *fakes(1, sums=told, info=info)) as here:
         here.learner.sums = {name: [one] * 2 for name, one in told.items()}
-        came = await here.sync_weights()
+        came = await here.sync()
         assert came.num_verified == (layout is not None)
         asked = here.learner.layouts[0]
         assert layout == (asked and tuple(asked.values())[:3])
         here.settings = SETTINGS.model_copy(update={"verify": False})
-        assert (await here.sync_weights("2")).num_verified == 0
+        assert (await here.sync("2")).num_verified == 0
         assert here.learner.layouts[-1] is None
 
 
 async def test_weights_that_the_learner_no_longer_has_are_not_given(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(1)) as here:
-        came = await here.sync_weights()
+        came = await here.sync()
         here.router.replicas.require_weights("0")
         here.router.replicas.require_weights("1", verified=True)
         here.learner.num_updates += 1
-        checksums, failed = await came.published.give(here.router.servers, timeout_s=15)
+        checksums, failed = await came.published.sync_to(here.router.servers, timeout_s=15)
         assert (checksums, list(failed.values())) == ({}, ["open: these are gone"])
         assert here.nobody_waits()
 
@@ -305,14 +302,14 @@ async def test_servers_elsewhere_need_an_address(tmp_path: Path) -> None:
         here.fakes[0].url = here.fakes[0].url.replace("127.0.0.1", "0.0.0.0")
         async with http_session() as session:
             far = SGLangServer(here.fakes[0].url, session)
-            way = publisher(SETTINGS, cast(Learner, here.learner), tmp_path)
+            way = publisher(SETTINGS, here.learner, tmp_path)
             published = await way.publish("1", timeout_s=15)
             with pytest.raises(SettingsError, match=r"weights\.address"):
-                await published.give([far], timeout_s=15)
+                await published.sync_to([far], timeout_s=15)
             assert "open" not in here.learner.asked
 
 
 async def test_data_parallel_ranks_take_weights_by_disk_alone(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(1, dp_size=2)) as here:
         with pytest.raises(ServerError, match=r"weights\.by"):
-            await here.sync_weights()
+            await here.sync()

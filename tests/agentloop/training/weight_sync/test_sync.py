@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import numpy as np
@@ -24,16 +24,18 @@ from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
-from agentloop.training.learner_client.client import Learner
-from agentloop.training.weight_sync.sync import InFolder, Served, WeightsSettings, publisher
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.training.weight_sync.sync import Served, publisher
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
+from tests.agentloop.training.fake_learner import FakeLearner
 from tests.support import FakeSGLang, Fault, eventually
 
 pytestmark = pytest.mark.anyio
 
 ANSWER = [5, 6, 99]
 LATE_S = 4.0  # for a server that never answers; the others have to, within it
-ONE, TWO = (InFolder(version, Path("weights") / version) for version in ("1", "2"))
+ONE, TWO = (PublishedFolder(version, Path("weights") / version) for version in ("1", "2"))
 
 
 @asynccontextmanager
@@ -55,7 +57,7 @@ def states(router: Router) -> list[str]:
 async def test_all_servers_serve_the_new_weights_at_once() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
-        came = await Served(router).sync_weights(ONE, timeout_s=15)
+        came = await Served(router).sync(ONE, timeout_s=15)
         assert came.loaded == sorted(fake.url for fake in fakes)
         assert (came.failed, came.checksum, came.version) == ({}, "sum", "1")
         assert states(router) == ["healthy", "healthy"]
@@ -67,13 +69,13 @@ async def test_who_cannot_load_them_is_stale(weights: str | None) -> None:
     """The weights cannot be read, take too long, or differ from the other servers'."""
     fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
-        came = await Served(router).sync_weights(ONE, timeout_s=LATE_S)
+        came = await Served(router).sync(ONE, timeout_s=LATE_S)
         assert list(came.failed) == [fakes[0].url]
         assert states(router) == ["stale", "healthy", "healthy"]
         assert not any(fake.paused for fake in fakes)
         for fake in fakes:
             fake.weights = "sum"
-        assert not (await Served(router).sync_weights(TWO, timeout_s=15)).failed
+        assert not (await Served(router).sync(TWO, timeout_s=15)).failed
         assert states(router) == ["healthy"] * 3
 
 
@@ -92,7 +94,7 @@ async def test_in_place_the_cache_is_kept_from_turns_to_come() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         for published in (ONE, replace(TWO, pause="in_place"), replace(ONE, pause="in_place")):
-            await Served(router).sync_weights(published, timeout_s=15)
+            await Served(router).sync(published, timeout_s=15)
             await turn(router, [], [])
     assert fake.pauses == ["retract", "in_place", "in_place"]
     assert fake.flushes == [True, False, False]
@@ -105,9 +107,9 @@ async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
     fake = FakeSGLang(ANSWER, overlaps=True)
     async with routed(fake) as router:
         with pytest.raises(ServerError, match="--disable-overlap-schedule"):
-            await Served(router).sync_weights(replace(ONE, pause="in_place"), timeout_s=15)
+            await Served(router).sync(replace(ONE, pause="in_place"), timeout_s=15)
         assert (fake.pauses, fake.version) == ([], "v0")
-        assert (await Served(router).sync_weights(ONE, timeout_s=15)).loaded
+        assert (await Served(router).sync(ONE, timeout_s=15)).loaded
 
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
@@ -135,7 +137,7 @@ async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: st
                 for fake in others:
                     await stack.enter_async_context(fake.serving())
                     await router.add(SGLangServer(fake.url, session))
-                came = await Served(router).sync_weights(ONE, timeout_s=LATE_S)
+                came = await Served(router).sync(ONE, timeout_s=LATE_S)
                 assert list(came.failed) == [first.url]
         assert states(router) == ["stale", "healthy", "healthy"]
     assert received == [ANSWER] * 4
@@ -147,7 +149,7 @@ async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: st
 async def test_without_any_server_it_is_an_error() -> None:
     async with routed(FakeSGLang(ANSWER, weights=None)) as router:
         with pytest.raises(ServerError, match="no server has version 1"):
-            await Served(router).sync_weights(ONE, timeout_s=15)
+            await Served(router).sync(ONE, timeout_s=15)
         assert states(router) == ["stale"]
 
 
@@ -165,7 +167,7 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
     monkeypatch.setattr(SGLangServer, "weight_version", weight_version)
     fakes = [FakeSGLang(ANSWER, weights="others"), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
-        came = await Served(router).sync_weights(ONE, timeout_s=15)
+        came = await Served(router).sync(ONE, timeout_s=15)
         assert fakes[0].version == "1"
         probes.clear()
         await eventually(lambda: probes.count(fakes[0].url) > 3)
@@ -181,14 +183,14 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
 async def test_two_that_differ_are_no_majority() -> None:
     async with routed(FakeSGLang(ANSWER), FakeSGLang(ANSWER, weights="others")) as router:
         with pytest.raises(ServerError, match=r"no server has version 1: .*unknown which"):
-            await Served(router).sync_weights(ONE, timeout_s=15)
+            await Served(router).sync(ONE, timeout_s=15)
         assert states(router) == ["stale", "stale"]
 
 
 async def test_one_that_was_started_again_is_given_the_weights() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
-        came = await Served(router).sync_weights(ONE, timeout_s=15)
+        came = await Served(router).sync(ONE, timeout_s=15)
         fakes[0].version = "default"
         await eventually(lambda: states(router) == ["stale", "healthy"])
         fakes[0].weights = None
@@ -206,7 +208,7 @@ async def test_it_waits_for_a_server_that_is_started_again() -> None:
         fake.ready = False
         router.replicas.mark_exited(fake.url, "killed")
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: Served(router).sync_weights(ONE, timeout_s=15))
+            tasks.start_soon(lambda: Served(router).sync(ONE, timeout_s=15))
             await eventually(lambda: not router.servers)
             fake.ready = True
         assert states(router) == ["healthy"]
@@ -221,7 +223,7 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
     fake = Silent(ANSWER)
     async with routed(fake) as router:
         with pytest.raises(ServerError, match="no server has version 1"):
-            await Served(router).sync_weights(ONE, timeout_s=15)
+            await Served(router).sync(ONE, timeout_s=15)
     assert not fake.paused
 
 
@@ -229,26 +231,27 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
 async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: bool) -> None:
     """This holds in the run's own folder and in one that several runs share."""
 
-    class Played:
-        async def ask(self, op: str, *, timeout_s: float, folder: str, version: str) -> None:
+    class Played(FakeLearner):
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             assert op == "publish"
-            await anyio.Path(folder).mkdir(parents=True)
+            await anyio.Path(arguments["folder"]).mkdir(parents=True)
+            return {}
 
     run, shared = tmp_path / "run", tmp_path / "shared"
     await anyio.Path(shared / "run-2" / "1").mkdir(parents=True)
     other = tmp_path / "elsewhere" / "run"  # another run of the same name
     settings = WeightsSettings(folder=shared if elsewhere else None)
-    others = publisher(settings, cast(Learner, Played()), other)
+    others = publisher(settings, Played(), other)
     kept = await others.publish("1", timeout_s=15)
-    assert isinstance(kept, InFolder)
-    way = publisher(settings, cast(Learner, Played()), run)
+    assert isinstance(kept, PublishedFolder)
+    way = publisher(settings, Played(), run)
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         for version in ("0", "1", "2"):
             published = await way.publish(version, timeout_s=15)
-            await Served(router).sync_weights(published, timeout_s=15)
+            await Served(router).sync(published, timeout_s=15)
             await way.tidy()
-    assert isinstance(published, InFolder)
+    assert isinstance(published, PublishedFolder)
     mine = published.folder.parent
     assert mine.is_relative_to(shared) if elsewhere else mine == run / "weights"
     assert [path.name for path in mine.iterdir()] == ["2"]
@@ -292,14 +295,14 @@ async def test_a_single_server_has_what_the_learner_has(tmp_path: Path) -> None:
     publish(tmp_path)
     fake = FakeSGLang(ANSWER, sums=sums())
     async with routed(fake) as router:
-        served, published = Served(router), InFolder("1", tmp_path)
-        assert (await served.sync_weights(published, timeout_s=15)).num_verified == 1
+        served, published = Served(router), PublishedFolder("1", tmp_path)
+        assert (await served.sync(published, timeout_s=15)).num_verified == 1
         fake.sums = WRONG
         with pytest.raises(ServerError, match=r"model\.norm\.weight differs from the learner's"):
-            await served.sync_weights(published, timeout_s=15)
+            await served.sync(published, timeout_s=15)
         assert states(router) == ["stale"]
         blind = replace(published, verify=False)
-        assert (await served.sync_weights(blind, timeout_s=15)).num_verified == 0
+        assert (await served.sync(blind, timeout_s=15)).num_verified == 0
 
 
 async def test_most_servers_may_be_wrong(tmp_path: Path) -> None:
@@ -308,7 +311,7 @@ async def test_most_servers_may_be_wrong(tmp_path: Path) -> None:
     fakes = [FakeSGLang(ANSWER, weights="others", sums=WRONG) for _ in range(2)]
     fakes.append(FakeSGLang(ANSWER, sums=sums()))
     async with routed(*fakes) as router:
-        came = await Served(router).sync_weights(InFolder("1", tmp_path), timeout_s=15)
+        came = await Served(router).sync(PublishedFolder("1", tmp_path), timeout_s=15)
         assert (came.loaded, came.num_verified) == ([fakes[2].url], 1)
         assert states(router) == ["stale", "stale", "healthy"]
 
@@ -322,11 +325,11 @@ async def test_what_nobody_can_compare_is_compared_among_the_servers(
     async with routed(*fakes) as router:
         served = Served(router)
         for _ in range(2):
-            came = await served.sync_weights(InFolder("1", tmp_path), timeout_s=15)
+            came = await served.sync(PublishedFolder("1", tmp_path), timeout_s=15)
             assert (len(came.loaded), came.num_verified) == (2, 0)
         fakes[0].weights = "others"
         with pytest.raises(ServerError, match="unknown which"):
-            await served.sync_weights(InFolder("1", tmp_path), timeout_s=15)
+            await served.sync(PublishedFolder("1", tmp_path), timeout_s=15)
     said = [
         one.message for one in caplog.records if "compared only with other servers'" in one.message
     ]
@@ -344,7 +347,7 @@ async def test_files_that_are_no_longer_what_was_published_are_served_by_nobody(
     fakes = [FakeSGLang(ANSWER, sums=sums(others)) for _ in range(2)]
     async with routed(*fakes) as router:
         with pytest.raises(ServerError, match=r"model\.safetensors differs from what the learner"):
-            await Served(router).sync_weights(InFolder("1", tmp_path), timeout_s=15)
+            await Served(router).sync(PublishedFolder("1", tmp_path), timeout_s=15)
         assert states(router) == ["stale", "stale"]
 
 
@@ -364,19 +367,19 @@ async def test_what_was_sampled_by_weights_of_the_wrong_name_is_distrusted(
     one = FakeSGLang(ANSWER, weights="others", sums=WRONG if how == "single" else {})
     more = {"tie": 1, "single": 0, "outvoted": 2}[how]
     others = [FakeSGLang(ANSWER) for _ in range(more)]
-    published = InFolder("1", tmp_path)
+    published = PublishedFolder("1", tmp_path)
     async with routed(one, *others) as router:
         served = Served(router)
         before = time.time()
         if how == "outvoted":
-            came = await served.sync_weights(published, timeout_s=15)
+            came = await served.sync(published, timeout_s=15)
             one.weights = "sum"
             assert await served.sync_stale(came, timeout_s=15)
         else:
             with pytest.raises(ServerError):
-                await served.sync_weights(published, timeout_s=15)
+                await served.sync(published, timeout_s=15)
             one.weights, one.sums = "sum", sums() if how == "single" else {}
-            await served.sync_weights(published, timeout_s=15)
+            await served.sync(published, timeout_s=15)
         assert states(router) == ["healthy"] * (1 + more)
         after = time.time()
     assert served.is_tainted(sampled(before, [one.url], "0", "1"))
@@ -393,7 +396,7 @@ async def test_what_is_wrong_in_a_server_that_came_back_is_distrusted_too(tmp_pa
     fakes = [FakeSGLang(ANSWER, sums=sums()) for _ in range(2)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
         served = Served(router)
-        came = await served.sync_weights(InFolder("1", tmp_path), timeout_s=15)
+        came = await served.sync(PublishedFolder("1", tmp_path), timeout_s=15)
         fakes[0].version, fakes[0].sums = "default", WRONG
         await eventually(lambda: states(router) == ["stale", "healthy"])
         before = time.time()
