@@ -13,13 +13,13 @@ from typing import Any
 import pydantic
 import pytest
 
+from agentloop import Settings
 from agentloop.agent.tools import Tools, as_tool
 from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
 from agentloop.errors import AgentLoopError
 from agentloop.rewards.reward import Reward
-from agentloop.runtime import Settings
 from agentloop.tasks.sources import Task, TasksSettings, read_tasks
 from agentloop.trajectory import ToolCallStatus, Trajectory, Turn
 

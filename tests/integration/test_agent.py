@@ -13,14 +13,12 @@ import anyio
 import orjson
 import pytest
 
-from agentloop.agent.rollout import Budget
+from agentloop import Budget, Runtime, Sampling, Settings, StopReason, ToolCallStatus
 from agentloop.events import CallStarted, Event, TokensSampled, TurnFinished, TurnPlaced
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
-from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
-from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
-from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
+from agentloop.trajectory import Trajectory
 
 # The first of all tests waits for SGLang, and for the sandbox's image to be made.
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]

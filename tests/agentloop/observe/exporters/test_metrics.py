@@ -256,7 +256,7 @@ def test_a_version_that_is_not_a_number_is_not_shown() -> None:
 
 def test_groups_without_signal_are_counted() -> None:
     metrics = made()
-    metrics.seen(GroupFinished("g", {}, {"a": "equal rewards"}, 1.0, False))
+    metrics.on_event(GroupFinished("g", {}, {"a": "equal rewards"}, 1.0, False))
     assert values(metrics)['agentloop_groups_total{outcome="no_signal"}'] == 1
 
 
