@@ -29,6 +29,15 @@ from agentloop.errors import SettingsError
 __all__ = ["describe_settings", "load_known", "load_settings", "to_toml", "with_values"]
 
 _ENV_PREFIX = "AGENTLOOP_"
+# Settings of earlier versions by their dotted names, also below other sections.
+_RENAMED = {
+    "start": "sft",
+    "loop.tasks_per_step": "loop.prompts_per_step",
+    "loop.enough_of_group": "loop.early_stop_at",
+    "ranks.count": "ranks.nproc_per_node",
+    "router.max_moves": "router.max_migrations",
+    "weights.by": "weights.transport",
+}
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
@@ -186,7 +195,8 @@ def _check_keys(
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
         if field is None:
-            raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
+            hint = _renamed(path) or _suggest(model, key, at)
+            raise SettingsError(f"{source}: unknown setting {path!r}{hint}")
         section = _section(field.annotation)
         if section is None:
             continue
@@ -237,6 +247,13 @@ def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
             return candidate
     return None
+
+
+def _renamed(path: str) -> str:
+    for old, new in _RENAMED.items():
+        if path == old or path.endswith(f".{old}"):
+            return f" (its name is {path.removesuffix(old) + new!r} now)"
+    return ""
 
 
 def _suggest(model: type[pydantic.BaseModel], key: str, at: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m bench.async_train model                        models of servers, in virtual time
     python -m bench.async_train model --regimes balanced --seeds 1 --staleness 0,1
-    python -m bench.async_train real --model runs/latest/start/model      real ones, on this machine
+    python -m bench.async_train real --model runs/latest/sft/model      real ones, on this machine
 
 `model`: the real training loop (slots, queue, run folder, rewards, Resample-on-Correct, admission
 of groups) with simulated parts around it, in virtual time: a learner that sleeps in proportion to
@@ -92,7 +92,7 @@ class Shape:
 
     num_servers: int = 2
     params: ServerParams = field(default_factory=lambda: ServerParams(capacity=600_000))
-    tasks_per_step: int = 16
+    prompts_per_step: int = 16
     group_size: int = 16
     max_turns: int = 10
     budget: int = 12_288
@@ -271,10 +271,10 @@ def full(shape: Shape, seed: int) -> Full:
     specs = [
         [
             spec
-            for number in range(shape.tasks_per_step)
+            for number in range(shape.prompts_per_step)
             for spec in shape.group(seed, first + number)
         ]
-        for first in range(1, 1 + shape.steps * shape.tasks_per_step, shape.tasks_per_step)
+        for first in range(1, 1 + shape.steps * shape.prompts_per_step, shape.prompts_per_step)
     ]
     num_sampled = statistics.fmean(sum(spec.num_output for spec in step) for step in specs)
     num_all = statistics.fmean(sum(map(_num_tokens, step)) for step in specs)
@@ -297,7 +297,7 @@ async def _tokens_per_s(shape: Shape, seed: int) -> float:
     for server in servers.servers:
         server.version = "0"
         servers.weights_loaded(server.url, "0")
-    num_step = shape.tasks_per_step * shape.group_size
+    num_step = shape.prompts_per_step * shape.group_size
     marks: list[tuple[float, int]] = []
 
     async def watch() -> None:
@@ -316,7 +316,7 @@ async def _tokens_per_s(shape: Shape, seed: int) -> float:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
         tasks.start_soon(servers.keep_told)
-        for number in range(1, 100 * shape.tasks_per_step):
+        for number in range(1, 100 * shape.prompts_per_step):
             await servers.wait_for_capacity(shape.group_size)
             await tasks.start(run_group, number)
     (begin_s, num_before), (end_s, num_after) = marks
@@ -356,7 +356,7 @@ async def _train(
     learner = _SleepingLearner(shape, servers.servers, learn_s_per_token)
     settings = LoopSettings(
         steps=shape.steps + max_staleness + 2,  # admission must go on until the end
-        tasks_per_step=shape.tasks_per_step,
+        prompts_per_step=shape.prompts_per_step,
         group_size=shape.group_size,
         max_staleness=max_staleness,
         evaluate_every=shape.evaluate_every,
@@ -541,7 +541,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add("--servers", type=int, default=usual.num_servers)
     add("--capacity", type=int, default=usual.params.capacity, help="KV tokens per server")
-    add("--tasks", type=int, default=usual.tasks_per_step, help="groups per step")
+    add("--tasks", type=int, default=usual.prompts_per_step, help="groups per step")
     add("--group-size", type=int, default=usual.group_size)
     add("--max-turns", type=int, default=usual.max_turns)
     add("--budget", type=int, default=usual.budget, help="maximum number of tokens of a rollout")
@@ -562,7 +562,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--steps", type=int, default=usual.steps, help="steps including the warm-up")
     add("--plot", type=Path, help="a picture (needs matplotlib)")
     real = commands.add_parser("real", help="agentloop train, on this machine")
-    real.add_argument("--model", required=True, help="a folder, such as runs/latest/start/model")
+    real.add_argument("--model", required=True, help="a folder, such as runs/latest/sft/model")
     real.add_argument("--recipe", type=Path, default=Path("docs/recipes/laptop-rl.toml"))
     real.add_argument(
         "--steps", type=int, default=16, help="steps including those that do not count"
@@ -587,7 +587,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = Shape(
             num_servers=args.servers,
             params=ServerParams(capacity=args.capacity),
-            tasks_per_step=args.tasks,
+            prompts_per_step=args.tasks,
             group_size=args.group_size,
             max_turns=args.max_turns,
             budget=args.budget,

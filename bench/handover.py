@@ -134,7 +134,7 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
         learner, _ = await stack.enter_async_context(
             started(
                 learner_settings.model_dump(mode="json"),
-                RanksSettings(count=options.ranks),
+                RanksSettings(nproc_per_node=options.ranks),
                 log_dir=folder / "logs",
                 on_progress=print,
             )
@@ -162,7 +162,7 @@ async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
     ways = {
         "disk": WeightsSettings(),
         "disk, /dev/shm": WeightsSettings(folder=shm),
-        "group": WeightsSettings(by="group"),
+        "group": WeightsSettings(transport="group"),
     }
     async with parts(options, folder, 4096) as here:
         publishers = {name: here.publisher(way) for name, way in ways.items()}
@@ -275,7 +275,9 @@ async def stream_once(
 async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
     room = 2 * options.streams * (options.prompt + options.tokens) + 4096
     ways = {
-        (by, pause): WeightsSettings(by=by, pause=pause, folder=shm if by == "disk" else None)
+        (by, pause): WeightsSettings(
+            transport=by, pause=pause, folder=shm if by == "disk" else None
+        )
         for by in ("disk", "group")
         for pause in ("retract", "in_place")
     }

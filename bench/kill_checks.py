@@ -107,7 +107,7 @@ def _of_journal(run: Path, journal: Journal, settings: TrainSettings) -> Iterato
             yield "the tasks differ from those of the source, or are in another order"
     for step, notes in journal.steps.items():
         groups = journal.of_step(step)
-        if len(groups) != settings.loop.tasks_per_step:
+        if len(groups) != settings.loop.prompts_per_step:
             yield f"step {step} has {len(groups)} groups"
         for group in groups:
             oldest = min([group["version"], *_versions(run, group)])

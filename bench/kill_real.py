@@ -50,7 +50,7 @@ _TOOLS = ("python_code_with_standard_io", "jupyter_code")  # alternate by seed
 _RUN = (ToolCallStatus.OK, ToolCallStatus.ERROR, ToolCallStatus.TIMEOUT)
 
 _OVERRIDES = [
-    f"loop.tasks_per_step={_TASKS_PER_STEP}",
+    f"loop.prompts_per_step={_TASKS_PER_STEP}",
     "loop.group_size=6",
     "loop.evaluate_every=2",
     "loop.evaluate_tasks=4",

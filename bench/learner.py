@@ -202,7 +202,7 @@ async def _learner_arm(
     learner, _ = await stack.enter_async_context(
         started(
             settings.model_dump(mode="json"),
-            RanksSettings(count=ranks, threads=threads),
+            RanksSettings(nproc_per_node=ranks, threads=threads),
             log_dir=folder / name,
             on_progress=lambda _: None,
         )

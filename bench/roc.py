@@ -1,6 +1,6 @@
 """GRPO compared with GRPO with Resample-on-Correct, at equal tokens, on a laptop.
 
-    python -m bench.roc --model runs/latest/start/model --plot docs/images/roc.png
+    python -m bench.roc --model runs/latest/sft/model --plot docs/images/roc.png
 
 Every arm starts from the same model, the supervised start of docs/recipes/laptop.toml, half of
 whose calls fail, with the same tasks, number of rollouts and optimizer. They differ in the part of

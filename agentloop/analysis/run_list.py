@@ -76,7 +76,7 @@ class RunSummary:
     """The summary of a run, as far as its files are readable.
 
     Attributes:
-        stage: such as "2/3 longer", or "start" before the rollouts.
+        stage: such as "2/3 longer", or "sft" before the rollouts.
         step, num_steps: counted over all stages; None: unknown.
         reward, tool_errors: values of the last step that has them.
         held_out_reward: value of the last evaluation.
@@ -185,9 +185,9 @@ def _of_training(
     path: Path, config: Mapping[str, Any], rows: Sequence[Row], problems: list[str]
 ) -> _Where:
     where = _Where(rows)
-    if not rows and (path / "start" / "metrics.jsonl").is_file():
-        where = _Where(read_rows(path / "start" / "metrics.jsonl", problems))
-        where.stage = "start"
+    if not rows and (path / "sft" / "metrics.jsonl").is_file():
+        where = _Where(read_rows(path / "sft" / "metrics.jsonl", problems))
+        where.stage = "sft"
         return where
     try:
         stages = Stages.of(config)

@@ -217,7 +217,7 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None) ->
 def _origin(model: Path, run: Path) -> str:
     if model.parent == run / "weights":
         return f" (version {model.name}, the newest published)"
-    return " (no weights have been published)" if model == run / "start" / "model" else ""
+    return " (no weights have been published)" if model == run / "sft" / "model" else ""
 
 
 async def _next_question(lines: commands.Lines) -> str | None:

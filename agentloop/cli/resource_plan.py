@@ -238,7 +238,7 @@ class Plan:
     @property
     def num_rollouts(self) -> int:
         """Number of rollouts per step."""
-        return self.settings.loop.tasks_per_step * self.settings.loop.group_size
+        return self.settings.loop.prompts_per_step * self.settings.loop.group_size
 
     @property
     def num_kept(self) -> int:
@@ -258,12 +258,16 @@ class Plan:
     def num_processes(self) -> int:
         """Number of servers and ranks. A server counts as one process."""
         own = 0 if self.settings.servers else self.settings.server.count
-        return own + self.settings.ranks.count
+        return own + self.settings.ranks.nproc_per_node
 
     @property
     def num_gpus(self) -> int:
         """Number of GPUs used on this machine. Servers and ranks share GPUs, from the first on."""
-        return max(_server_gpus(self.settings), self.settings.ranks.count) if self.on_gpus else 0
+        return (
+            max(_server_gpus(self.settings), self.settings.ranks.nproc_per_node)
+            if self.on_gpus
+            else 0
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: bytes, tokens and counts."""
@@ -407,7 +411,7 @@ def _learner_memory(
     shape: ModelShape, learner: LearnerSettings, ranks: RanksSettings, on_gpus: bool
 ) -> LearnerMemory:
     p, t, w = shape.num_parameters, num_trained(shape, learner), _WIDTHS[learner.dtype]
-    num_ranks = ranks.count * ranks.nodes
+    num_ranks = ranks.nproc_per_node * ranks.nodes
     zero = learner.deepspeed.get("zero_optimization", {})
     stage = learner.zero_stage
     share = math.ceil(t / num_ranks)
@@ -439,7 +443,7 @@ def _learner_memory(
         activations=activations,
         logits=min(learner.head_chunk_tokens, tokens) * shape.vocab_size * (16 + w),
         offloaded=offloaded,
-        loading=ranks.count * w * p,
+        loading=ranks.nproc_per_node * w * p,
     )
 
 
@@ -477,7 +481,7 @@ def _disk(shape: ModelShape, settings: PlanSettings) -> Disk:
     num_checkpoints = math.ceil(loop.steps / every)
     if learner.keep_checkpoints:
         num_checkpoints = min(num_checkpoints, learner.keep_checkpoints + 1)
-    tokens = loop.tasks_per_step * loop.group_size * settings.budget.max_response_tokens
+    tokens = loop.prompts_per_step * loop.group_size * settings.budget.max_response_tokens
     per_step = tokens * _BYTES_PER_TRAJECTORY_TOKEN
     return Disk(
         weights=_WIDTHS[learner.publish_dtype] * shape.num_parameters,
@@ -490,7 +494,7 @@ def _disk(shape: ModelShape, settings: PlanSettings) -> Disk:
 
 def _num_kept(settings: PlanSettings) -> int:
     size, target = settings.loop.group_size, settings.roc.down_sample_to_n
-    return settings.loop.tasks_per_step * (min(size, target) if target > 0 else size)
+    return settings.loop.prompts_per_step * (min(size, target) if target > 0 else size)
 
 
 def _server_gpus(settings: PlanSettings) -> int:
@@ -538,8 +542,10 @@ def _warnings(
     host = learner.loading
     own = 0 if s.servers or on_gpus else s.server.count * s.server.dp_size
     if not on_gpus:
-        host = s.ranks.count * learner.total + own * (server.weights + (server.kv_cache or 0))
-    host = max(host, learner.loading, s.ranks.count * learner.offloaded)
+        host = s.ranks.nproc_per_node * learner.total + own * (
+            server.weights + (server.kv_cache or 0)
+        )
+    host = max(host, learner.loading, s.ranks.nproc_per_node * learner.offloaded)
     if host > machine.ram_bytes:
         yield f"{size(host)} of host memory are needed; there are {size(machine.ram_bytes)}"
     if disk.total > machine.disk_free_bytes:
@@ -553,7 +559,7 @@ def _gpu_warnings(
     s: PlanSettings, machine: Machine, learner: LearnerMemory, server: ServerMemory
 ) -> Iterator[str]:
     server_gpus = _server_gpus(s)
-    needed = max(server_gpus, s.ranks.count)
+    needed = max(server_gpus, s.ranks.nproc_per_node)
     if needed > machine.num_gpus:
         available = machine.num_gpus or "none that nvidia-smi lists"
         yield f"{count_of(needed, 'GPU')} needed; this machine has {available}"

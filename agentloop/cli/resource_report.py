@@ -27,7 +27,7 @@ def _lines(p: Plan) -> Iterator[str]:
     tokens = number(s.budget.max_response_tokens)
     yield f"steps      {loop.steps}; each of them:"
     yield (
-        f"  roll out {number(loop.tasks_per_step)} tasks, {loop.group_size} times each: "
+        f"  roll out {number(loop.prompts_per_step)} tasks, {loop.group_size} times each: "
         f"{number(p.num_rollouts)} rollouts of at most {tokens} tokens and "
         f"{s.budget.max_turns} turns, {amount(p.max_tokens)} tokens in all"
     )
@@ -52,7 +52,7 @@ def _lines(p: Plan) -> Iterator[str]:
     device = "GPU" if p.on_gpus else "process"
     nodes = f" on each of {s.ranks.nodes} nodes" if s.ranks.nodes > 1 else ""
     yield (
-        f"learner    {count_of(s.ranks.count, 'rank')}{nodes}, ZeRO {learner.zero_stage}, "
+        f"learner    {count_of(s.ranks.nproc_per_node, 'rank')}{nodes}, ZeRO {learner.zero_stage}, "
         f"{learner.dtype}: {size(m.total)} each {device}"
     )
     if learner.lora.rank:
@@ -95,4 +95,4 @@ def _lines(p: Plan) -> Iterator[str]:
 def _micro_batches(p: Plan) -> int:
     tokens = p.settings.learner.micro_batch_tokens
     ranks = p.settings.ranks
-    return math.ceil(p.max_kept_tokens / tokens / (ranks.count * ranks.nodes))
+    return math.ceil(p.max_kept_tokens / tokens / (ranks.nproc_per_node * ranks.nodes))

@@ -94,7 +94,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
                 roc,
                 seed=recipe["seed"],
                 shuffle_rewards=recipe["shuffle_rewards"],
-                enough=recipe["enough_of_group"],
+                enough=recipe["early_stop_at"],
                 is_tainted=served.is_tainted,
                 emit=traces.on_event,
             )

@@ -40,7 +40,7 @@ from agentloop.training.supervised import (
 
 __all__ = [
     "SftSettings",
-    "StartSettings",
+    "SftStageSettings",
     "how_to_go_on",
     "imitate",
     "main",
@@ -55,7 +55,7 @@ __all__ = [
 S = TypeVar("S", bound=pydantic.BaseModel)
 
 
-class StartSettings(pydantic.BaseModel):
+class SftStageSettings(pydantic.BaseModel):
     """Settings of supervised fine-tuning: the dialogues and the training."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -80,7 +80,7 @@ class StartSettings(pydantic.BaseModel):
         return self
 
 
-class SftSettings(StartSettings):
+class SftSettings(SftStageSettings):
     """All settings of a supervised run."""
 
     model: Path = pydantic.Field(
@@ -150,7 +150,7 @@ def require_learner(settings: LearnerSettings) -> None:
 
 
 async def samples_of(
-    settings: StartSettings, model: Path, chat: ChatSettings, progress: console.ProgressLine
+    settings: SftStageSettings, model: Path, chat: ChatSettings, progress: console.ProgressLine
 ) -> list[Sample]:
     """Read the dialogues and encode them as samples for `model`. Raises DataError."""
     progress("Reading the dialogues")
@@ -168,7 +168,7 @@ async def samples_of(
 
 
 async def imitate(
-    settings: StartSettings,
+    settings: SftStageSettings,
     model: Path,
     chat: ChatSettings,
     tuning: FineTuning,
@@ -204,7 +204,7 @@ async def imitate(
 
 def how_to_go_on(command: str, path: Path) -> str:
     """Return the message for a stopped run: its newest checkpoint and how to continue."""
-    found = {path: "", path / "start": " of the supervised start"}
+    found = {path: "", path / "sft": " of the supervised start"}
     steps = ((max(checkpoints_in(one), default=None), of) for one, of in found.items())
     newest = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
     return (

@@ -24,7 +24,7 @@ from agentloop.cli.resource_report import report
 from agentloop.cli.respawn import is_child, revived, tell_run
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.sft import (
-    StartSettings,
+    SftStageSettings,
     how_to_go_on,
     imitate,
     model_folder,
@@ -74,7 +74,7 @@ _MIN_TEMPERATURE = 1e-5  # SGLang samples greedily below it
 class TrainSettings(Settings):
     """All settings of a training run, on top of those of a runtime."""
 
-    start: StartSettings | None = pydantic.Field(
+    sft: SftStageSettings | None = pydantic.Field(
         None, description="Supervised fine-tuning before the rollouts."
     )
     stages: dict[StageName, StageSettings] = pydantic.Field(
@@ -183,8 +183,8 @@ async def _run(
     )
     try:
         async with elsewhere, scene.serve_page(settings.serve) if settings.page else nullcontext():
-            if settings.start is not None:
-                model = await _start(settings, settings.start, scene, progress)
+            if settings.sft is not None:
+                model = await _start(settings, settings.sft, scene, progress)
                 learner = settings.learner.model_copy(update={"model": model})
                 settings = settings.model_copy(update={"model": str(model), "learner": learner})
             await _roll_out_and_learn(settings, tasks, queue, scene, progress)
@@ -195,19 +195,19 @@ async def _run(
 
 async def _start(
     settings: TrainSettings,
-    start: StartSettings,
+    sft: SftStageSettings,
     scene: RunDashboard,
     progress: console.ProgressLine,
 ) -> Path:
     """Make the model that the rollouts start from, unless it exists, and return its folder."""
     folder = scene.folder
-    made = folder.path / "start" / "model"
+    made = folder.path / "sft" / "model"
     if not (made / "config.json").is_file():  # the folder is renamed into place when complete
         model, chat = settings.learner.model, settings.chat
-        samples = await samples_of(start, model, chat, progress)
-        async with folder.within("start") as part:
-            tuning = await anyio.to_thread.run_sync(FineTuning, start.loop, samples, part)
-            await imitate(start, model, chat, tuning, part, progress, scene.on_start_event)
+        samples = await samples_of(sft, model, chat, progress)
+        async with folder.within("sft") as part:
+            tuning = await anyio.to_thread.run_sync(FineTuning, sft.loop, samples, part)
+            await imitate(sft, model, chat, tuning, part, progress, scene.on_start_event)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made
@@ -329,7 +329,7 @@ async def _rolling_out(
                 s.roc,
                 seed=s.loop.seed,
                 shuffle_rewards=s.loop.shuffle_rewards,
-                enough=s.loop.enough_of_group,
+                enough=s.loop.early_stop_at,
                 is_tainted=serving.is_tainted,
                 emit=scene.emit,
             )
@@ -340,7 +340,7 @@ def recipe_of(settings: TrainSettings) -> dict[str, Any]:
     """Return the settings that runtimes on other machines take from the trainer."""
     names = {"model", "chat", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
     loop = settings.loop.model_dump(
-        include={"group_size", "seed", "shuffle_rewards", "enough_of_group"}
+        include={"group_size", "seed", "shuffle_rewards", "early_stop_at"}
     )
     return settings.model_dump(mode="json", include=names) | loop
 
@@ -353,7 +353,7 @@ def _whole(settings: TrainSettings) -> TrainSettings:
     """
     s = settings
     model = model_folder(s.model or SMALL)
-    if s.servers and s.start:
+    if s.servers and s.sft:
         raise SettingsError("start: `servers` have a model already: run `agentloop sft` first")
     if s.servers and not s.model:
         raise SettingsError("model: the learner needs the folder of the model that `servers` have")
@@ -379,16 +379,18 @@ def _whole(settings: TrainSettings) -> TrainSettings:
     if s.learner.init == "random":
         raise SettingsError(
             "learner.init, learner.config: the servers start with the folder's weights: set "
-            "start.learner.init and start.learner.config instead"
+            "sft.learner.init and sft.learner.config instead"
         )
     group_s, ranks_s = s.weights.group_timeout_s, s.learner.collective_timeout_s
-    if s.weights.by == "group" and group_s >= ranks_s:
+    if s.weights.transport == "group" and group_s >= ranks_s:
         raise SettingsError(
             f"weights.group_timeout_s: {group_s:g} must be below learner.collective_timeout_s "
             f"({ranks_s:g}): the other ranks wait for rank 0 no longer"
         )
-    if s.fleet.redis and s.weights.by == "group":
-        raise SettingsError("weights.by: a fleet takes its weights from a folder: set it to disk")
+    if s.fleet.redis and s.weights.transport == "group":
+        raise SettingsError(
+            "weights.transport: a fleet loads weights from a folder: set it to disk"
+        )
     if s.fleet.redis and s.servers:
         raise SettingsError("servers: with fleet.redis each runtime is told its own")
     give_up_s, step_s = s.watchdog.give_up_s, s.loop.step_timeout_s
@@ -408,14 +410,14 @@ def _whole(settings: TrainSettings) -> TrainSettings:
             f"({s.roc.down_sample_to_n}), and two at least, are to be learned from: every group "
             "would be rejected"
         )
-    if learns and 0 < s.loop.enough_of_group < s.roc.down_sample_to_n:
+    if learns and 0 < s.loop.early_stop_at < s.roc.down_sample_to_n:
         raise SettingsError(
-            f"loop.enough_of_group: {s.loop.enough_of_group} are fewer than "
+            f"loop.early_stop_at: {s.loop.early_stop_at} are fewer than "
             f"roc.down_sample_to_n ({s.roc.down_sample_to_n})"
         )
-    if learns and s.loop.enough_of_group > s.loop.group_size:
+    if learns and s.loop.early_stop_at > s.loop.group_size:
         raise SettingsError(
-            f"loop.enough_of_group: {s.loop.enough_of_group} are more than loop.group_size "
+            f"loop.early_stop_at: {s.loop.early_stop_at} are more than loop.group_size "
             f"({s.loop.group_size}): set 0 to wait for all of them"
         )
     most = s.as_one_stage().budget.max_response_tokens
@@ -498,18 +500,18 @@ def main(arguments: list[str]) -> int:
 async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = False) -> int:
     """Print the plan of a run. The model's weights need not exist."""
     settings = told(TrainSettings, arguments, resume)
-    start, stages = settings.start, settings.stages
+    sft, stages = settings.sft, settings.stages
     refused, missing = _refusal(settings), _missing(settings)
-    changes = start.learner.config if start is not None else settings.learner.config
+    changes = sft.learner.config if sft is not None else settings.learner.config
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
         data = {**made.to_dict(), "refused": refused or None, "missing": missing or None}
         console.print_json(data)
         return 2 if refused else 0
-    if start is not None:
-        sources = [*map(str, start.data.paths)]
-        sources += [f"{start.data.teacher:,} of the teacher"] if start.data.teacher else []
-        print(f"start      {start.loop.epochs} epoch(s) of dialogues: {', '.join(sources)}")
+    if sft is not None:
+        sources = [*map(str, sft.data.paths)]
+        sources += [f"{sft.data.teacher:,} of the teacher"] if sft.data.teacher else []
+        print(f"sft        {sft.loop.epochs} epoch(s) of dialogues: {', '.join(sources)}")
     for name, stage in stages.items():
         budget = stage.budget(settings.budget)
         print(
@@ -553,7 +555,7 @@ def _require_machine(settings: TrainSettings) -> None:
     starts_servers = not settings.servers and not settings.fleet.redis
     if starts_servers:
         require_device(settings.server)
-    for learner in (settings.learner, *([settings.start.learner] if settings.start else ())):
+    for learner in (settings.learner, *([settings.sft.learner] if settings.sft else ())):
         require_learner(learner)
     if starts_servers and not is_installed("sglang"):
         raise SettingsError(NOT_INSTALLED)
@@ -562,8 +564,8 @@ def _require_machine(settings: TrainSettings) -> None:
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
     settings = told(TrainSettings, arguments, resume)
     _whole(settings)  # settings first: a missing package takes longer to put right
-    if settings.start is not None:
-        settings.start.data.require_files()
+    if settings.sft is not None:
+        settings.sft.data.require_files()
     _require_machine(settings)
     with console.ProgressLine("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)

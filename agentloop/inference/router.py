@@ -77,7 +77,7 @@ class RouterSettings(pydantic.BaseModel):
     max_waiting: int = pydantic.Field(
         65_536, ge=1, description="Maximum number of waiting requests; further ones are refused."
     )
-    max_moves: int = pydantic.Field(
+    max_migrations: int = pydantic.Field(
         4, ge=0, description="How often a turn may move to another server after a failure."
     )
     reserve_tokens: int = pydantic.Field(
@@ -269,7 +269,7 @@ class Router:
 
         Raises:
             RequestError: The request is invalid.
-            ServerUnavailable: No server could serve it in time or within `max_moves`.
+            ServerUnavailable: No server could serve it in time or within `max_migrations`.
         """
         self._check(generation, vocab_size)
         turn = OngoingTurn(generation, on_chunk)
@@ -285,7 +285,7 @@ class Router:
                 return
             on_moved(replica.url, str(failure))
             num_moves += 1
-            if num_moves > self._settings.max_moves:
+            if num_moves > self._settings.max_migrations:
                 raise ServerUnavailable(
                     f"gave up after {num_moves} servers: {failure}"
                 ) from failure

@@ -60,7 +60,7 @@ def of_start(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def start_metrics(folder: Path) -> list[dict[str, Any]]:
     """The metrics of a run's supervised start, as `of_start` names them; none if it has none."""
-    return [of_start(row) for row in read_metrics(folder / "start")]
+    return [of_start(row) for row in read_metrics(folder / "sft")]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -324,7 +324,8 @@ _SOFTER = "a lower `learner.optimizer.lr`, or a smaller `learner.loss.clip_high`
 _TRY = {
     Rule.REWARD: (
         _SOFTER,
-        "more rollouts per step (`loop.tasks_per_step`), or less stale ones (`loop.max_staleness`)",
+        "more rollouts per step (`loop.prompts_per_step`), or less stale ones "
+        "(`loop.max_staleness`)",
     ),
     Rule.ENTROPY_LOW: (
         "a larger `learner.loss.clip_high`, so that rare tokens can become more likely",

@@ -141,7 +141,7 @@ class TrainingLoop:
         self._keeping_up = anyio.CancelScope()
         self._loaded: dict[str, Any] = {}  # metrics of the last weight sync
         self._changed = anyio.Event()
-        self._slots = Slots(settings.max_staleness, settings.tasks_per_step)
+        self._slots = Slots(settings.max_staleness, settings.prompts_per_step)
         self._source: Iterator[Task] = tasks
         self._stage_number = 0
         self._num_drawn = 0  # tasks drawn from a stage's own ones
@@ -273,7 +273,7 @@ class TrainingLoop:
         await self._steps.do_again(self._record_repeated)
         rows = await anyio.to_thread.run_sync(self._folder.metrics)
         self._collapse = Collapse.replay(self._collapse_settings, rows, step=self.step)
-        self._slots = Slots(s.max_staleness, s.tasks_per_step, version=self.version)
+        self._slots = Slots(s.max_staleness, s.prompts_per_step, version=self.version)
         await self._publish()
         await self._until_live()
         if not self.step:
@@ -326,8 +326,8 @@ class TrainingLoop:
             self._say("The stage is skipped: all of its tasks are solved by every rollout")
             self._pace.skip()
             return
-        self._slots = Slots(s.max_staleness, s.tasks_per_step, version=self.version)
-        self._num_left = (stage.steps - done) * s.tasks_per_step
+        self._slots = Slots(s.max_staleness, s.prompts_per_step, version=self.version)
+        self._num_left = (stage.steps - done) * s.prompts_per_step
         await self._restore_groups(noted["tasks"])
         async with anyio.create_task_group() as tasks_:
             tasks_.start_soon(self._admit)
@@ -438,7 +438,7 @@ class TrainingLoop:
         if self._num_left < 1 or self._slots.room < 1 or self.is_paused or self.is_draining:
             return False
         # A batch must always become complete, however large its groups are.
-        is_needed = len(self._slots) < self._settings.tasks_per_step
+        is_needed = len(self._slots) < self._settings.prompts_per_step
         return is_needed or self._queue.num_bytes < self._settings.max_queue_bytes
 
     def _blocked_by(self) -> str:
@@ -525,7 +525,7 @@ class TrainingLoop:
         """Report an invalid task. Raises RequestError after too many in a row."""
         self._say(f"Skipped task {task.id}: {error}")
         self._num_refused += 1
-        if self._num_refused >= self._settings.tasks_per_step:
+        if self._num_refused >= self._settings.prompts_per_step:
             raise RequestError(
                 f"{error} ({self._num_refused} tasks in a row were refused)"
             ) from error
@@ -533,7 +533,7 @@ class TrainingLoop:
     def _count_replaced(self) -> None:
         """Report when many groups in a row had to be replaced, which may go on for ever."""
         self._num_replaced += 1
-        if self._num_replaced % (_MANY_REPLACED * self._settings.tasks_per_step) == 0:
+        if self._num_replaced % (_MANY_REPLACED * self._settings.prompts_per_step) == 0:
             self._say(
                 f"{self._num_replaced} groups in a row were replaced because all rewards within "
                 "each group were equal (loop.dynamic_sampling)"
@@ -586,7 +586,7 @@ class TrainingLoop:
         if metrics["num_learned"]:
             learned_s = time.monotonic()
             await self._publish()
-            if self._settings.max_staleness == 0 or self._weights.by == "group":
+            if self._settings.max_staleness == 0 or self._weights.transport == "group":
                 self._pace.waits("waiting for the servers to load the new weights")
                 await self._until_live()
             metrics["hand_over_s"] = time.monotonic() - learned_s
@@ -632,7 +632,7 @@ class TrainingLoop:
     async def _batch(self) -> list[int] | None:
         """Wait for a batch; return its groups' numbers, or None if there is none when draining."""
         found: list[list[int]] = []
-        total = self._settings.tasks_per_step
+        total = self._settings.prompts_per_step
 
         def is_there() -> bool:
             num_done = min(total, len(self._slots) - len(self._slots.open))

@@ -17,7 +17,7 @@ class LoopSettings(pydantic.BaseModel):
     steps: int = pydantic.Field(
         510, ge=0, description="Steps of a run without stages; 0: only evaluate."
     )
-    tasks_per_step: int = pydantic.Field(
+    prompts_per_step: int = pydantic.Field(
         512, ge=1, description="Tasks per step, each with a group of rollouts."
     )
     group_size: int = pydantic.Field(
@@ -33,9 +33,9 @@ class LoopSettings(pydantic.BaseModel):
     dynamic_sampling: bool = pydantic.Field(
         False,
         description="Replace a group without a learning signal (all of its rewards are equal) by "
-        "another one, so that each step trains on tasks_per_step groups (DAPO).",
+        "another one, so that each step trains on prompts_per_step groups (DAPO).",
     )
-    enough_of_group: int = pydantic.Field(
+    early_stop_at: int = pydantic.Field(
         0,
         ge=0,
         description="Stop the remaining rollouts of a group, without a reward, once this many have "

@@ -198,7 +198,7 @@ class RunFolder:
         """
         published = [one for one in (path / "weights").glob("*") if one.name.isdigit()]
         newest = sorted(published, key=lambda one: int(one.name))[-1:]
-        for folder in (*newest, path / "model", path / "start" / "model"):
+        for folder in (*newest, path / "model", path / "sft" / "model"):
             if (folder / "config.json").is_file():
                 return folder
         raise SettingsError(f"{path} is not a run with a model. Try `agentloop runs list`.")

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.api.guard import ServeSettings
+from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings, to_toml
 from agentloop.errors import SettingsError
 
@@ -336,3 +337,18 @@ def test_a_stages_name_can_be_said_on_the_command_line(tmp_path: Path) -> None:
     file.write_text('[stages."warm up"]\nsteps = 1\n', "utf-8")
     with pytest.raises(SettingsError, match=r"stages\.warm up"):
         load_settings(TrainSettings, [file])
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("loop.tasks_per_step=8", "loop.prompts_per_step"),
+        ("sft.ranks.count=2", "sft.ranks.nproc_per_node"),
+        ("start.learner.init=random", "sft"),
+        ("weights.by=group", "weights.transport"),
+    ],
+)
+def test_a_setting_of_an_earlier_version_names_its_successor(override: str, name: str) -> None:
+    old = "start" if override.startswith("start") else override.partition("=")[0]
+    with pytest.raises(SettingsError, match=rf"'{old}' \(its name is '{name}' now\)"):
+        load_settings(TrainSettings, overrides=[override])

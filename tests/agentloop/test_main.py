@@ -69,7 +69,7 @@ def test_each_command_has_help_and_lists_its_settings(
     assert f"agentloop {command}" in capsys.readouterr().out
     assert main([command, "--list-settings"]) == 0
     listed = capsys.readouterr().out
-    assert "router.max_moves = 4" in listed
+    assert "router.max_migrations = 4" in listed
     assert "serve.port = 8000" in listed
 
 

@@ -36,7 +36,7 @@ pytest.importorskip("safetensors")  # batches; of the extra `train`
 SMALL = Shape(
     num_servers=2,
     params=ServerParams(capacity=40_000),
-    tasks_per_step=4,
+    prompts_per_step=4,
     group_size=4,
     budget=2000,
     load_s=2.0,
@@ -63,7 +63,7 @@ def test_no_sample_is_staler_than_allowed(results: dict[int, Result]) -> None:
     assert set(results[0].staleness) == {0}
     for age in (1, 2):
         assert 0 < max(results[age].staleness) <= age
-    num_samples = 3 * SMALL.tasks_per_step * SMALL.group_size // 2
+    num_samples = 3 * SMALL.prompts_per_step * SMALL.group_size // 2
     assert all(sum(one.staleness.values()) == num_samples for one in results.values())
 
 
@@ -123,7 +123,9 @@ def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch
     shape = replace(SMALL, params=ServerParams(), steps=6)  # admission never limits
     train(shape, "balanced", age, 1, Full(1000.0, 40.0, 10_000.0))
     for index, (begun, _) in enumerate(learned[1:-1], 1):
-        numbers = range(1 + index * shape.tasks_per_step, 1 + (index + 1) * shape.tasks_per_step)
+        numbers = range(
+            1 + index * shape.prompts_per_step, 1 + (index + 1) * shape.prompts_per_step
+        )
         is_free = learned[index - 1][1] + shape.publish_s
         assert begun == max(is_free, *(ended[number] for number in numbers))
         assert {started[number] for number in numbers} == {live[max(0, index - age)]}

@@ -40,5 +40,5 @@ def test_arms_differ_only_in_the_trained_rollouts() -> None:
     for one in settings:
         assert one.tasks == settings[0].tasks
         assert one.sampling == settings[0].sampling
-        assert one.loop.group_size * one.loop.tasks_per_step == 128
+        assert one.loop.group_size * one.loop.prompts_per_step == 128
     assert [one.roc.down_sample_to_n for one in settings] == [0, 8, 8, 8]

@@ -61,7 +61,7 @@ def test_entropies_are_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[
     # Two ranks, chunks of the head, adapters that a run had; and memory for the longest alone.
     told = ["learner.micro_batch_tokens=8", "learner.head_chunk_tokens=4", "learner.lora.rank=4"]
     settings = load_settings(
-        TrainSettings, (), [*told, f"sampling.temperature={TEMPERATURE}", "ranks.count=2"]
+        TrainSettings, (), [*told, f"sampling.temperature={TEMPERATURE}", "ranks.nproc_per_node=2"]
     )
     folder = RunFolder(tmp_path / "run", to_toml(settings))
     folder.add_group(1, rows)

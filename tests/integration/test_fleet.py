@@ -36,7 +36,7 @@ pytestmark = [
 
 SCRIPT = Path(__file__).with_name("two_machines.sh")
 SMALL = [
-    "loop.tasks_per_step=3",
+    "loop.prompts_per_step=3",
     "loop.group_size=6",  # of which each is right by a coin: some differ
     "loop.evaluate_tasks=2",
     "tasks.held_out=2",
@@ -44,7 +44,7 @@ SMALL = [
     "roc.reject_equal_reward=false",
     "sampling.temperature=2.5",
     "reward.function=tests.integration.test_train:coin",  # which every machine can import
-    "ranks.count=1",
+    "ranks.nproc_per_node=1",
 ]
 
 

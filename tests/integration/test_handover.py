@@ -66,7 +66,7 @@ SETTINGS = LearnerSettings(
     # The small model's tensors are so small that ZeRO 3 would not share them out.
     deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 )
-GROUP = WeightsSettings(by="group", group_timeout_s=20)
+GROUP = WeightsSettings(transport="group", group_timeout_s=20)
 TIMEOUT_S = 120.0
 PAUSES: list[Pause] = ["retract", "in_place"]
 IN_ORDER = ("--disable-overlap-schedule",)  # what a pause in place needs
@@ -185,7 +185,9 @@ class Parts:
         begun = time.monotonic()
         published = await way.publish(self.version, timeout_s=TIMEOUT_S)
         came = await Served(self.router).sync(published, timeout_s=TIMEOUT_S)
-        print(f"by {settings.by}: {time.monotonic() - begun:.2f} s, of them {came.seconds:.2f}")
+        print(
+            f"by {settings.transport}: {time.monotonic() - begun:.2f} s, of them {came.seconds:.2f}"
+        )
         return came
 
     async def step(self) -> None:
@@ -228,7 +230,7 @@ async def all_started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
         sglang_servers(SMALL, settings, log_dir=folder, on_progress=print) as processes,
         started(
             SETTINGS.model_dump(mode="json"),
-            RanksSettings(count=2),
+            RanksSettings(nproc_per_node=2),
             log_dir=folder,
             on_progress=print,
         ) as (learner, _),

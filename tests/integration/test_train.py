@@ -52,7 +52,7 @@ async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Pat
         f"run.folder={tmp_path}",
         "run.name=first",
         "loop.steps=2",
-        "loop.tasks_per_step=3",
+        "loop.prompts_per_step=3",
         "loop.evaluate_tasks=4",
         "loop.group_size=6",
         "roc.down_sample_to_n=4",
@@ -94,14 +94,14 @@ async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     overrides = [
         f"run.folder={tmp_path}",
         "run.name=laptop",
-        "start.data.teacher=40",
+        "sft.data.teacher=40",
         "stages.short.steps=1",
         "stages.short.max_response_tokens=40",
         "stages.longer.steps=1",
         "stages.hard.steps=1",
         "stages.hard.filter_tasks=2",
         "budget.max_response_tokens=60",
-        "loop.tasks_per_step=2",
+        "loop.prompts_per_step=2",
         "loop.group_size=4",
         "loop.evaluate_tasks=2",
         "tasks.held_out=2",
@@ -118,7 +118,7 @@ async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
         "Stage 2 of 3: longer",
         "Stage 3 of 3: hard",
     ]
-    assert (folder / "start" / "model" / "model.safetensors").exists()
+    assert (folder / "sft" / "model" / "model.safetensors").exists()
     assert (folder / "plots.png").read_bytes().startswith(b"\x89PNG")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     steps = {json.loads(line)["step"] for line in lines}

@@ -53,7 +53,7 @@ async def test_after_sigkill_it_goes_on_with_the_same_loss(
     folder, step = tmp_path / "saved" / "1", StepRequest(batch=tmp_path / "batch")
     async with KeptLearner(
         SETTINGS.model_dump(mode="json"),
-        RanksSettings(count=2),
+        RanksSettings(nproc_per_node=2),
         log_dir=tmp_path / "logs",
         on_progress=lambda line: None,
     ) as learner:

@@ -88,7 +88,7 @@ async def trained(
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 async def test_two_ranks_by_a_launcher(tmp_path: Path, launcher: Any) -> None:
-    await trained(tmp_path, RanksSettings(launcher=launcher, count=2))
+    await trained(tmp_path, RanksSettings(launcher=launcher, nproc_per_node=2))
     assert (tmp_path / "logs" / f"learner-{launcher}.log").exists()
 
 
@@ -159,7 +159,7 @@ async def test_two_nodes_by_deepspeed(tmp_path: Path, hostfile: Path) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 async def test_a_failed_start_by_a_launcher_is_explained(tmp_path: Path, launcher: Any) -> None:
     settings = SETTINGS.model_copy(update={"model": tmp_path}).model_dump(mode="json")
-    ranks = RanksSettings(launcher=launcher, count=2)
+    ranks = RanksSettings(launcher=launcher, nproc_per_node=2)
     with anyio.fail_after(250), pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"):
         async with started(settings, ranks, log_dir=tmp_path / "logs", on_progress=say_nothing):
             pass

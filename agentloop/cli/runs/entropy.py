@@ -168,7 +168,7 @@ def _origin(
         if folder.name.isdecimal() and (folder / "config.json").is_file()
     }
     numbered = {int(version): num for version, num in versions.items() if version.isdecimal()}
-    first = run / "start" / "model"
+    first = run / "sft" / "model"
     if not (first / "config.json").is_file():
         first = Path(settings.model or SMALL).expanduser()
     if (first / "config.json").is_file():
@@ -390,7 +390,7 @@ def main(arguments: list[str]) -> int:
         nargs="*",
         default=[],  # else argparse says that it is required
         metavar="key=value",
-        help="override one of the run's settings, such as ranks.count=1",
+        help="override one of the run's settings, such as ranks.nproc_per_node=1",
     )
     parser.add_argument(
         "--groups",

@@ -177,7 +177,7 @@ class WeightUpdates(ABC):
             if max(int(info.get(name) or 1) for name in ("dp_size", "pp_size")) > 1:
                 raise ServerRefused(
                     f"{self.url}: data- and pipeline-parallel ranks of SGLang load weights only "
-                    "from disk: set weights.by to disk",
+                    "from disk: set weights.transport to disk",
                     status=200,
                 )
         except (AttributeError, TypeError, ValueError) as error:

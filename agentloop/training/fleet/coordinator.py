@@ -326,7 +326,9 @@ class Fleet:
         runtime takes no tickets until it has them, too. Without any runtime, wait for one.
         """
         if not isinstance(published, PublishedFolder):
-            raise SettingsError("weights.by: a fleet loads weights from a folder: set it to disk")
+            raise SettingsError(
+                "weights.transport: a fleet loads weights from a folder: set it to disk"
+            )
         begun = time.monotonic()
         first_seen: float | None = None
         self._num_announced += 1

@@ -324,7 +324,7 @@ async def started(
         stack.push_async_callback(ranks.stop, grace_s)
         for start in starts(ranks_settings, command, socket_path=path, port=port):
             await ranks.start(start, log_dir / f"learner-{start.name.removeprefix('rank ')}.log")
-        num_ranks = ranks_settings.count * ranks_settings.nodes
+        num_ranks = ranks_settings.nproc_per_node * ranks_settings.nodes
         on_progress(f"Starting the learner, {num_ranks} rank(s); logs in {log_dir}")
         if others := on_other_nodes(ranks_settings, command, port):
             listed = settings_path.with_name("learner-nodes.txt")

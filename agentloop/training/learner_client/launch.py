@@ -39,7 +39,9 @@ class RanksSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    count: int = pydantic.Field(1, ge=1, description="Ranks on each machine, one process each.")
+    nproc_per_node: int = pydantic.Field(
+        1, ge=1, description="Ranks on each machine, one process each."
+    )
     launcher: Literal["processes", "torchrun", "deepspeed"] = pydantic.Field(
         "processes",
         description="Launcher of the ranks. processes: agentloop itself, on this machine only; "
@@ -118,7 +120,7 @@ def starts(
         # The launcher passes only few variables on to other nodes, and, if there are any, to this.
         command = (*learner, "--socket", str(socket_path))
         return [Start("deepspeed", _deepspeed(settings, command, port), common)]
-    size = str(settings.count)
+    size = str(settings.nproc_per_node)
     world = {"WORLD_SIZE": size, "LOCAL_SIZE": size}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
@@ -132,7 +134,7 @@ def starts(
                 "LOCAL_RANK": str(rank),
             },
         )
-        for rank in range(settings.count)
+        for rank in range(settings.nproc_per_node)
     ]
 
 
@@ -155,7 +157,7 @@ def _torchrun(
     return (
         *(learner[0], "-P", "-m", "torch.distributed.run"),
         *(f"--nnodes={settings.nodes}", f"--node-rank={node_rank}"),
-        *(f"--nproc-per-node={settings.count}", *meet),
+        *(f"--nproc-per-node={settings.nproc_per_node}", *meet),
         *(f"--master-addr={settings.address or '127.0.0.1'}", f"--master-port={port}"),
         *("--no-python", *learner),  # its own invocation of Python omits -P
     )
@@ -181,12 +183,12 @@ def _devices(settings: RanksSettings) -> str:
     """
     visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     if settings.nodes > 1 or not visible or not has_accelerator():
-        return f"--num_gpus={settings.count}"
-    taken = [one.strip() for one in visible[: settings.count]]
-    if len(taken) < settings.count or not all(one.isdecimal() for one in taken):
+        return f"--num_gpus={settings.nproc_per_node}"
+    taken = [one.strip() for one in visible[: settings.nproc_per_node]]
+    if len(taken) < settings.nproc_per_node or not all(one.isdecimal() for one in taken):
         raise SettingsError(
             f"ranks.launcher: DeepSpeed's needs CUDA_VISIBLE_DEVICES={','.join(visible)} to list a "
-            f"device number for each of {settings.count} ranks (ranks.count)"
+            f"device number for each of {settings.nproc_per_node} ranks (ranks.nproc_per_node)"
         )
     return f"--include=localhost:{','.join(taken)}"
 

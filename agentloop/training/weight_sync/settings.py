@@ -17,7 +17,7 @@ class WeightsSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    by: Literal["disk", "group"] = pydantic.Field(
+    transport: Literal["disk", "group"] = pydantic.Field(
         "disk",
         description="Transport. disk: a folder that the learner writes and every server reads; "
         "group: a broadcast in a process group of the learner and the servers (gloo or NCCL).",

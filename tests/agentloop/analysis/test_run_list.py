@@ -93,8 +93,8 @@ def test_stages_add_up(tmp_path: Path) -> None:
 def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
     path = made(tmp_path / "run", STAGES)
     assert (summarize(path).stage, summarize(path).step) == ("1/2 short", None)
-    rows(path / "start" / "metrics.jsonl", {"step": 40, "epoch": 1})
-    assert (summarize(path).stage, summarize(path).step) == ("start", 40)
+    rows(path / "sft" / "metrics.jsonl", {"step": 40, "epoch": 1})
+    assert (summarize(path).stage, summarize(path).step) == ("sft", 40)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     """Parts of a run are not runs of their own, nor are the targets of links."""
     for name in ("b", "a", "deep/er/c"):
         rows(tmp_path / name / "metrics.jsonl", step(1))
-    rows(tmp_path / "a" / "start" / "metrics.jsonl", step(1))
+    rows(tmp_path / "a" / "sft" / "metrics.jsonl", step(1))
     rows(tmp_path / ".hidden" / "metrics.jsonl", step(1))
     (tmp_path / "latest").symlink_to("a")
     (tmp_path / "notes").mkdir()

@@ -120,13 +120,17 @@ def test_what_the_ranks_share_out(
 ) -> None:
     shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
     settings = LearnerSettings(zero_stage=stage, dtype=dtype)
-    memory = _learner_memory(shape, settings, RanksSettings(count=num_ranks), on_gpus=False)
+    memory = _learner_memory(
+        shape, settings, RanksSettings(nproc_per_node=num_ranks), on_gpus=False
+    )
     found = (memory.weights, memory.gradients, memory.optimizer)
     assert found == tuple(1_000_000 * per for per in states)
     assert memory.loading == num_ranks * (4 if dtype == "float32" else 2) * 1_000_000
     assert memory.offloaded == 0
     settings = settings.model_copy(update={"offload": "optimizer"})
-    memory = _learner_memory(shape, settings, RanksSettings(count=num_ranks), on_gpus=False)
+    memory = _learner_memory(
+        shape, settings, RanksSettings(nproc_per_node=num_ranks), on_gpus=False
+    )
     assert memory.optimizer == 0
     assert memory.gradients == (1_000_000 * states[1] if stage == 1 else 0)
     assert memory.offloaded == 1_000_000 * (states[2] + 4 / num_ranks)
@@ -150,18 +154,18 @@ def test_a_lora_trains_few() -> None:
 
 def test_ranks_on_several_nodes_share_out_more() -> None:
     shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
-    ranks = RanksSettings(count=2, nodes=4, launcher="torchrun", address="here")
+    ranks = RanksSettings(nproc_per_node=2, nodes=4, launcher="torchrun", address="here")
     memory = _learner_memory(shape, LearnerSettings(), ranks, on_gpus=False)
     assert (memory.weights, memory.optimizer) == (4_000_000, 12 * 1_000_000 // 8)
     assert memory.loading == 2 * 4_000_000
     nodes = ("ranks.nodes=4", "ranks.launcher=torchrun", "ranks.address=here")
-    assert "2 ranks on each of 4 nodes" in report(planned("ranks.count=2", *nodes))
+    assert "2 ranks on each of 4 nodes" in report(planned("ranks.nproc_per_node=2", *nodes))
 
 
 def test_buffers_activations_and_logits() -> None:
     shape = ModelShape.read(QWEN3_14B)
     learner = LearnerSettings(dtype="bfloat16", micro_batch_tokens=10_000, head_chunk_tokens=1000)
-    memory = _learner_memory(shape, learner, RanksSettings(count=8), on_gpus=True)
+    memory = _learner_memory(shape, learner, RanksSettings(nproc_per_node=8), on_gpus=True)
     assert memory.buffers == 2 * 500_000_000
     # 2 x (6 x 5120 + 5 x 5120 + 4 x 1024 + 4 x 17408) + 4 x 5120 + 2 x 5120 + 2 x 1024
     assert memory.activations == 10_000 * 40 * 292_864
@@ -169,7 +173,7 @@ def test_buffers_activations_and_logits() -> None:
     parts = [memory.weights, memory.gradients, memory.optimizer, memory.buffers]
     assert memory.total == sum(parts) + memory.activations + memory.logits
     update = {"activation_checkpointing": True, "zero_stage": 3}
-    ranks = RanksSettings(count=8)
+    ranks = RanksSettings(nproc_per_node=8)
     memory = _learner_memory(shape, learner.model_copy(update=update), ranks, on_gpus=True)
     assert memory.activations == 10_000 * (40 * 2 * 5120 + 292_864)
     assert memory.buffers == 2 * 500_000_000 + 2 * 1_000_000_000
@@ -228,12 +232,12 @@ def test_bytes_of_a_trajectorys_token() -> None:
 
 
 def test_gpus_are_shared_by_servers_and_ranks() -> None:
-    own = ("server.device=cuda", "server.count=2", "server.tp_size=2", "ranks.count=3")
+    own = ("server.device=cuda", "server.count=2", "server.tp_size=2", "ranks.nproc_per_node=3")
     assert planned(*own).num_gpus == 4
     assert planned(*own).num_processes == 5
     others = planned(*own, "servers=['http://node-1:30000']")
     assert (others.num_gpus, others.num_processes) == (3, 3)
-    assert planned("ranks.count=3").num_gpus == 0
+    assert planned("ranks.nproc_per_node=3").num_gpus == 0
 
 
 # What is said.
@@ -246,13 +250,14 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
         (["learner.micro_batch_tokens=8192"], r"micro_batch_tokens \(8,192\) does not hold a"),
         (["server.max_total_tokens=8000"], r"max_total_tokens \(8,000\) does not hold one rollout"),
         (["loop.steps=20"], "the warm-up of 20 steps lasts the whole run"),
-        (["server.device=cuda", "ranks.count=9"], "9 GPUs needed; this machine has 8"),
+        (["server.device=cuda", "ranks.nproc_per_node=9"], "9 GPUs needed; this machine has 8"),
         (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most"),
         ([f"model='{QWEN3_14B}'", "server.device=cuda"], r"a rank takes [\d.,]+ GiB of its GPU's"),
         (
             [
                 *(f"model='{QWEN3_14B}'", "server.device=cuda", "learner.dtype=bfloat16"),
-                *("ranks.count=8", "learner.zero_stage=3", "learner.activation_checkpointing=true"),
+                *("ranks.nproc_per_node=8", "learner.zero_stage=3"),
+                "learner.activation_checkpointing=true",
                 "server.extra_args=['--mem-fraction-static', '0.5']",
             ],
             r"a rank takes 47\.1 GiB of its GPU's 80\.0 GiB, and servers 40\.0 GiB",
@@ -264,7 +269,10 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
             ],
             "weights take 27.5 GiB of each GPU: raise server.tp_size",
         ),
-        ([f"model='{QWEN3_14B}'", "ranks.count=64"], "host memory are needed; there are 2.0 TiB"),
+        (
+            [f"model='{QWEN3_14B}'", "ranks.nproc_per_node=64"],
+            "host memory are needed; there are 2.0 TiB",
+        ),
         (["loop.steps=200000"], r"up to [\d,.]+ TiB will be written to runs, where 100 TiB"),
     ],
 )  # fmt: skip
@@ -277,7 +285,7 @@ def test_warnings(overrides: list[str], said: str) -> None:
 
 def test_nothing_is_warned_of_without_a_reason() -> None:
     fits = (
-        *("loop.steps=100", "budget.max_response_tokens=512", "loop.tasks_per_step=8"),
+        *("loop.steps=100", "budget.max_response_tokens=512", "loop.prompts_per_step=8"),
         *("server.device=cuda", "server.extra_args=['--mem-fraction-static', '0.4']"),
     )
     assert planned(*fits).warnings == ()

@@ -161,7 +161,7 @@ async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> Non
     heard: list[Event] = []
 
     def before(run: RunFolder) -> None:
-        RunFolder(run.path / "start").add_metrics({"step": 1, "learner/loss": 2.0})
+        RunFolder(run.path / "sft").add_metrics({"step": 1, "learner/loss": 2.0})
 
     async with scene(tmp_path, before=before, readers=[heard.append]) as at:
         at.scene.on_start_event(Measured({"step": 2, "learner/loss": 1.0}))

@@ -99,12 +99,12 @@ def test_a_runs_own_settings_can_be_used_again(tmp_path: Path) -> None:
 def test_the_laptops_stages_fit_together() -> None:
     """The rollouts use the tools and the kind of problems that the supervised start has taught."""
     settings = load_settings(TrainSettings, [RECIPES / "laptop.toml"])
-    assert settings.start is not None
+    assert settings.sft is not None
     (row,) = lessons(1, levels=[2])
     assert settings.tools == [tool["function"]["name"] for tool in row["tools"]]
-    assert set(settings.tasks.levels) <= set(settings.start.data.levels)
+    assert set(settings.tasks.levels) <= set(settings.sft.data.levels)
     assert not settings.tasks.system
-    limit = settings.start.data.max_tool_response_tokens
+    limit = settings.sft.data.max_tool_response_tokens
     assert limit == settings.budget.max_tool_response_tokens
     assert settings.loop.evaluate_tasks <= settings.tasks.held_out
 
@@ -148,7 +148,7 @@ def tiny_settings(folder: Path, name: str) -> list[str]:
         "learner.init=random",
         "learner.config.num_hidden_layers=2",
         "learner.micro_batch_tokens=5000",
-        "ranks.count=2",
+        "ranks.nproc_per_node=2",
     ]
 
 

@@ -41,19 +41,19 @@ from tests.support import FakeSGLang, eventually
         ("learner.model=/elsewhere", "learner.model: .* set model alone"),
         ("learner.chat_template=x", "learner.chat_template: .* set chat.template alone"),
         ("learner.loss.kl_coef=0.1", "learner.loss.kl_coef"),
-        ("learner.init=random", "learner.init.* set start.learner.init "),
+        ("learner.init=random", "learner.init.* set sft.learner.init "),
         ("learner.loss.kind=sft", "learner.loss.kind"),
         ("loop.group_size=8", "loop.group_size: 8 .* roc.down_sample_to_n .16."),
         ("budget.max_response_tokens=20000", "learner.micro_batch_tokens"),
         ("loop.steps=0", "tasks.held_out"),
-        ("start.data.teacher=0", "start: .*data.paths: name a file"),
+        ("sft.data.teacher=0", "sft: .*data.paths: name a file"),
         ("stages.one.max_turns=3", "stages.one.steps: Field required"),
         ("stages.one.step=3", "did you mean 'stages.one.steps'"),
         ("stages.2nd.steps=3", "is not a setting"),
         ("stages.one=3", "'stages.one' is a section"),
         ("servers=['http://127.0.0.1:1']", "model: the learner needs the folder"),
         ("model=/no/such/folder", "model: /no/such/folder"),
-        ("loop.enough_of_group=99", "loop.enough_of_group: 99 are more than loop.group_size .32."),
+        ("loop.early_stop_at=99", "loop.early_stop_at: 99 are more than loop.group_size .32."),
         ("watchdog.give_up_s=60", r"watchdog.give_up_s: 60 .* loop.step_timeout_s .3600."),
         ("fleet.redis=127.0.0.1:6379", "fleet.redis: .* not of the form redis://HOST"),
     ],
@@ -63,7 +63,7 @@ def test_what_would_teach_the_wrong_thing_is_refused_by_name(override: str, name
         _whole(load_settings(TrainSettings, overrides=[override]))
 
 
-@pytest.mark.parametrize("override", ["weights.by=group", "servers=['http://127.0.0.1:1']"])
+@pytest.mark.parametrize("override", ["weights.transport=group", "servers=['http://127.0.0.1:1']"])
 def test_what_a_fleet_cannot_have_is_refused_by_name(override: str) -> None:
     overrides = ["fleet.redis=redis://127.0.0.1", f"model={SMALL}", override]
     with pytest.raises(SettingsError, match=f"{override.partition('=')[0]}: .*fleet"):
@@ -213,7 +213,7 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
 
 
 def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
-    group = ["weights.by=group", "weights.group_timeout_s=90"]
+    group = ["weights.transport=group", "weights.group_timeout_s=90"]
     same = load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=90"])
     with pytest.raises(SettingsError, match=r"weights\.group_timeout_s: 90 .*learner\.collective"):
         _whole(same)
@@ -291,8 +291,8 @@ def played_settings(folder: Path, server: FakeSGLang) -> TrainSettings:
     overrides = [
         *(f"servers=['{server.url}']", f"model='{SMALL}'", "sandbox.backend=process"),
         *(f"run.folder='{folder}/my runs'", "run.name=first", "reward.function=exact"),
-        *("loop.steps=2", "loop.tasks_per_step=2", "loop.group_size=4", "loop.evaluate_every=1"),
-        *("roc.down_sample_to_n=2", "tasks.held_out=2", "ranks.count=2"),
+        *("loop.steps=2", "loop.prompts_per_step=2", "loop.group_size=4", "loop.evaluate_every=1"),
+        *("roc.down_sample_to_n=2", "tasks.held_out=2", "ranks.nproc_per_node=2"),
     ]
     return load_settings(TrainSettings, overrides=overrides)
 

@@ -185,7 +185,7 @@ async def test_a_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fa
 async def test_a_turn_fails_after_max_moves() -> None:
     faults = deque(Fault("cut", after=1) for _ in range(10))
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    async with routed(*fakes, max_moves=3) as router:  # probes keep making them healthy again
+    async with routed(*fakes, max_migrations=3) as router:  # probes keep making them healthy again
         with pytest.raises(ServerUnavailable, match="gave up after 4 servers"):
             await read(router, generation())
         assert idle(router)

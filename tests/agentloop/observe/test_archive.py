@@ -103,7 +103,7 @@ async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
 
 async def test_the_supervised_start_is_shown_and_compared(run: RunFolder) -> None:
     before = (await archive(run).frame())["steps"]
-    RunFolder(run.path / "start").add_metrics({"step": 1, "learner/loss": 2.0})
+    RunFolder(run.path / "sft").add_metrics({"step": 1, "learner/loss": 2.0})
     whole = [{"start/step": 1, "start/learner/loss": 2.0}, *before]
     assert (await archive(run).frame())["steps"] == whole
     assert await archive(run).curves(run.path.name) == whole

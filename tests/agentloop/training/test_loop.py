@@ -195,7 +195,7 @@ async def played(
             queue = await opened.enter_async_context(GroupQueue.open(run.path / "queue.sqlite"))
             loop = TrainingLoop(
                 LoopSettings(
-                    **{"tasks_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
+                    **{"prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
                 ),
                 rollouts=Rollouts(
                     run_group,
@@ -282,7 +282,7 @@ async def test_each_step_learns_from_what_was_kept(tmp_path: Path) -> None:
 
 
 async def test_weights_go_by_group_where_that_is_asked_for(tmp_path: Path) -> None:
-    weights = WeightsSettings(by="group")
+    weights = WeightsSettings(transport="group")
     learner, _, run = await played(tmp_path, steps=1, evaluate_every=0, weights=weights)
     sent = ["layout", "open", "join", "send", "leave"]
     # At the end the model stays in the run's folder.
@@ -306,7 +306,7 @@ async def test_a_run_leaves_no_weights_elsewhere(tmp_path: Path, fails: bool) ->
     run_group = rollouts if fails else None
     with pytest.raises(ExceptionGroup) if fails else nullcontext():  # of the router
         await played(
-            tmp_path, run_group=run_group, weights=weights, steps=1, tasks_per_step=1,
+            tmp_path, run_group=run_group, weights=weights, steps=1, prompts_per_step=1,
             evaluate_every=0,
         )  # fmt: skip
     assert bool(seen) == fails
@@ -1050,7 +1050,7 @@ def versions(run: Path) -> list[str]:
 @pytest.mark.parametrize("num_steps", [2, 3, 4])  # to below where it was, to there, and beyond
 async def test_what_was_undone_is_nobodys_model(tmp_path: Path, how: str, num_steps: int) -> None:
     folder = tmp_path / "elsewhere" if how == "elsewhere" else None
-    weights = WeightsSettings(by="group" if how == "group" else "disk", folder=folder)
+    weights = WeightsSettings(transport="group" if how == "group" else "disk", folder=folder)
     settings: dict[str, Any] = {"weights": weights, "checkpoint_every": 1, "evaluate_every": 0}
     _, _, run = await played(tmp_path, learner=Marked("first"), steps=3, **settings)
     path = run.path
@@ -1077,7 +1077,7 @@ async def test_a_model_of_an_earlier_life_does_not_stay_where_none_is_handed_ove
     tmp_path: Path,
 ) -> None:
     """A new run in the same folder may find weights of that version, and higher ones."""
-    settings: dict[str, Any] = {"weights": WeightsSettings(by="group"), "evaluate_every": 0}
+    settings: dict[str, Any] = {"weights": WeightsSettings(transport="group"), "evaluate_every": 0}
     await played(tmp_path, learner=Marked("first"), steps=1, **settings)
     (tmp_path / "run" / "weights" / "1").rename(tmp_path / "run" / "weights" / "7")
     (tmp_path / "run" / "weights" / "2").mkdir()
@@ -1206,7 +1206,7 @@ async def test_what_was_kept_for_a_larger_batch_does_not_keep_a_smaller_one_wait
     with anyio.fail_after(50):
         _, run_group, run = await played(
             tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, steps=2,
-            tasks_per_step=2, max_staleness=1, evaluate_every=0,
+            prompts_per_step=2, max_staleness=1, evaluate_every=0,
         )  # fmt: skip
     assert {name.split("-")[0] for name in run_group.names} == {"3", "4"}
     assert all(one["staleness_max"] <= 1 for one in lines(run.path / "metrics.jsonl"))
@@ -1288,7 +1288,7 @@ async def test_a_learner_that_is_lost_as_it_sends_to_a_server_that_came_back_is_
     lost = LostToo("join", 2)  # the first is as the run begins
     await played(
         tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, learner=lost, kept=lost,
-        weights=WeightsSettings(by="group"), steps=1, tasks_per_step=1, evaluate_every=0,
+        weights=WeightsSettings(transport="group"), steps=1, prompts_per_step=1, evaluate_every=0,
     )  # fmt: skip
     assert lost.num_starts == 2
     assert len(lost.learned) == 1
@@ -1308,7 +1308,7 @@ async def test_it_is_told_where_all_groups_are_replaced(tmp_path: Path) -> None:
 
     with anyio.fail_after(50):
         _, run_group, _ = await played(
-            tmp_path, tasks=tasks, run_group=Easy(tasks), told=told, steps=1, tasks_per_step=1,
+            tmp_path, tasks=tasks, run_group=Easy(tasks), told=told, steps=1, prompts_per_step=1,
             dynamic_sampling=True, evaluate_every=0,
         )  # fmt: skip
     assert len(run_group.names) >= 11

@@ -150,7 +150,7 @@ async def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> 
             pass
     latest = tmp_path / "latest"
     assert latest.resolve() == tmp_path / "b"
-    first = model(tmp_path / "b" / "start" / "model")
+    first = model(tmp_path / "b" / "sft" / "model")
     assert RunFolder.model_in(latest).resolve() == first
     model(tmp_path / "b" / "weights" / "9")
     newest = model(tmp_path / "b" / "weights" / "10")
@@ -213,7 +213,7 @@ async def test_waiting_for_the_lock_has_a_limit_and_can_be_cancelled(
 
 @pytest.mark.anyio
 async def test_a_run_whose_start_came_to_something_is_one(tmp_path: Path) -> None:
-    async with RunFolder(tmp_path / "run", "seed = 1\n").within("start") as start:
+    async with RunFolder(tmp_path / "run", "seed = 1\n").within("sft") as start:
         start.add_metrics({"step": 1})
         assert (start.path / "config.toml").read_text() == "seed = 1\n"
         assert is_going_on(start.path)

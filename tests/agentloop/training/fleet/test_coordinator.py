@@ -400,7 +400,7 @@ async def run_by_fleet(
         loop = TrainingLoop(
             LoopSettings(
                 steps=2,
-                tasks_per_step=3,
+                prompts_per_step=3,
                 group_size=8,
                 evaluate_tasks=4,
                 evaluate_every=evaluate_every,

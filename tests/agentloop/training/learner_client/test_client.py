@@ -134,7 +134,7 @@ async def ranks(
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
     async with started(
         settings,
-        RanksSettings(count=count, start_timeout_s=50),
+        RanksSettings(nproc_per_node=count, start_timeout_s=50),
         log_dir=folder / "logs",
         on_progress=lambda line: None,
     ) as both:
@@ -324,7 +324,7 @@ def kept(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> K
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
     return KeptLearner(
         {"pids": f"{folder}/pid-", **settings},
-        RanksSettings(count=2, start_timeout_s=50),
+        RanksSettings(nproc_per_node=2, start_timeout_s=50),
         log_dir=folder / "logs",
         on_progress=lambda line: None,
     )

@@ -54,7 +54,9 @@ def test_visible_devices_that_deepspeed_cannot_take(
     monkeypatch: pytest.MonkeyPatch, visible: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(SettingsError, match=rf"CUDA_VISIBLE_DEVICES={visible}.*ranks\.count"):
+    with pytest.raises(
+        SettingsError, match=rf"CUDA_VISIBLE_DEVICES={visible}.*ranks\.nproc_per_node"
+    ):
         command(launcher="deepspeed", count=2)
 
 

@@ -25,7 +25,7 @@ from tests.support import FakeSGLang
 
 pytestmark = pytest.mark.anyio
 
-SETTINGS = WeightsSettings(by="group", group_timeout_s=1)
+SETTINGS = WeightsSettings(transport="group", group_timeout_s=1)
 NAMES = ["embed", "norm"]
 
 
@@ -311,5 +311,5 @@ async def test_servers_elsewhere_need_an_address(tmp_path: Path) -> None:
 
 async def test_data_parallel_ranks_take_weights_by_disk_alone(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(1, dp_size=2)) as here:
-        with pytest.raises(ServerError, match=r"weights\.by"):
+        with pytest.raises(ServerError, match=r"weights\.transport"):
             await here.sync()
