@@ -273,21 +273,21 @@ class Router:
         """
         self._check(generation, vocab_size)
         turn = OngoingTurn(generation, on_chunk)
-        num_moves = 0
+        num_migrations = 0
         while True:
             if ending := turn.missing_end():
                 on_chunk(ending)
                 return
             rest = turn.rest()
-            replica, decision = await self._place(rest, goes_first=num_moves > 0)
+            replica, decision = await self._place(rest, goes_first=num_migrations > 0)
             failure = await self._stream(turn, rest, replica, decision, on_placed)
             if failure is None:
                 return
             on_moved(replica.url, str(failure))
-            num_moves += 1
-            if num_moves > self._settings.max_migrations:
+            num_migrations += 1
+            if num_migrations > self._settings.max_migrations:
                 raise ServerUnavailable(
-                    f"gave up after {num_moves} servers: {failure}"
+                    f"gave up after {num_migrations} servers: {failure}"
                 ) from failure
 
     def forget(self, key: str, *, whole: bool = False) -> None:

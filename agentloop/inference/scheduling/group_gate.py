@@ -1,8 +1,8 @@
 """Backpressure on groups of rollouts: no more at a time than the KV caches will hold.
 
-    task source ──has_room──> next task ──group──> its siblings start, all at once
-                                 ▲                    │ grow, end
-                                 └──── admission.py ──┘ (and the servers' reports)
+    task source ──wait_for_capacity──> next task ──group──> its siblings start, all at once
+                                          ▲                    │ grow, end
+                                          └──── admission.py ──┘ (and the servers' reports)
 
 A source is asked for a task only when another group may start, so that backpressure reaches it. How
 many may start is decided by pure code (admission.py); this module keeps the queue.
@@ -125,7 +125,7 @@ class GroupGate:
         """Return the waiting groups in order: name, seconds waited, and reason."""
         now = self._clock()
         why = f"the {self._admission.num_in_flight} groups in flight will need all KV capacity"
-        return [(one.name, now - one.since_s, why) for one in self._waiting]
+        return [(waiting.name, now - waiting.since_s, why) for waiting in self._waiting]
 
     async def _wait(self, waiting: _Waiting) -> None:
         self._waiting.append(waiting)

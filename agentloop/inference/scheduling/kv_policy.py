@@ -153,22 +153,10 @@ class KVPolicy(PlacementPolicy):
             if cost_s <= limit_s:
                 options.append(_Option(pool, cost_s, wait_s, fits, cached, batch))
                 limit_s = min(limit_s, cost_s * _TIE)
-            rank = pool.rank
-            fields.append(
-                (
-                    rank,
-                    fits,
-                    free,
-                    need,
-                    cached,
-                    batch,
-                    wait_s,
-                    prefill_s,
-                    queue_s,
-                    decode_s,
-                    evict_s,
-                )
-            )
+            fields.append((
+                pool.rank, fits, free, need, cached, batch,
+                wait_s, prefill_s, queue_s, decode_s, evict_s,
+            ))  # fmt: skip
         return [option for option in options if option.cost_s <= limit_s], fields
 
     def _best(self, options: list[_Option], affinity: KVPool | None) -> _Option:

@@ -32,7 +32,7 @@ class Waiting(Generic[T]):
     request: T
 
     @property
-    def rank(self) -> tuple[int, int, float, str]:
+    def priority(self) -> tuple[int, int, float, str]:
         """Sort key; the smallest goes first."""
         return (self.order, -self.expected, self.since_s, self.name)
 
@@ -44,7 +44,7 @@ class WaitQueue(Generic[T]):
         """`max_overtaken` bounds the requests tried per call that do not fit, and so the work."""
         self._patience_s = patience_s
         self._max_overtaken = max_overtaken
-        self._ranks: list[tuple[int, int, float, str]] = []
+        self._priorities: list[tuple[int, int, float, str]] = []
         self._waiting: dict[str, Waiting[T]] = {}
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class WaitQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[Waiting[T]]:
         """Iterate over the requests in order."""
-        return (self._waiting[rank[3]] for rank in self._ranks)
+        return (self._waiting[priority[3]] for priority in self._priorities)
 
     def enter(self, waiting: Waiting[T]) -> None:
         """Add a request.
@@ -63,14 +63,14 @@ class WaitQueue(Generic[T]):
         if waiting.name in self._waiting:
             raise ValueError(f"{waiting.name} is already waiting")
         self._waiting[waiting.name] = waiting
-        insort(self._ranks, waiting.rank)
+        insort(self._priorities, waiting.priority)
 
     def leave(self, name: str) -> bool:
         """Remove a request that was cancelled or placed; return whether it was waiting."""
         waiting = self._waiting.pop(name, None)
         if waiting is None:
             return False
-        del self._ranks[bisect_left(self._ranks, waiting.rank)]
+        del self._priorities[bisect_left(self._priorities, waiting.priority)]
         return True
 
     def place(self, now: float, try_to_place: Callable[[Waiting[T]], bool]) -> int:
@@ -79,8 +79,8 @@ class WaitQueue(Generic[T]):
         `try_to_place` reserves capacity and returns True, or returns False.
         """
         num_placed = num_stuck = index = 0
-        while index < len(self._ranks):
-            waiting = self._waiting[self._ranks[index][3]]
+        while index < len(self._priorities):
+            waiting = self._waiting[self._priorities[index][3]]
             if try_to_place(waiting):
                 self.leave(waiting.name)
                 num_placed += 1
@@ -93,4 +93,4 @@ class WaitQueue(Generic[T]):
 
     def longest_wait_s(self, now: float) -> float:
         """Return how long the next request has waited; 0 if the queue is empty."""
-        return now - self._waiting[self._ranks[0][3]].since_s if self._ranks else 0.0
+        return now - self._waiting[self._priorities[0][3]].since_s if self._priorities else 0.0

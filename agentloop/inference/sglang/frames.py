@@ -173,7 +173,7 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
                 logprobs += [entry[0] for entry in new_logprobs]
                 if "output_top_logprobs" in meta:
                     new_top = meta["output_top_logprobs"][-num_new:]
-                    top += [[(entry[0], entry[1]) for entry in place] for place in new_top]
+                    top += [[(entry[0], entry[1]) for entry in entries] for entries in new_top]
             if meta["finish_reason"] is not None:
                 chunks.append(_last_chunk(ids, logprobs, top, meta))
                 return chunks
@@ -187,9 +187,10 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
 def _frame(payload: bytes) -> Any:
     frame = orjson.loads(payload)
     if "error" in frame:
-        said = frame["error"] if isinstance(frame["error"], dict) else {"message": frame["error"]}
+        error = frame["error"]
+        details = error if isinstance(error, dict) else {"message": error}
         # SGLang 0.5.23 answers a bad request with status 200 and sends the true status here.
-        raise ErrorFrame(said.get("message", said), said.get("code"))
+        raise ErrorFrame(details.get("message", details), details.get("code"))
     return frame
 
 

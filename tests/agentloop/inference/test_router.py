@@ -1,4 +1,4 @@
-"""The queue of turns, and turns that outlive their servers."""
+"""The queue of turns, and turns that continue on another server."""
 
 from __future__ import annotations
 
@@ -253,12 +253,12 @@ async def crowd(
         yield lambda key: scopes[key]
 
 
-ROOM_FOR_ONE = {"max_total_num_tokens": 40, "context_length": 39}
+CAPACITY_FOR_ONE = {"max_total_num_tokens": 40, "context_length": 39}
 
 
 async def test_the_longest_waiting_turn_goes_first() -> None:
     gate = anyio.Event()
-    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b", "c", "d"], reads=reads):
@@ -272,7 +272,7 @@ async def test_the_longest_waiting_turn_goes_first() -> None:
 
 async def test_a_cancelled_turn_leaves_the_queue() -> None:
     gate = anyio.Event()
-    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b", "c"], reads=reads) as scope:
@@ -299,7 +299,7 @@ async def test_a_turn_cancelled_just_before_it_is_placed_holds_nothing() -> None
 
 async def test_a_turn_cancelled_just_after_it_is_placed_holds_nothing() -> None:
     gate = anyio.Event()
-    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b", "c"], reads=reads) as scope:
@@ -312,9 +312,9 @@ async def test_a_turn_cancelled_just_after_it_is_placed_holds_nothing() -> None:
     check_unbroken(reads["c"])
 
 
-async def test_the_waiting_room_is_bounded_in_number() -> None:
+async def test_the_wait_queue_is_bounded_in_number() -> None:
     gate = anyio.Event()
-    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20, max_waiting=1) as router:
         async with crowd(router, ["a", "b"], reads=reads):
@@ -326,9 +326,9 @@ async def test_the_waiting_room_is_bounded_in_number() -> None:
         check_unbroken(seen)
 
 
-async def test_the_waiting_room_is_bounded_in_time() -> None:
+async def test_the_wait_queue_is_bounded_in_time() -> None:
     gate = anyio.Event()
-    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20, wait_timeout_s=0.2) as router:
         async with crowd(router, ["a"], reads=reads):
@@ -482,7 +482,7 @@ async def test_a_retired_server_finishes_its_turns_and_is_removed() -> None:
 
 async def test_waiting_turns_are_listed_with_the_reason() -> None:
     gate = anyio.Event()
-    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b"], reads=reads):
@@ -507,7 +507,7 @@ async def test_capacity_held_by_others_is_not_used() -> None:
         await eventually(lambda: seen.ids == ANSWER)
 
 
-async def test_siblings_share_a_server_and_the_room_of_their_prompt() -> None:
+async def test_siblings_share_a_server_and_the_capacity_of_their_prompt() -> None:
     gate = anyio.Event()
     prompt = [5] * 400
     fakes = [FakeSGLang(ANSWER, gate=gate, num_prompt=400, max_total_num_tokens=600) for _ in "ab"]
@@ -524,7 +524,7 @@ async def test_siblings_share_a_server_and_the_room_of_their_prompt() -> None:
 async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
     """A turn goes to a rank by number and returns to it; reports are kept apart."""
     gate = anyio.Event()
-    fake = FakeSGLang(ANSWER, dp_size=2, gate=gate, load={}, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, dp_size=2, gate=gate, load={}, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
     async with routed(fake, reserve_tokens=20) as router:
         assert router.view()[0].capacity_tokens == 80
@@ -898,7 +898,7 @@ async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
 
 async def test_waiting_turns_fail_when_the_last_server_is_retired() -> None:
     gate = anyio.Event()
-    fake = FakeSGLang(ANSWER, gate=gate, **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     first = Read()
     async with routed(fake, reserve_tokens=20) as router, anyio.create_task_group() as tasks:
 
@@ -935,7 +935,7 @@ async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
 async def test_closing_fails_all_turns_and_blames_no_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fake = FakeSGLang(ANSWER, gate=anyio.Event(), **ROOM_FOR_ONE)  # type: ignore[arg-type]
+    fake = FakeSGLang(ANSWER, gate=anyio.Event(), **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     told: list[str] = []
 
     async def ask(key: str) -> None:

@@ -83,7 +83,7 @@ class Clients:
 
 async def keep(clients: Clients, *processes: Process, **options: float) -> None:
     clients.known |= {process.url for process in processes}
-    settings = ServerSettings(**options)  # type: ignore[arg-type]
+    settings = ServerSettings(**options)
     await keep_alive(cast("list[ServerProcess]", processes), settings, clients)
 
 

@@ -118,10 +118,10 @@ def test_admitted_groups_fit_at_their_peak(capacity: int, size: int, num_prompt:
 def test_a_retraction_cuts_the_target_which_then_grows_back() -> None:
     made = admission(cut=0.5, growth=0.1)
     made.start()
-    room = math.ceil(made.forecast.peak(4))  # needed for another group of four
-    assert made.may_start(room, 4)
+    capacity = math.ceil(made.forecast.peak(4))  # needed for another group of four
+    assert made.may_start(capacity, 4)
     assert made.observe(0.0, 3, 0.0) == "cut"
-    assert not made.may_start(room, 4)
+    assert not made.may_start(capacity, 4)
     assert made.observe(1.0, 1, 1.0) == "hold"  # the first cut has not taken effect yet
     assert made.observe(2.0, 0, 2.0) == "cut"  # the retraction is not forgotten
     assert made.target == 0.25

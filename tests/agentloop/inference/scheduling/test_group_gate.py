@@ -68,7 +68,7 @@ async def test_one_group_always_may_start() -> None:
         ends[1].set()
 
 
-async def test_rollouts_that_end_make_room_before_their_group_does() -> None:
+async def test_rollouts_that_end_free_capacity_before_their_group_does() -> None:
     gate, inside = gate_of([600]), list[str]()
     end = anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -85,7 +85,7 @@ async def test_rollouts_that_end_make_room_before_their_group_does() -> None:
         end.set()
 
 
-async def test_a_source_is_asked_only_when_there_is_room() -> None:
+async def test_a_source_is_asked_only_when_there_is_capacity() -> None:
     gate, asked = gate_of([600]), list[int]()
     end = anyio.Event()
 

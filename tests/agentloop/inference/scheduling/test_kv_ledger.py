@@ -190,7 +190,7 @@ def test_a_returning_trajectory_computes_only_new_tokens() -> None:
     assert made.pools[A].num_parked == 0
 
 
-def test_the_oldest_parked_go_first_when_the_live_need_room() -> None:
+def test_the_oldest_parked_go_first_when_the_live_need_capacity() -> None:
     made = ledger(100)
     for number in range(3):
         made.reserve(f"s{number}", A, 30, 0, key=f"k{number}")

@@ -79,7 +79,7 @@ def test_ties_do_not_always_go_to_the_first(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_only_places_that_are_offered_are_chosen(policy: str) -> None:
+def test_only_ranks_that_are_offered_are_chosen(policy: str) -> None:
     books = ledger()
     placement = make_policy(policy, books)
     for number in range(8):
@@ -244,7 +244,7 @@ def test_a_decision_explains_its_candidates() -> None:
     assert "prefill 0.020" in lines[1]
 
 
-def test_a_rank_without_room_is_shown_as_such() -> None:
+def test_a_rank_without_capacity_is_shown_as_such() -> None:
     books = ledger(1000)
     for rank in RANKS[:3]:
         placed(books, rank, rank.server, 700)

@@ -19,7 +19,7 @@ class Room(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room: WaitQueue[int] = WaitQueue(patience_s=5.0, max_overtaken=3)
+        self.queue: WaitQueue[int] = WaitQueue(patience_s=5.0, max_overtaken=3)
         self.plain: dict[str, Waiting[int]] = {}
         self.now = 0.0
         self.count = 0
@@ -33,13 +33,13 @@ class Room(RuleBasedStateMachine):
     def enter(self, order: int, size: int) -> None:
         self.count += 1
         one = Waiting(f"w{self.count}", order, size, self.now, size)
-        self.room.enter(one)
+        self.queue.enter(one)
         self.plain[one.name] = one
 
     @rule(number=st.integers(0, 20))
     def leave(self, number: int) -> None:
         name = f"w{number}"
-        assert self.room.leave(name) == (self.plain.pop(name, None) is not None)
+        assert self.queue.leave(name) == (self.plain.pop(name, None) is not None)
 
     @rule(seconds=st.floats(0.1, 4.0), free=st.integers(0, 60))
     def place(self, seconds: float, free: int) -> None:
@@ -56,7 +56,7 @@ class Room(RuleBasedStateMachine):
             gone.append(one.name)
             return True
 
-        assert self.room.place(self.now, try_to_place) == len(gone)
+        assert self.queue.place(self.now, try_to_place) == len(gone)
         for name in gone:
             del self.plain[name]
         assert left >= 0
@@ -72,8 +72,8 @@ class Room(RuleBasedStateMachine):
 
     @invariant()
     def all_are_there_in_order(self) -> None:
-        assert [one.name for one in self.room] == [one.name for one in self.in_order()]
-        assert len(self.room) == len(self.plain)
+        assert [one.name for one in self.queue] == [one.name for one in self.in_order()]
+        assert len(self.queue) == len(self.plain)
 
 
 TestRoom = pytest.mark.timeout(60)(Room.TestCase)

@@ -44,6 +44,14 @@ async def serving(answer: Callable[[SocketStream], Awaitable[None]]) -> AsyncIte
         tasks.cancel_scope.cancel()
 
 
+def collect(pieces: list[bytes]) -> Callable[[bytes], bool]:
+    def on_data(data: bytes) -> bool:
+        pieces.append(data)
+        return False
+
+    return on_data
+
+
 def sending(*pieces: bytes) -> Callable[[SocketStream], Awaitable[None]]:
     async def answer(client: SocketStream) -> None:
         await client.receive()
@@ -56,7 +64,7 @@ def sending(*pieces: bytes) -> Callable[[SocketStream], Awaitable[None]]:
 async def receive(url: str, **options: Any) -> tuple[PostStream, list[bytes]]:
     """Run one request to its end; return it with the pieces of its body."""
     pieces: list[bytes] = []
-    stream = PostStream(url, b"{}", options.pop("on_data", lambda data: bool(pieces.append(data))))
+    stream = PostStream(url, b"{}", options.pop("on_data", collect(pieces)))
     await stream.run(connect_timeout_s=5.0)
     return stream, pieces
 
@@ -92,7 +100,7 @@ def test_the_body_is_the_same_however_it_is_split(chunks: list[bytes], cuts: lis
     pieces: list[bytes] = []
 
     async def feed() -> PostStream:
-        stream = PostStream("http://nobody", b"", lambda data: bool(pieces.append(data)))
+        stream = PostStream("http://nobody", b"", collect(pieces))
         for start, end in itertools.pairwise(edges):
             stream.data_received(sent[start:end])
         return stream
@@ -104,7 +112,7 @@ def test_the_body_is_the_same_however_it_is_split(chunks: list[bytes], cuts: lis
 
 async def test_chunks_of_one_read_arrive_as_one_piece() -> None:
     pieces: list[bytes] = []
-    stream = PostStream("http://nobody", b"", lambda data: bool(pieces.append(data)))
+    stream = PostStream("http://nobody", b"", collect(pieces))
     stream.data_received(CHUNKED + chunk(b"a") + chunk(b"b"))
     stream.data_received(chunk(b"c"))
     assert pieces == [b"ab", b"c"]
@@ -172,7 +180,12 @@ async def test_a_stream_that_is_given_up_closes_its_connection(how: str) -> None
         closed.set()
 
     async with serving(answer) as url, anyio.create_task_group() as tasks:
-        stream = PostStream(url, b"{}", lambda data: bool(begun.set()))
+
+        def on_data(data: bytes) -> bool:
+            begun.set()
+            return False
+
+        stream = PostStream(url, b"{}", on_data)
 
         async def run() -> None:
             with pytest.raises(StreamBroken, match="not wanted"):
