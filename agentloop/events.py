@@ -187,7 +187,7 @@ class GroupFinished:
     Attributes:
         kept: advantages of the rollouts that are trained on, by rollout id.
         dropped: reasons why the others are not trained on, by rollout id.
-        teaches: whether any advantage differs from 0.
+        has_signal: whether any advantage differs from 0.
         is_chosen: whether the group is a candidate for training: not in an evaluation, nor for
             held-out tasks or while tasks are filtered.
     """

@@ -736,8 +736,8 @@
 
       function fits(group) {
         if (state === "live" && group.state !== "live") return false;
-        if (state === "teach" && !group.teaches) return false;
-        if (state === "idle" && group.teaches !== false) return false;
+        if (state === "teach" && !group.has_signal) return false;
+        if (state === "idle" && group.has_signal !== false) return false;
         return !query || group.id.toLowerCase().includes(query) || String(group.task ?? "").toLowerCase().includes(query);
       }
 
@@ -765,7 +765,7 @@
 
       function cells(group) {
         const live = group.state === "live";
-        const teaches = group.teaches === null || group.teaches === undefined ? "–" : group.teaches ? "yes" : "no";
+        const teaches = group.has_signal === null || group.has_signal === undefined ? "–" : group.has_signal ? "yes" : "no";
         const took = ((group.end ?? now()) - group.start) / 1000;
         return [
           h("th", { scope: "row" }, parts.link("group", group.id)),
