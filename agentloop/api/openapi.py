@@ -109,12 +109,12 @@ def service(*, rollouts: type[pydantic.BaseModel], waits: Any) -> list[Operation
     asking = {400: _BAD, 408: _LATE, 413: _LARGE, 503: _FAILED}
     events = (ChatCompletionChunk, UsageChunk, ErrorBody)
     answered = Answer(
-        "The answer, with `stream` as it is generated. An error after the status was "
-        "response_types is the last event.",
+        "The answer, with `stream` as it is generated. An error after the status was sent "
+        "is the last event.",
         (Body((ChatCompletion,)), Body(events, "text/event-stream", ends_with="[DONE]")),
     )
     lines = Answer(
-        "Trajectories, type_ response_types when it ends.",
+        "Trajectories, each sent when it ends.",
         (Body((RolloutLine,), "application/x-ndjson"),),
     )
     return [

@@ -188,7 +188,7 @@ def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -
 
 
 class ProgressLine:
-    """ProgressLine lines on stderr; on a terminal with a spinner, a clock and a status panel.
+    """Progress lines on stderr; on a terminal with a spinner, a clock and a status panel.
 
     Use it as a context manager and call it with the current activity; `stop()` ends it early.
     """

@@ -183,7 +183,7 @@ class Evaluation:
         await anyio.to_thread.run_sync(self._load_results)
 
     async def run(self, sampler: Sampler, grader: Grader) -> None:
-        """EvaluatedSample and score the tasks that are not done.
+        """Sample and score the tasks that are not done.
 
         Raises:
             RequestError: No task could be sampled.

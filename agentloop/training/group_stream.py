@@ -123,7 +123,7 @@ async def finished_groups(
                 open_slots.release()
                 yield finished.popleft()
             else:
-                await changed.wait()  # no deadline: iterator rollout has task
+                await changed.wait()  # no deadline: each rollout has one
 
     try:
         async with anyio.create_task_group() as tasks:

@@ -311,7 +311,9 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         row = {"step": step, "reward": step / 4, "tool_errors_in_correct": 0.1}
         folder.add_metrics(row | {"pass_at_k": 0.9})
     folder.add_metrics({"step": 4, "reward": 0.875, "tool_errors_in_correct": None})
-    folder.within("sft").add_metrics({"step": 1, "learner/loss": 2.5, "learner/lr": 0.001})
+    RunFolder(folder.path / "sft").add_metrics(
+        {"step": 1, "learner/loss": 2.5, "learner/lr": 0.001}
+    )
     command = [sys.executable, "-m", "agentloop", "runs", "view", str(folder.path)]
     out = tmp_path / "run.html"
     done = subprocess.run([*command, "--export", str(out)], capture_output=True, text=True)

@@ -192,7 +192,13 @@ class Metrics:
         """
         registry = CollectorRegistry()
         state = _StateCollector(
-            servers, num_waiting, sandbox, still_s, queue, num_refused, dropped or {}
+            servers,
+            num_waiting,
+            sandbox,
+            still_s,
+            queue,
+            num_refused,
+            {} if dropped is None else dropped,  # may be empty now and be filled later
         )
         registry.register(state)
         self._registry = registry

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +35,11 @@ from agentloop.events import (
     WeightsLoaded,
 )
 from agentloop.inference.scheduling.placement import Decision
+from agentloop.observe import board as board_module
 from agentloop.observe.board import Board
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
+
+WEB = Path(board_module.__file__).with_name("web")
 
 KEYS = ("1-a.0", "1-a.1", "2-b.0", "2-b.1", "loose")
 GROUPS = ("1-a", "2-b", "3-c")
@@ -360,6 +365,17 @@ def test_a_finished_group_updates_its_rollouts() -> None:
     assert made.rows["1-a.0"].advantage == 0.5
     assert made.rows["1-a.1"].dropped == "infrastructure"
     assert made.now()["groups_open"] == 0
+
+
+def test_the_page_reads_every_field_of_a_row_by_its_name() -> None:
+    """The scripts are not typed: a field that is renamed here must be renamed there."""
+    made, clock = board()
+    played([("group", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
+    taken = made.take(9)
+    scripts = "".join(file.read_text("utf-8") for file in WEB.glob("*.js"))
+    for row in (*taken["rollouts"], *taken["groups"]):
+        unread = {name for name in row if not re.search(rf"\b{name}\b", scripts)}
+        assert unread == set()
 
 
 def test_rates_cover_the_last_seconds() -> None:

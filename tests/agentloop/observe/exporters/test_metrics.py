@@ -309,8 +309,10 @@ def test_label_values_are_bounded() -> None:
             "c", f"made-up-{number}", ToolCallStatus.UNKNOWN_TOOL, "", 0, 0, 0
         )
         for event in story.of_rollout(record, f"group-{number}"):
-            again.seen(event)
-        again.seen(GroupFinished(f"group-{number}", {}, {record.id: f"why {number}"}, 0.1, False))
+            again.on_event(event)
+        again.on_event(
+            GroupFinished(f"group-{number}", {}, {record.id: f"why {number}"}, 0.1, False)
+        )
     outcome = 'agentloop_groups_total{outcome="no_signal"}'
     assert {name for name in values(again) if "_created" not in name} <= once | {outcome}
 

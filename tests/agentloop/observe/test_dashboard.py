@@ -1,0 +1,75 @@
+"""The wiring that all commands share: readers, exporters, questions and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from agentloop.events import Emit, Event, RolloutAbandoned, RolloutStarted
+from agentloop.observe.dashboard import Dashboard
+from agentloop.observe.live import Sources
+from agentloop.trajectory import Trajectory
+
+pytestmark = pytest.mark.anyio
+
+
+class PlayedExporter:
+    def __init__(self, num_dropped: int | Mapping[str, int] = 0) -> None:
+        self.events: list[Event] = []
+        self.num_dropped = num_dropped
+        self.is_open = False
+
+    def on_event(self, event: Event) -> None:
+        assert self.is_open
+        self.events.append(event)
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[PlayedExporter]:
+        self.is_open = True
+        yield self
+        self.is_open = False
+
+
+async def metrics_of(dashboard: Dashboard) -> str:
+    body = (await dashboard.serve_metrics(make_mocked_request("GET", "/metrics"))).body
+    assert isinstance(body, bytes)
+    return body.decode()
+
+
+async def test_events_reach_the_board_the_stalls_and_further_readers() -> None:
+    heard: list[Event] = []
+    dashboard = Dashboard(Sources({}), readers=[heard.append])
+    event = RolloutStarted(Trajectory("r", []))
+    dashboard.emit(event)
+    assert heard == [event]
+    assert list(dashboard.board.rows) == ["r"]
+    assert "agentloop_rollouts_in_flight 1.0" in await metrics_of(dashboard)
+
+
+@pytest.mark.parametrize("num_dropped", [5, {"wandb": 2, "mlflow": 3}])
+async def test_an_exporter_gets_events_while_it_is_open_and_its_drops_are_counted(
+    num_dropped: int | dict[str, int],
+) -> None:
+    dashboard, exporter = Dashboard(Sources({})), PlayedExporter(num_dropped)
+    inside = RolloutAbandoned("inside")
+    dashboard.emit(RolloutAbandoned("before"))
+    async with dashboard.exporting("sinks", exporter.opened()):
+        dashboard.emit(inside)
+    dashboard.emit(RolloutAbandoned("after"))
+    assert exporter.events == [inside]
+    (line,) = (one for one in (await metrics_of(dashboard)).splitlines() if '"sinks"' in one)
+    assert line.endswith(" 5.0")
+
+
+async def test_a_visitors_question_is_answered_and_its_events_are_shown() -> None:
+    async def answer(question: str, emit: Emit) -> Any:
+        emit(RolloutStarted(Trajectory(f"about {question}", [])))
+
+    dashboard = Dashboard(Sources({}))
+    async with dashboard.running(answer) as ask:
+        assert await ask("ants") == "about ants"
+    assert list(dashboard.board.rows) == ["about ants"]
