@@ -1,4 +1,9 @@
-"""A tool that keeps state for the length of one rollout: a notepad."""
+"""A tool that keeps state for the length of one rollout: a notepad.
+
+The small model does not know this tool. Name a model that can use new tools:
+
+    AGENTLOOP_MODEL=models/Qwen3-0.6B python examples/stateful_tool.py
+"""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
