@@ -42,7 +42,7 @@ from agentloop.observe.board import Board
 from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.exporters.journal import Journal
 from agentloop.observe.exporters.metrics import Metrics
-from agentloop.observe.exporters.otel import OtelSettings, Traces
+from agentloop.observe.exporters.otel import OtelLimits, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls
 from bench.watchers import rollout
@@ -85,7 +85,7 @@ async def reader(name: str, folder: Path, collector: str) -> AsyncIterator[Emit]
             async with Journal.open(folder) as journal:
                 yield journal.on_event
         case "otel":
-            settings = OtelSettings(endpoint=collector, close_s=60, max_waiting=100_000)
+            settings = OtelLimits(endpoint=collector, close_s=60, max_waiting=100_000)
             async with Traces.open(settings, model="small", is_scored=True) as traces:
                 yield traces.on_event
             assert traces.num_dropped == 0

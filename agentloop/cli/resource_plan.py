@@ -49,7 +49,7 @@ from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.processes.supervise import ServerSettings
 from agentloop.models import SMALL, not_a_model
 from agentloop.training.learner_client.launch import RanksSettings
-from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.learner_client.settings import RlLearnerSettings, TrainingSettings
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.roc import RocSettings
 from agentloop.training.run_folder import RunSettings
@@ -84,7 +84,7 @@ class PlanSettings(Protocol):
     @property
     def budget(self) -> Budget: ...
     @property
-    def learner(self) -> LearnerSettings: ...
+    def learner(self) -> RlLearnerSettings: ...
     @property
     def ranks(self) -> RanksSettings: ...
     @property
@@ -388,7 +388,7 @@ def _count_tensors(folder: Path, *, tied: bool) -> int:
     return sum(counts.values())
 
 
-def num_trained(shape: ModelShape, learner: LearnerSettings) -> int:
+def num_trained(shape: ModelShape, learner: TrainingSettings) -> int:
     """Count the trained parameters: all, or a LoRA's rank x (in + out) per adapted layer."""
     if not learner.lora.rank:
         return shape.num_parameters
@@ -408,7 +408,7 @@ def num_trained(shape: ModelShape, learner: LearnerSettings) -> int:
 
 
 def _learner_memory(
-    shape: ModelShape, learner: LearnerSettings, ranks: RanksSettings, on_gpus: bool
+    shape: ModelShape, learner: TrainingSettings, ranks: RanksSettings, on_gpus: bool
 ) -> LearnerMemory:
     p, t, w = shape.num_parameters, num_trained(shape, learner), _WIDTHS[learner.dtype]
     num_ranks = ranks.nproc_per_node * ranks.nodes

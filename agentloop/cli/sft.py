@@ -6,7 +6,7 @@ import argparse
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -27,8 +27,10 @@ from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
     LearnerSettings,
-    LossSettings,
-    OptimizerSettings,
+    RlLearnerSettings,
+    SftLearnerSettings,
+    SftOptimizerSettings,
+    TrainingSettings,
 )
 from agentloop.training.run_folder import RunFolder, RunSettings, checkpoints_in
 from agentloop.training.supervised import (
@@ -39,6 +41,7 @@ from agentloop.training.supervised import (
 )
 
 __all__ = [
+    "DialogueTraining",
     "SftSettings",
     "SftStageSettings",
     "how_to_go_on",
@@ -55,32 +58,93 @@ __all__ = [
 S = TypeVar("S", bound=pydantic.BaseModel)
 
 
-class SftStageSettings(pydantic.BaseModel):
-    """Settings of supervised fine-tuning: the dialogues and the training."""
+class DialogueTraining(pydantic.BaseModel):
+    """What supervised fine-tuning needs: the dialogues, the epochs and the learner."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
     data: DialoguesSettings = pydantic.Field(default_factory=DialoguesSettings)
     loop: SupervisedSettings = pydantic.Field(default_factory=SupervisedSettings)
-    learner: LearnerSettings = pydantic.Field(default_factory=LearnerSettings)
+    learner: SftLearnerSettings = pydantic.Field(default_factory=SftLearnerSettings)
     ranks: RanksSettings = pydantic.Field(default_factory=RanksSettings)
 
     @pydantic.model_validator(mode="after")
-    def _says_each_thing_once(self) -> Self:
-        if not self.data.paths and not self.data.teacher:
-            raise ValueError("data.paths: name a file of dialogues at least (or set data.teacher)")
-        if self.learner.loss not in (LossSettings(), LossSettings(kind="sft")):
-            raise ValueError("learner.loss: it is that of the kind sft, which has no settings")
-        for name, instead in (("model", "model"), ("chat_template", "chat.template")):
-            if getattr(self.learner, name) != getattr(LearnerSettings(), name):
-                raise ValueError(f"learner.{name}: set {instead} instead")
-        for name in ("lr", "warmup_steps"):
-            if getattr(self.learner.optimizer, name) != getattr(OptimizerSettings(), name):
-                raise ValueError(f"learner.optimizer.{name}: set loop.lr and loop.warmup instead")
+    def _has_dialogues(self) -> Self:
+        _check_named(self.data)
         return self
 
 
-class SftSettings(SftStageSettings):
+class SftStageLearner(pydantic.BaseModel):
+    """Settings of the learner in which a run's supervised start differs from its rollouts."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    init: Literal["pretrained", "random"] = pydantic.Field(
+        "pretrained",
+        description="random: initialize the weights at random with `learner.seed` or `seed`, "
+        "using only the folder's configuration and tokenizer.",
+    )
+    config: dict[str, Any] = pydantic.Field(
+        default_factory=dict,
+        description="With init = random: values to change in the folder's config.json, such as "
+        "num_hidden_layers.",
+    )
+    micro_batch_tokens: int | None = pydantic.Field(
+        None, ge=2, description="Tokens per forward pass of a rank. None: as in `learner`."
+    )
+    seed: int | None = pydantic.Field(
+        None, ge=0, lt=2**63, description="Seed of random weights. None: as in `learner`."
+    )
+    optimizer: SftOptimizerSettings = pydantic.Field(default_factory=SftOptimizerSettings)
+
+
+class SftStageRanks(pydantic.BaseModel):
+    """Settings of the ranks in which a run's supervised start differs from its rollouts."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    nproc_per_node: int | None = pydantic.Field(
+        None, ge=1, description="Ranks on each machine. None: as in `ranks`."
+    )
+    threads: int | None = pydantic.Field(
+        None, ge=1, description="OpenMP threads of each rank. None: as in `ranks`."
+    )
+
+
+class SftStageSettings(pydantic.BaseModel):
+    """Settings of the supervised start of a training run; `learner` and `ranks` hold the rest."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    data: DialoguesSettings = pydantic.Field(default_factory=DialoguesSettings)
+    loop: SupervisedSettings = pydantic.Field(default_factory=SupervisedSettings)
+    learner: SftStageLearner = pydantic.Field(default_factory=SftStageLearner)
+    ranks: SftStageRanks = pydantic.Field(default_factory=SftStageRanks)
+
+    @pydantic.model_validator(mode="after")
+    def _has_dialogues(self) -> Self:
+        _check_named(self.data)
+        return self
+
+    def within(self, learner: RlLearnerSettings, ranks: RanksSettings) -> DialogueTraining:
+        """Return the settings of the start, completed by those of its run."""
+        usual = learner.model_dump(include=set(SftLearnerSettings.model_fields) - {"optimizer"})
+        return DialogueTraining(
+            data=self.data,
+            loop=self.loop,
+            learner=SftLearnerSettings.model_validate(
+                usual | self.learner.model_dump(exclude_none=True)
+            ),
+            ranks=ranks.model_copy(update=self.ranks.model_dump(exclude_none=True)),
+        )
+
+
+def _check_named(data: DialoguesSettings) -> None:
+    if not data.paths and not data.teacher:
+        raise ValueError("data.paths: name a file of dialogues at least (or set data.teacher)")
+
+
+class SftSettings(DialogueTraining):
     """All settings of a supervised run."""
 
     model: Path = pydantic.Field(
@@ -93,8 +157,8 @@ class SftSettings(SftStageSettings):
     serve: ServeSettings = pydantic.Field(default_factory=lambda: ServeSettings())
     page: bool = pydantic.Field(
         True,
-        description="Whether the run is shown as a page, at serve.host and serve.port, or at a "
-        "free port if that one is taken.",
+        description="Whether to serve a web page of the run, at serve.host and serve.port, or at "
+        "a free port if that one is taken.",
     )
 
 
@@ -133,7 +197,7 @@ def model_folder(path: Path | str) -> Path:
     return folder
 
 
-def require_learner(settings: LearnerSettings) -> None:
+def require_learner(settings: TrainingSettings) -> None:
     """Check that the learner's packages are installed, and that there is a GPU if it needs one.
 
     Raises:
@@ -150,7 +214,7 @@ def require_learner(settings: LearnerSettings) -> None:
 
 
 async def samples_of(
-    settings: SftStageSettings, model: Path, chat: ChatSettings, progress: console.ProgressLine
+    settings: DialogueTraining, model: Path, chat: ChatSettings, progress: console.ProgressLine
 ) -> list[Sample]:
     """Read the dialogues and encode them as samples for `model`. Raises DataError."""
     progress("Reading the dialogues")
@@ -168,7 +232,7 @@ async def samples_of(
 
 
 async def imitate(
-    settings: SftStageSettings,
+    settings: DialogueTraining,
     model: Path,
     chat: ChatSettings,
     tuning: FineTuning,
@@ -183,12 +247,8 @@ async def imitate(
     """
     if tuning.model is not None:
         return tuning.model
-    learner_settings = settings.learner.model_copy(
-        update={
-            "model": model,
-            "chat_template": chat.template,
-            "loss": LossSettings(kind="sft"),
-        }
+    learner_settings = LearnerSettings.of(
+        settings.learner, model=model, chat_template=chat.template
     )
     async with KeptLearner(
         learner_settings.model_dump(mode="json"),

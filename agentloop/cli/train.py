@@ -52,7 +52,7 @@ from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import FleetSettings
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
-from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.learner_client.settings import LearnerSettings, RlLearnerSettings
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
@@ -83,7 +83,7 @@ class TrainSettings(Settings):
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     roc: RocSettings = pydantic.Field(default_factory=lambda: RocSettings())
-    learner: LearnerSettings = pydantic.Field(default_factory=lambda: LearnerSettings())
+    learner: RlLearnerSettings = pydantic.Field(default_factory=lambda: RlLearnerSettings())
     ranks: RanksSettings = pydantic.Field(default_factory=lambda: RanksSettings())
     loop: LoopSettings = pydantic.Field(default_factory=lambda: LoopSettings())
     weights: WeightsSettings = pydantic.Field(default_factory=lambda: WeightsSettings())
@@ -185,8 +185,7 @@ async def _run(
         async with elsewhere, scene.serve_page(settings.serve) if settings.page else nullcontext():
             if settings.sft is not None:
                 model = await _start(settings, settings.sft, scene, progress)
-                learner = settings.learner.model_copy(update={"model": model})
-                settings = settings.model_copy(update={"model": str(model), "learner": learner})
+                settings = settings.model_copy(update={"model": str(model)})
             await _roll_out_and_learn(settings, tasks, queue, scene, progress)
     except anyio.get_cancelled_exc_class():
         progress.say(how_to_go_on("train", folder.path))
@@ -203,11 +202,12 @@ async def _start(
     folder = scene.folder
     made = folder.path / "sft" / "model"
     if not (made / "config.json").is_file():  # the folder is renamed into place when complete
-        model, chat = settings.learner.model, settings.chat
-        samples = await samples_of(sft, model, chat, progress)
+        model, chat = model_folder(settings.model or SMALL), settings.chat
+        training = sft.within(settings.learner, settings.ranks)
+        samples = await samples_of(training, model, chat, progress)
         async with folder.within("sft") as part:
             tuning = await anyio.to_thread.run_sync(FineTuning, sft.loop, samples, part)
-            await imitate(sft, model, chat, tuning, part, progress, scene.on_start_event)
+            await imitate(training, model, chat, tuning, part, progress, scene.on_start_event)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made
@@ -228,7 +228,7 @@ async def _roll_out_and_learn(
         )
         learner = await stack.enter_async_context(
             KeptLearner(
-                settings.learner.model_dump(mode="json"),
+                learner_settings(settings).model_dump(mode="json"),
                 settings.ranks,
                 log_dir=logs,
                 on_progress=progress,
@@ -345,8 +345,18 @@ def recipe_of(settings: TrainSettings) -> dict[str, Any]:
     return settings.model_dump(mode="json", include=names) | loop
 
 
+def learner_settings(settings: TrainSettings) -> LearnerSettings:
+    """Return what the learner's processes are told, including what they share with the servers."""
+    return LearnerSettings.of(
+        settings.learner,
+        model=model_folder(settings.model or SMALL),
+        chat_template=settings.chat.template,
+        temperature=settings.sampling.temperature,
+    )
+
+
 def _whole(settings: TrainSettings) -> TrainSettings:
-    """Return the settings with what the learner shares with the servers filled in.
+    """Return the settings with the model's folder resolved.
 
     Raises:
         SettingsError: names the settings that contradict each other.
@@ -354,17 +364,9 @@ def _whole(settings: TrainSettings) -> TrainSettings:
     s = settings
     model = model_folder(s.model or SMALL)
     if s.servers and s.sft:
-        raise SettingsError("start: `servers` have a model already: run `agentloop sft` first")
+        raise SettingsError("sft: `servers` have a model already: run `agentloop sft` first")
     if s.servers and not s.model:
         raise SettingsError("model: the learner needs the folder of the model that `servers` have")
-    usual = LearnerSettings()
-    for name, there, value in (
-        ("model", "model", model),
-        ("chat_template", "chat.template", s.chat.template),
-        ("temperature", "sampling.temperature", s.sampling.temperature),
-    ):
-        if getattr(s.learner, name) not in (getattr(usual, name), value):
-            raise SettingsError(f"learner.{name}: it is that of the servers: set {there} alone")
     if s.sampling.temperature < _MIN_TEMPERATURE:
         raise SettingsError(
             f"sampling.temperature: {s.sampling.temperature:g} is greedy: every rollout of a task "
@@ -376,11 +378,6 @@ def _whole(settings: TrainSettings) -> TrainSettings:
                 f"sampling.{name}: training needs all tokens: the servers' log-probabilities, "
                 "and the learner's, are of the policy before any is left out"
             )
-    if s.learner.init == "random":
-        raise SettingsError(
-            "learner.init, learner.config: the servers start with the folder's weights: set "
-            "sft.learner.init and sft.learner.config instead"
-        )
     group_s, ranks_s = s.weights.group_timeout_s, s.learner.collective_timeout_s
     if s.weights.transport == "group" and group_s >= ranks_s:
         raise SettingsError(
@@ -399,10 +396,6 @@ def _whole(settings: TrainSettings) -> TrainSettings:
             f"watchdog.give_up_s: {give_up_s:g} must be above loop.step_timeout_s ({step_s:g}), "
             "or a long step ends the run"
         )
-    if s.learner.loss.kind == "sft":
-        raise SettingsError("learner.loss.kind: sft would learn wrong rollouts like right ones")
-    if s.learner.loss.kl_coef:
-        raise SettingsError("learner.loss.kl_coef: there is no reference policy here: set it to 0")
     learns = s.loop.learn and (s.loop.steps or s.stages)
     if learns and s.loop.group_size < max(2, s.roc.down_sample_to_n):
         raise SettingsError(
@@ -430,14 +423,7 @@ def _whole(settings: TrainSettings) -> TrainSettings:
         raise SettingsError("loop.steps: each of the stages has its own")
     if not s.loop.steps and not s.stages and not s.tasks.held_out:
         raise SettingsError("tasks.held_out: without steps there is nothing else to do")
-    learner = s.learner.model_copy(
-        update={
-            "model": model,
-            "chat_template": s.chat.template,
-            "temperature": s.sampling.temperature,
-        }
-    )
-    return s.model_copy(update={"model": str(model), "learner": learner})
+    return s.model_copy(update={"model": str(model)})
 
 
 def main(arguments: list[str]) -> int:
@@ -502,7 +488,7 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
     settings = told(TrainSettings, arguments, resume)
     sft, stages = settings.sft, settings.stages
     refused, missing = _refusal(settings), _missing(settings)
-    changes = sft.learner.config if sft is not None else settings.learner.config
+    changes = sft.learner.config if sft is not None else {}
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
         data = {**made.to_dict(), "refused": refused or None, "missing": missing or None}
@@ -555,8 +541,7 @@ def _require_machine(settings: TrainSettings) -> None:
     starts_servers = not settings.servers and not settings.fleet.redis
     if starts_servers:
         require_device(settings.server)
-    for learner in (settings.learner, *([settings.sft.learner] if settings.sft else ())):
-        require_learner(learner)
+    require_learner(settings.learner)
     if starts_servers and not is_installed("sglang"):
         raise SettingsError(NOT_INSTALLED)
 

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Self
 
 import anyio
 import pydantic
@@ -22,7 +23,7 @@ import pydantic
 from agentloop.errors import AgentLoopError
 from agentloop.observe.stalls import Stalls
 
-__all__ = ["Heartbeat", "NoProgress", "Progress", "WatchdogSettings", "watch_lag"]
+__all__ = ["Heartbeat", "NoProgress", "Progress", "WatchdogLimits", "WatchdogSettings", "watch_lag"]
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,6 @@ class WatchdogSettings(pydantic.BaseModel):
     max_lag_s: float = pydantic.Field(
         1.0, gt=0, description="Log the stack if the event loop is blocked for longer than this."
     )
-    lag_told_every_s: float = pydantic.Field(
-        60.0, ge=0, description="Minimum time between two of these logs; omitted ones are counted."
-    )
     no_progress_s: float = pydantic.Field(
         300.0,
         gt=0,
@@ -52,6 +50,19 @@ class WatchdogSettings(pydantic.BaseModel):
         description="End the run after this long without progress; 0: never. Should exceed other "
         "deadlines, such as loop.step_timeout_s, whose errors are more specific.",
     )
+
+
+class WatchdogLimits(WatchdogSettings):
+    """Limits of the watchdog, which only tests change."""
+
+    lag_told_every_s: float = pydantic.Field(
+        60.0, ge=0, description="Minimum time between two of these logs; omitted ones are counted."
+    )
+
+    @classmethod
+    def of(cls, settings: WatchdogSettings) -> Self:
+        """Return `settings` with the usual limits, unless it has limits of its own."""
+        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
 
 
 class NoProgress(AgentLoopError):
@@ -67,7 +78,7 @@ class Heartbeat:
 
     def __init__(self, settings: WatchdogSettings, *, clock: Clock = time.monotonic) -> None:
         """Call it in the thread of the event loop."""
-        self.settings = settings
+        self.settings = WatchdogLimits.of(settings)
         self._clock = clock
         self._thread_id = threading.get_ident()
         self._due_s: float | None = None

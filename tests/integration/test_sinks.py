@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from agentloop.events import Measured
-from agentloop.observe.exporters.sinks import Sinks, SinksSettings
+from agentloop.observe.exporters.sinks import Sinks, SinksLimits
 from tests.integration.conftest import need
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
@@ -44,7 +44,7 @@ def wandb_anew() -> Iterator[None]:
 
 
 async def told(sink: str, folder: Path, rows: Sequence[dict[str, Any]] = ROWS) -> None:
-    settings = SinksSettings.model_validate(
+    settings = SinksLimits.model_validate(
         {"to": [sink], "project": "agentloop-test", "close_s": 120}
     )
     async with Sinks.open(settings, folder=folder, run_name="a run", config=CONFIG) as sinks:
@@ -125,7 +125,7 @@ async def test_wandb_without_a_key_says_so(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    settings = SinksSettings(to=("wandb",), close_s=120)
+    settings = SinksLimits(to=("wandb",), close_s=120)
     async with Sinks.open(settings, folder=tmp_path, run_name="a run", config={}):
         pass
     assert "wandb gets no metrics" in caplog.text

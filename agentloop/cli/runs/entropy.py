@@ -38,7 +38,7 @@ from agentloop.analysis.entropy_files import (
 )
 from agentloop.training.learner_client.client import (started)
 from agentloop.training.learner_client.launch import RanksSettings
-from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings, LossSettings
+from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings, RlLearnerSettings, RlLossSettings
 from agentloop.training.loop_settings import LoopSettings
 
 __all__ = ["EntropyReport", "EntropySettings", "entropy", "main"]
@@ -61,7 +61,7 @@ class EntropySettings(pydantic.BaseModel):
     model: str | None = pydantic.Field(None, description="Folder of the initial model.")
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     sampling: Sampling = pydantic.Field(default_factory=Sampling)
-    learner: LearnerSettings = pydantic.Field(default_factory=LearnerSettings)
+    learner: RlLearnerSettings = pydantic.Field(default_factory=RlLearnerSettings)
     ranks: RanksSettings = pydantic.Field(default_factory=RanksSettings)
     loop: LoopSettings = pydantic.Field(default_factory=LoopSettings)
 
@@ -199,16 +199,20 @@ async def _found(
         return found
     require("train", {"torch": "entropies", "deepspeed": "entropies"})
     longest = max(len(one.ids) for number in missing for one in groups[number])
-    learner_settings = settings.learner.model_copy(
+    of_run = settings.learner.model_copy(
         update={
-            "model": Path(origin.weights),
-            "temperature": origin.temperature,
             "micro_batch_tokens": max(settings.learner.micro_batch_tokens, longest),
             # Published weights are merged and new adapters are zero, so outputs do not change.
             # With adapters, gradients and optimizer state need next to no memory.
             "lora": LoraSettings(rank=1),
-            "loss": LossSettings(),
+            "loss": RlLossSettings(),
         }
+    )
+    learner_settings = LearnerSettings.of(
+        of_run,
+        model=Path(origin.weights),
+        chat_template=settings.chat.template,
+        temperature=origin.temperature,
     )
     try:
         await anyio.to_thread.run_sync(partial(folder.path.mkdir, exist_ok=True))

@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import anyio
 import anyio.to_thread
@@ -45,7 +45,7 @@ from agentloop.events import (
 from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.plain_json import dumps, loads
 
-__all__ = ["Journal", "JournalSettings", "read_events"]
+__all__ = ["Journal", "JournalLimits", "JournalSettings", "read_events"]
 
 _NEW, _OLD = "events.jsonl", "events.old.jsonl"
 _CLOSE_S = 5.0
@@ -65,6 +65,11 @@ class JournalSettings(pydantic.BaseModel):
         ge=1,
         description="Maximum size on disk; when it is reached, the oldest half is deleted.",
     )
+
+
+class JournalLimits(JournalSettings):
+    """Limits of the event log, which only tests change."""
+
     every_s: float = pydantic.Field(
         0.5, gt=0, description="Interval between writes; a kill may lose this much."
     )
@@ -72,12 +77,17 @@ class JournalSettings(pydantic.BaseModel):
         65_536, ge=1, description="Maximum number of queued lines; more are dropped and counted."
     )
 
+    @classmethod
+    def of(cls, settings: JournalSettings) -> Self:
+        """Return `settings` with the usual limits, unless it has limits of its own."""
+        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
+
 
 class Journal:
     """The event log of a run; pass every event to `on_event`. Create it with `Journal.open`."""
 
     def __init__(self, folder: Path, settings: JournalSettings | None = None) -> None:
-        self._settings = settings or JournalSettings()
+        self._settings = JournalLimits.of(settings or JournalSettings())
         self._file = _File(folder, self._settings.max_mib * 2**20 // 2)
         self._waiting: list[Line] = []
         self._num_unrecorded = 0  # dropped lines that the file does not mention yet

@@ -32,7 +32,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import anyio
@@ -52,7 +52,7 @@ from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn, TurnEnd
 
-__all__ = ["Attribute", "CallerSpan", "OtelSettings", "Traces", "caller_span"]
+__all__ = ["Attribute", "CallerSpan", "OtelLimits", "OtelSettings", "Traces", "caller_span"]
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
 _BATCH_SPANS = 512  # per request, or slightly more, because traces are not split
@@ -121,19 +121,10 @@ class OtelSettings(pydantic.BaseModel):
         description="Share of rollouts to trace, selected by a hash of their id. A `traceparent` "
         "sent by the caller takes precedence.",
     )
-    every_s: float = pydantic.Field(
-        2.0, gt=0, description="Maximum interval between two export requests."
-    )
     timeout_s: float = pydantic.Field(
         10.0,
         gt=0,
         description="Timeout of an export request, including retries; then its traces are dropped.",
-    )
-    close_s: float = pydantic.Field(
-        5.0, ge=0, description="Time at the end to send queued traces; the rest is dropped."
-    )
-    max_waiting: int = pydantic.Field(
-        4096, ge=1, description="Maximum number of queued traces; more are dropped and counted."
     )
 
     @pydantic.field_validator("endpoint")
@@ -145,6 +136,25 @@ class OtelSettings(pydantic.BaseModel):
         if url.password is not None:  # settings are written into a run's folder
             raise ValueError("remove the password from the URL; use OTEL_EXPORTER_OTLP_HEADERS")
         return endpoint
+
+
+class OtelLimits(OtelSettings):
+    """Limits of the export, which only tests and benchmarks change."""
+
+    every_s: float = pydantic.Field(
+        2.0, gt=0, description="Maximum interval between two export requests."
+    )
+    close_s: float = pydantic.Field(
+        5.0, ge=0, description="Time at the end to send queued traces; the rest is dropped."
+    )
+    max_waiting: int = pydantic.Field(
+        4096, ge=1, description="Maximum number of queued traces; more are dropped and counted."
+    )
+
+    @classmethod
+    def of(cls, settings: OtelSettings) -> Self:
+        """Return `settings` with the usual limits, unless it has limits of its own."""
+        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +214,7 @@ class Traces:
         is_scored: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings = OtelLimits.of(settings)
         self._model = model
         self._is_scored = is_scored
         self._decode = decode
@@ -228,7 +238,7 @@ class Traces:
         is_scored: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> AsyncIterator[Traces]:
-        """Start exporting; on leaving, wait up to `otel.close_s` for queued traces to be sent.
+        """Start exporting; on leaving, wait up to `close_s` for queued traces to be sent.
 
         Without an endpoint nothing is exported.
 
@@ -470,9 +480,7 @@ class Traces:
         assert self._sender is not None
         self._sender.close()  # stops retries of the current request
         if num_left:
-            self._dropped.add(
-                num_left, f"not sent within otel.close_s ({self._settings.close_s:g})"
-            )
+            self._dropped.add(num_left, f"not sent within close_s ({self._settings.close_s:g})")
         self._dropped.report()
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import anyio
 import pydantic
@@ -27,7 +27,7 @@ from agentloop.events import Event, Measured
 from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.observe.exporters.tfevents import EventFile
 
-__all__ = ["Sink", "Sinks", "SinksSettings", "masked"]
+__all__ = ["Sink", "Sinks", "SinksLimits", "SinksSettings", "masked"]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,11 @@ class SinksSettings(pydantic.BaseModel):
     project: str = pydantic.Field(
         "agentloop", min_length=1, description="Project name for trackio and wandb."
     )
+
+
+class SinksLimits(SinksSettings):
+    """Limits of the sinks, which only tests change."""
+
     max_waiting: int = pydantic.Field(
         1000,
         ge=1,
@@ -62,6 +67,11 @@ class SinksSettings(pydantic.BaseModel):
     close_s: float = pydantic.Field(
         30.0, gt=0, description="Time at the end to write queued rows; the rest is dropped."
     )
+
+    @classmethod
+    def of(cls, settings: SinksSettings) -> Self:
+        """Return `settings` with the usual limits, unless it has limits of its own."""
+        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
 
 
 class Sink(Protocol):
@@ -100,9 +110,9 @@ class Sinks:
         folder: Path,
         run_name: str,
         config: Mapping[str, Any],
-        make: Callable[[SinkName, SinksSettings, Path], Sink] | None = None,
+        make: Callable[[SinkName, SinksLimits, Path], Sink] | None = None,
     ) -> AsyncIterator[Sinks]:
-        """Start the sinks; on leaving, wait up to `sinks.close_s` for queued rows to be written.
+        """Start the sinks; on leaving, wait for queued rows, for at most `SinksLimits.close_s`.
 
         Args:
             folder: The run's folder; sinks store their files there.
@@ -112,9 +122,9 @@ class Sinks:
         Raises:
             SettingsError: The package of a sink is not installed; the message names the extra.
         """
-        make = make or _make
-        by_name: dict[str, Sink] = {name: make(name, settings, folder) for name in settings.to}
-        sinks = cls(by_name, max_waiting=settings.max_waiting, close_s=settings.close_s)
+        make, limits = make or _make, SinksLimits.of(settings)
+        by_name: dict[str, Sink] = {name: make(name, limits, folder) for name in settings.to}
+        sinks = cls(by_name, max_waiting=limits.max_waiting, close_s=limits.close_s)
         plain = masked(config)
         for worker in sinks._workers:
             worker.begin(run_name, plain)
@@ -264,7 +274,7 @@ def _may_be_secret(value: object) -> bool:
 # --- the sinks ------------------------------------------------------------------------------------
 
 
-def _make(name: SinkName, settings: SinksSettings, folder: Path) -> Sink:
+def _make(name: SinkName, settings: SinksLimits, folder: Path) -> Sink:
     match name:
         case "tensorboard":
             return _TensorBoard(folder / "tensorboard")

@@ -7,26 +7,36 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
-__all__ = ["LearnerSettings", "LoraSettings", "LossSettings", "OptimizerSettings"]
+__all__ = [
+    "LearnerSettings",
+    "LoraSettings",
+    "LossSettings",
+    "OptimizerSettings",
+    "RlLearnerSettings",
+    "RlLossSettings",
+    "SftLearnerSettings",
+    "SftOptimizerSettings",
+    "TrainingSettings",
+]
 
 Aggregate = Literal["group", "batch", "sequence"]
 _Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
-class LossSettings(pydantic.BaseModel):
-    """Settings of the objective. `learner/loss.py` has the formulas."""
+class RlLossSettings(pydantic.BaseModel):
+    """Settings of the objective for rollouts. `learner/loss.py` has the formulas."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    kind: Literal["grpo", "gspo", "cispo", "sft"] = pydantic.Field(
+    kind: Literal["grpo", "gspo", "cispo"] = pydantic.Field(
         "grpo",
         description="grpo: token-level ratios; gspo: sequence-level ratios; cispo: clipped "
-        "importance weights; sft: cross-entropy, regardless of rewards.",
+        "importance weights.",
     )
     aggregate: Aggregate | None = pydantic.Field(
         None,
         description="Averaging of the token losses: within each group, over the whole batch, or "
-        "within each sequence. None: sequence for gspo, batch for sft, otherwise group.",
+        "within each sequence. None: sequence for gspo, otherwise group.",
     )
     clip_low: float = pydantic.Field(
         0.2, ge=0, description="Ratios are clipped at 1 - clip_low (for gspo, try 3e-4)."
@@ -48,9 +58,6 @@ class LossSettings(pydantic.BaseModel):
         description="Upper bound of the importance weight between engine and learner (truncated "
         "importance sampling); 0: no weight.",
     )
-    kl_coef: float = pydantic.Field(
-        0.0, ge=0, description="Coefficient of the KL to the batch's ref_logprobs."
-    )
     entropy_coef: float = pydantic.Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
 
     @pydantic.field_validator("clip_low")
@@ -66,15 +73,21 @@ class LossSettings(pydantic.BaseModel):
         return self.aggregate or usual.get(self.kind, "group")
 
 
-class OptimizerSettings(pydantic.BaseModel):
-    """Settings of AdamW."""
+class LossSettings(RlLossSettings):
+    """Settings of every objective that the learner knows."""
+
+    # A wider type than that of the field it replaces: also cross-entropy, regardless of rewards.
+    kind: Literal["grpo", "gspo", "cispo", "sft"] = "grpo"  # type: ignore[assignment]
+    kl_coef: float = pydantic.Field(
+        0.0, ge=0, description="Coefficient of the KL to the batch's ref_logprobs."
+    )
+
+
+class SftOptimizerSettings(pydantic.BaseModel):
+    """Settings of AdamW where the loop sets the learning rate of each step."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    lr: float = pydantic.Field(1e-6, ge=0, lt=1, description="Learning rate after the warm-up.")
-    warmup_steps: int = pydantic.Field(
-        20, ge=0, description="Steps of linear warm-up of the learning rate."
-    )
     betas: tuple[_Decay, _Decay] = pydantic.Field((0.9, 0.999), description="AdamW's decay rates.")
     eps: float = pydantic.Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = pydantic.Field(
@@ -82,6 +95,15 @@ class OptimizerSettings(pydantic.BaseModel):
     )
     max_grad_norm: float = pydantic.Field(
         1.0, ge=0, description="Clip gradients to this norm; 0: never."
+    )
+
+
+class OptimizerSettings(SftOptimizerSettings):
+    """Settings of AdamW."""
+
+    lr: float = pydantic.Field(1e-6, ge=0, lt=1, description="Learning rate after the warm-up.")
+    warmup_steps: int = pydantic.Field(
+        20, ge=0, description="Steps of linear warm-up of the learning rate."
     )
 
 
@@ -105,27 +127,11 @@ class LoraSettings(pydantic.BaseModel):
     )
 
 
-class LearnerSettings(pydantic.BaseModel):
-    """Settings of the learner."""
+class TrainingSettings(pydantic.BaseModel):
+    """Settings of a learner that apply to dialogues and to rollouts."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: Path = pydantic.Field(Path(), description="Folder of the model to start from.")
-    init: Literal["pretrained", "random"] = pydantic.Field(
-        "pretrained",
-        description="random: initialize the weights at random with `seed`, using only the "
-        "folder's configuration and tokenizer.",
-    )
-    config: dict[str, Any] = pydantic.Field(
-        default_factory=dict,
-        description="With init = random: values to change in the folder's config.json, such as "
-        "num_hidden_layers.",
-    )
-    chat_template: str | None = pydantic.Field(
-        None,
-        description="Text of the Jinja chat template to publish with the model instead of the "
-        "folder's.",
-    )
     zero_stage: Literal[1, 2, 3] = pydantic.Field(
         2,
         description="ZeRO stage: shard the optimizer (1), also the gradients (2), also the weights "
@@ -156,12 +162,6 @@ class LearnerSettings(pydantic.BaseModel):
     head_chunk_tokens: int = pydantic.Field(
         1024, ge=1, description="Tokens whose logits are computed at a time."
     )
-    updates_per_batch: int = pydantic.Field(
-        1, ge=1, description="Optimizer steps per batch, among which its groups are divided."
-    )
-    temperature: float = pydantic.Field(
-        1.0, gt=0, description="The engine's sampling temperature, applied to log-probabilities."
-    )
     peak_tflops: float = pydantic.Field(
         0.0,
         ge=0,
@@ -170,14 +170,6 @@ class LearnerSettings(pydantic.BaseModel):
     )
     publish_dtype: Literal["float32", "bfloat16"] = pydantic.Field(
         "bfloat16", description="Dtype of published weights."
-    )
-    max_shard_mib: int = pydantic.Field(
-        4096, ge=1, description="Approximate size of the files of published weights."
-    )
-    bucket_mib: int = pydantic.Field(
-        512,
-        ge=1,
-        description="Approximate size of the buckets sent through a process group.",
     )
     keep_checkpoints: int = pydantic.Field(
         3, ge=0, description="Number of checkpoints to keep; 0: all."
@@ -190,11 +182,6 @@ class LearnerSettings(pydantic.BaseModel):
     collective_timeout_s: float = pydantic.Field(
         300.0, gt=0, description="Timeout of collectives: a rank that is late by this is lost."
     )
-    close_timeout_s: float = pydantic.Field(
-        60.0,
-        ge=0,
-        description="Time that a learner waits at its end for a checkpoint being written.",
-    )
     seed: int = pydantic.Field(
         0,
         ge=0,
@@ -205,8 +192,41 @@ class LearnerSettings(pydantic.BaseModel):
         default_factory=dict, description="DeepSpeed configuration, merged in last."
     )
     lora: LoraSettings = pydantic.Field(default_factory=LoraSettings)
-    loss: LossSettings = pydantic.Field(default_factory=LossSettings)
+
+    @pydantic.model_validator(mode="after")
+    def _shared_out(self) -> Self:
+        if self.offload == "optimizer+parameters" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload: {self.offload} needs zero_stage = 3, which shards the weights, not "
+                f"{self.zero_stage}"
+            )
+        return self
+
+
+class RlLearnerSettings(TrainingSettings):
+    """Settings of a learner that trains on rollouts; it starts from the servers' model."""
+
+    updates_per_batch: int = pydantic.Field(
+        1, ge=1, description="Optimizer steps per batch, among which its groups are divided."
+    )
+    loss: RlLossSettings = pydantic.Field(default_factory=RlLossSettings)
     optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
+
+
+class SftLearnerSettings(TrainingSettings):
+    """Settings of a learner that imitates dialogues, with the cross-entropy as its loss."""
+
+    init: Literal["pretrained", "random"] = pydantic.Field(
+        "pretrained",
+        description="random: initialize the weights at random with `seed`, using only the "
+        "folder's configuration and tokenizer.",
+    )
+    config: dict[str, Any] = pydantic.Field(
+        default_factory=dict,
+        description="With init = random: values to change in the folder's config.json, such as "
+        "num_hidden_layers.",
+    )
+    optimizer: SftOptimizerSettings = pydantic.Field(default_factory=SftOptimizerSettings)
 
     @pydantic.field_validator("config")
     @classmethod
@@ -217,11 +237,50 @@ class LearnerSettings(pydantic.BaseModel):
             raise ValueError("only used with init = random: existing weights have a fixed shape")
         return value
 
-    @pydantic.model_validator(mode="after")
-    def _shared_out(self) -> Self:
-        if self.offload == "optimizer+parameters" and self.zero_stage != 3:
-            raise ValueError(
-                f"offload: {self.offload} needs zero_stage = 3, which shards the weights, not "
-                f"{self.zero_stage}"
-            )
-        return self
+
+class LearnerSettings(SftLearnerSettings):
+    """Everything that the learner's processes are told, as they read it from learner.json."""
+
+    model: Path = pydantic.Field(Path(), description="Folder of the model to start from.")
+    chat_template: str | None = pydantic.Field(
+        None,
+        description="Text of the Jinja chat template to publish with the model instead of the "
+        "folder's.",
+    )
+    updates_per_batch: int = pydantic.Field(
+        1, ge=1, description="Optimizer steps per batch, among which its groups are divided."
+    )
+    temperature: float = pydantic.Field(
+        1.0, gt=0, description="The engine's sampling temperature, applied to log-probabilities."
+    )
+    bucket_mib: int = pydantic.Field(
+        512,
+        ge=1,
+        description="Approximate size of the buckets sent through a process group.",
+    )
+    max_shard_mib: int = pydantic.Field(
+        4096, ge=1, description="Approximate size of the files of published weights."
+    )
+    close_timeout_s: float = pydantic.Field(
+        60.0,
+        ge=0,
+        description="Time that a learner waits at its end for a checkpoint being written.",
+    )
+    loss: LossSettings = pydantic.Field(default_factory=LossSettings)
+    optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
+
+    @classmethod
+    def of(
+        cls,
+        settings: TrainingSettings,
+        *,
+        model: Path,
+        chat_template: str | None,
+        temperature: float = 1.0,
+    ) -> Self:
+        """Complete the settings that a user sets with what the model and the engine determine."""
+        values = settings.model_dump()
+        if isinstance(settings, SftLearnerSettings):
+            values["loss"] = {"kind": "sft"}
+        given = {"model": model, "chat_template": chat_template, "temperature": temperature}
+        return cls.model_validate(values | given)

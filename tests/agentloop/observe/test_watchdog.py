@@ -17,13 +17,14 @@ from agentloop.observe.watchdog import (
     Heartbeat,
     NoProgress,
     Progress,
+    WatchdogLimits,
     WatchdogSettings,
     watch_lag,
 )
 from agentloop.trajectory import Trajectory
 from tests.support import eventually
 
-SETTINGS = WatchdogSettings(max_lag_s=1, lag_told_every_s=60, no_progress_s=10, give_up_s=100)
+SETTINGS = WatchdogLimits(max_lag_s=1, lag_told_every_s=60, no_progress_s=10, give_up_s=100)
 
 
 class Clock:
@@ -88,7 +89,7 @@ def test_the_largest_lag() -> None:
 
 @pytest.mark.anyio
 async def test_a_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    settings = WatchdogSettings(max_lag_s=0.05, lag_told_every_s=0)
+    settings = WatchdogLimits(max_lag_s=0.05, lag_told_every_s=0)
     heart = Heartbeat(settings)
 
     def is_found() -> bool:

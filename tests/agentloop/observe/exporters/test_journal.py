@@ -23,13 +23,13 @@ from agentloop.events import (
     TokensSampled,
 )
 from agentloop.observe.exporters import journal as module
-from agentloop.observe.exporters.journal import Journal, JournalSettings, read_events
+from agentloop.observe.exporters.journal import Journal, JournalLimits, JournalSettings, read_events
 from agentloop.trajectory import ToolCallStatus, ToolResult
 from tests.agentloop.observe import story
 from tests.support import eventually
 
-OFTEN = JournalSettings(every_s=0.001)
-NEVER = JournalSettings(every_s=3600)  # but at its end
+OFTEN = JournalLimits(every_s=0.001)
+NEVER = JournalLimits(every_s=3600)  # but at its end
 
 
 async def written(
@@ -133,7 +133,7 @@ async def test_a_line_cut_short_by_a_kill_is_skipped(
 async def test_lines_beyond_the_queue_limit_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    few = JournalSettings(every_s=3600, max_waiting=3)
+    few = JournalLimits(every_s=3600, max_waiting=3)
     async with Journal.open(tmp_path, few) as journal:
         for number in range(10):
             journal.on_event(RolloutAbandoned(str(number)))
@@ -203,7 +203,7 @@ async def test_a_slow_disk_does_not_block_the_loop(
 
 @pytest.mark.anyio
 async def test_the_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path) -> None:
-    small = JournalSettings(every_s=3600, max_mib=1)
+    small = JournalLimits(every_s=3600, max_mib=1)
     for part in range(8):
         events: list[Event] = [RolloutAbandoned(f"{part}-{n:060}") for n in range(2000)]
         await written(tmp_path, events, small)

@@ -26,6 +26,7 @@ from agentloop.events import Event, RolloutAbandoned, RolloutFinished, RolloutSc
 from agentloop.observe.exporters.otel import (
     Attribute,
     CallerSpan,
+    OtelLimits,
     OtelSettings,
     Traces,
     caller_span,
@@ -95,7 +96,7 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 def settings(collector: Collector, **more: Any) -> OtelSettings:
-    return OtelSettings(endpoint=collector.url, **{"every_s": 0.001, "close_s": 15, **more})
+    return OtelLimits(endpoint=collector.url, **{"every_s": 0.001, "close_s": 15, **more})
 
 
 async def exported(

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from agentloop.errors import SettingsError
 from agentloop.events import Measured, RolloutAbandoned
-from agentloop.observe.exporters.sinks import Sink, Sinks, SinksSettings, masked
+from agentloop.observe.exporters.sinks import Sink, Sinks, SinksLimits, SinksSettings, masked
 from tests.agentloop.observe import story
 from tests.support import eventually
 
-BOTH = SinksSettings(to=("trackio", "wandb"), close_s=15, max_waiting=3)
+BOTH = SinksLimits(to=("trackio", "wandb"), close_s=15, max_waiting=3)
 
 
 class Fake:
