@@ -48,7 +48,7 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet.coordinator import Fleet
-from agentloop.training.fleet.messages import FleetSettings
+from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.learner_client.client import KeptLearner, RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.loop import TrainingLoop
