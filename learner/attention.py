@@ -9,9 +9,9 @@ transformers' own `attention = "flash_attention_2"` and does not use this module
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 __all__ = ["PACKED", "packed_attention", "register"]
@@ -20,20 +20,20 @@ PACKED = "packed"
 
 
 def packed_attention(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     segments: Sequence[int],
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Any = None,
-    **_: Any,
-) -> tuple[Any, None]:
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
     """Causal attention within each of `segments`, lengths that sum to L.
 
     query is [1, heads, L, D]; key and value are [1, heads or fewer, L, D]. Returns [1, L, heads, D]

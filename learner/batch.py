@@ -21,7 +21,7 @@ from safetensors.numpy import load, save
 from agentloop.learner.errors import BatchError
 from agentloop.training.learner_client.settings import Aggregate
 
-__all__ = ["Batch", "MicroBatch", "make_micro_batch", "parts", "plan", "token_weights"]
+__all__ = ["Array", "Batch", "MicroBatch", "make_micro_batch", "parts", "plan", "token_weights"]
 
 Array = np.ndarray[Any, Any]
 _TYPES = {

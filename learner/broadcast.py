@@ -46,7 +46,7 @@ _WATCHDOG_SLACK_S = 60.0  # NCCL's watchdog would end the process: let our own t
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    process_group: Any
+    process_group: dist.ProcessGroup
     name: str
     timeout: timedelta
 
@@ -56,7 +56,7 @@ class Broadcaster:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._store: Any = None
+        self._store: dist.Store | None = None
         self._group: _Group | None = None
         dtype = getattr(torch, policy.settings.publish_dtype)
         buckets = split(policy.model, dtype, policy.settings.bucket_mib << 20)
@@ -194,7 +194,7 @@ class Broadcaster:
         if self._group is not None and dist.get_backend(self._group.process_group) == "nccl":
             device = self._policy.world.device
         flat = torch.empty(size if first else 0, dtype=torch.uint8, device=device)
-        views = {}
+        views: dict[str, torch.Tensor] = {}
         whole = gathered(bucket, keep=first)
         for (one, tensor), (start, end) in zip(whole, places, strict=False):
             views[one.name] = flat[start:end].view(one.dtype).view(one.shape)
@@ -208,7 +208,7 @@ class Broadcaster:
         return SendReply(num_bytes=size, sums=found)
 
     def _sums(
-        self, views: dict[str, Any], layout: Layout, threads: ThreadPoolExecutor
+        self, views: dict[str, torch.Tensor], layout: Layout, threads: ThreadPoolExecutor
     ) -> dict[str, list[Future[str]]]:
         sums = {}
         for part, view in views.items():
@@ -236,7 +236,7 @@ class Broadcaster:
             print(f"leaving the group {group.name} failed: {error}", flush=True)
         return Reply()
 
-    def _broadcast(self, flat: Any) -> None:
+    def _broadcast(self, flat: torch.Tensor) -> None:
         group = self._group
         if group is None:
             raise ProcessGroupError("there is no group: call open and join first")
@@ -261,7 +261,9 @@ class Broadcaster:
         return list(zip([0, *ends], ends, strict=False))
 
 
-def _process_group(backend: str, store: Any, name: str, size: int, timeout: timedelta) -> Any:
+def _process_group(
+    backend: str, store: dist.Store, name: str, size: int, timeout: timedelta
+) -> dist.ProcessGroup:
     """Create the group as SGLang's `init_custom_process_group` does.
 
     It uses the same private function: both ends must use the same keys in the store.
@@ -281,7 +283,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _tensor(view: Any) -> Tensor:
+def _tensor(view: torch.Tensor) -> Tensor:
     """Return the tensor in the host's memory; bfloat16 as uint16, because numpy lacks it."""
     held = view.to("cpu")
     numbers = held.view(torch.uint16) if held.dtype == torch.bfloat16 else held

@@ -153,7 +153,7 @@ def _collect_writes(policy: Policy, partial: Path, *, hold: bool) -> list[Callab
     engine, parts = policy.engine, list[Callable[[], None]]()
     writer = engine.checkpoint_engine
 
-    def save(state_dict: Any, path: str) -> None:
+    def save(state_dict: dict[str, Any], path: str) -> None:
         state = _copy_to_host(state_dict, {}) if hold else state_dict
         parts.append(lambda: _write(state, path))
 
@@ -168,7 +168,7 @@ def _collect_writes(policy: Policy, partial: Path, *, hold: bool) -> list[Callab
     return parts
 
 
-def _copy_to_host(value: Any, storages: dict[int, Any]) -> Any:
+def _copy_to_host(value: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
     """Copy `value` into the host's memory.
 
     Tensors that share storage still do so in the copy, as they do in the file; `storages` maps the
@@ -192,7 +192,7 @@ def _copy_to_host(value: Any, storages: dict[int, Any]) -> Any:
     return copy.deepcopy(value)
 
 
-def _write(state: Any, path: str) -> None:
+def _write(state: dict[str, Any], path: str) -> None:
     with open(path, "wb") as file:  # writing to it releases the GIL
         torch.save(state, file)
 

@@ -8,19 +8,23 @@ which are not linear layers in transformers.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from agentloop.errors import ModelError
 from agentloop.training.learner_client.settings import LearnerSettings
 
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
+
 __all__ = ["adapted_layers", "add_adapters", "delta"]
 
 _NAME = "lora"
 
 
-def add_adapters(model: Any, settings: LearnerSettings) -> None:
+def add_adapters(model: PreTrainedModel, settings: LearnerSettings) -> None:
     """Freeze the model and add adapters to its linear layers, the same on every rank.
 
     B is 0 at first.
@@ -52,7 +56,7 @@ def add_adapters(model: Any, settings: LearnerSettings) -> None:
             parameter.data = parameter.data.to(getattr(torch, settings.dtype))
 
 
-def adapted_layers(model: Any) -> dict[str, Any]:
+def adapted_layers(model: torch.nn.Module) -> dict[str, LoraLayer]:
     """Return peft's layers by the names that their weights had before there were adapters."""
     if not any(".lora_" in name for name, _ in model.named_parameters()):
         return {}
@@ -62,6 +66,6 @@ def adapted_layers(model: Any) -> dict[str, Any]:
     return {f"{name}.weight": layer for name, layer in layers}
 
 
-def delta(layer: Any) -> Any:
+def delta(layer: LoraLayer) -> torch.Tensor:
     """Return alpha / rank * B A, in the shape of the layer's weight."""
     return layer.get_delta_weight(_NAME)

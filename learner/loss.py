@@ -15,9 +15,9 @@ The `*_objective` functions return the quantity to maximise per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from agentloop.training.learner_client.settings import LossSettings
 
@@ -33,7 +33,6 @@ __all__ = [
     "supervised_loss",
 ]
 
-Tensor = Any
 # exp(20) is 5e8: beyond any clip, and it avoids an overflow into 0 * inf.
 _MAX_LOG_RATIO = 20.0
 

@@ -16,16 +16,25 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from agentloop.errors import ModelError
 from agentloop.learner.attention import PACKED, register
-from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, parts, plan, token_weights
+from agentloop.learner.batch import (
+    Array,
+    Batch,
+    MicroBatch,
+    make_micro_batch,
+    parts,
+    plan,
+    token_weights,
+)
 from agentloop.learner.errors import BatchError, GradientError
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
@@ -33,13 +42,19 @@ from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World
 from agentloop.training.learner_client.settings import LearnerSettings
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 __all__ = ["Policy", "TokenScorer", "config_of", "load_model"]
+
+Scores: TypeAlias = tuple[Tensor, Tensor]
+"""Log-probabilities and entropies of M sampled tokens, each float32 [M]."""
 
 # Transformations of the logits that the output layer here does not implement.
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 
 
-def load_model(settings: LearnerSettings) -> Any:
+def load_model(settings: LearnerSettings) -> PreTrainedModel:
     """Load the model of `settings` on the CPU.
 
     Raises:
@@ -63,7 +78,7 @@ def load_model(settings: LearnerSettings) -> Any:
     return model
 
 
-def _create_model(settings: LearnerSettings) -> Any:
+def _create_model(settings: LearnerSettings) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     how = {
@@ -101,7 +116,7 @@ def _read_config(settings: LearnerSettings) -> dict[str, Any]:
     return config
 
 
-def _check_config(settings: LearnerSettings, kind: Any) -> None:
+def _check_config(settings: LearnerSettings, kind: type[PretrainedConfig]) -> None:
     """Check `settings.config` against the folder's and against `kind`, a class of transformers.
 
     Raises:
@@ -140,14 +155,14 @@ class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     once, and equally often on all ranks.
     """
 
-    def __init__(self, output: Any, settings: LearnerSettings) -> None:
+    def __init__(self, output: torch.nn.Linear, settings: LearnerSettings) -> None:
         super().__init__()
         self.weight, self.bias = output.weight, output.bias
         self._chunk = settings.head_chunk_tokens
         self._temperature = settings.temperature
         self._entropy_grad = settings.loss.entropy_coef > 0
 
-    def forward(self, hidden_MH: Any, targets_M: Any) -> tuple[Any, Any]:
+    def forward(self, hidden_MH: Tensor, targets_M: Tensor) -> Scores:
         if len(hidden_MH) <= self._chunk:  # recomputing would save no memory
             return self._score(hidden_MH, targets_M)
         chunks = zip(hidden_MH.split(self._chunk), targets_M.split(self._chunk), strict=True)
@@ -155,7 +170,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         logprobs, entropies = zip(*scored, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def _score(self, hidden: Any, targets: Any) -> tuple[Any, Any]:
+    def _score(self, hidden: Tensor, targets: Tensor) -> Scores:
         table = functional.linear(hidden, self.weight, self.bias).float()
         if self._temperature != 1:  # for a small model each pass over the logits is costly
             table = table / self._temperature
@@ -169,7 +184,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 class TokenScorer(torch.nn.Module):  # type: ignore[misc]
     """A causal language model that returns log-probabilities and entropies instead of logits."""
 
-    def __init__(self, model: Any, settings: LearnerSettings) -> None:
+    def __init__(self, model: PreTrainedModel, settings: LearnerSettings) -> None:
         super().__init__()
         self.model = model
         self.head = _Head(model.get_output_embeddings(), settings)
@@ -177,12 +192,12 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
 
     def forward(
         self,
-        ids_L: Any,
-        positions_L: Any,
-        predictors_M: Any,
-        targets_M: Any,
+        ids_L: Tensor,
+        positions_L: Tensor,
+        predictors_M: Tensor,
+        targets_M: Tensor,
         segments: tuple[int, ...],
-    ) -> Any:
+    ) -> Scores:
         """Return (log-probabilities, entropies), each float32 [M], of packed samples.
 
         `segments` are the lengths of the samples.
@@ -194,7 +209,8 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
             use_cache=False,
             **({"segments": segments} if self._packed else {}),
         )
-        return self.head(output.last_hidden_state[0, predictors_M], targets_M)
+        scores: Scores = self.head(output.last_hidden_state[0, predictors_M], targets_M)
+        return scores
 
 
 class Counters(TypedDict):
@@ -345,7 +361,7 @@ class Policy:
             "skipped": skipped,
         }
 
-    def _forward_loss(self, micro: MicroBatch) -> tuple[Any, dict[str, Any]]:
+    def _forward_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         new, entropy = self._score(micro)
         on = self._on_device
         batch = LossInput(
@@ -403,16 +419,16 @@ class Policy:
                 if torch.is_tensor(value):
                     value.zero_()
 
-    def logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
+    def logprobs(self, batch: Batch) -> Array:
         """Return the log-probabilities of the sampled tokens, float32 [T], 0 elsewhere
         (collective).
 
         Every sample must fit into a micro-batch.
         """
-        found: np.ndarray[Any, Any] = self.scores(batch)[0]
+        found: Array = self.scores(batch)[0]
         return found
 
-    def scores(self, batch: Batch) -> np.ndarray[Any, Any]:
+    def scores(self, batch: Batch) -> Array:
         """Return the log-probabilities and entropies of the sampled tokens (collective).
 
         float32 [2, T], 0 elsewhere; an entropy, in nats, is that of the distribution that the token
@@ -427,22 +443,23 @@ class Policy:
                 if micro.source[0] >= 0:
                     found_2T[:, torch.from_numpy(micro.source)] = scored.cpu()
         self.engine.train()
-        found: np.ndarray[Any, Any] = self.world.all_reduce(found_2T).numpy()
+        found: Array = self.world.all_reduce(found_2T).numpy()
         return found
 
     def _micro_batches(
-        self, batch: Batch, samples: Sequence[int], weights_T: Any
+        self, batch: Batch, samples: Sequence[int], weights_T: Array
     ) -> Iterator[MicroBatch]:
         lengths = batch.lengths[list(samples)].tolist()
         ranks = plan(lengths, self.settings.micro_batch_tokens, self.world.size)
         for indices in ranks[self.world.rank]:
             yield make_micro_batch(batch, [samples[i] for i in indices], weights_T)
 
-    def _score(self, micro: MicroBatch) -> Any:
+    def _score(self, micro: MicroBatch) -> Scores:
         where = (micro.ids, micro.positions, micro.predictors, micro.targets)
-        return self.engine(*map(self._on_device, where), micro.segments)
+        scores: Scores = self.engine(*map(self._on_device, where), micro.segments)
+        return scores
 
-    def _on_device(self, array: np.ndarray[Any, Any]) -> Any:
+    def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.world.device, non_blocking=True)
 
     def counters(self) -> Counters:
@@ -459,7 +476,7 @@ class Policy:
         self._skipped_in_row = 0
 
 
-def _adamw(scorer: Any, settings: LearnerSettings) -> Any:
+def _adamw(scorer: TokenScorer, settings: LearnerSettings) -> torch.optim.AdamW:
     o = settings.optimizer
     trained = [p for p in scorer.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim > 1]

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Work", "peak_tflops"]
 
@@ -60,7 +63,7 @@ class Work:
     per_pair: float
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
+    def of(cls, model: PreTrainedModel) -> Self | None:
         """Return the cost of `model`, or None if it is unknown.
 
         Call it before ZeRO partitions the weights.

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +26,9 @@ from agentloop.learner.lora import adapted_layers, delta
 from agentloop.learner.policy import Policy, config_of
 from agentloop.training.learner_client.protocol import PublishReply, Reply
 from agentloop.training.learner_client.settings import LearnerSettings
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 __all__ = ["MANIFEST", "PublishedTensor", "Shard", "gathered", "publish", "split", "verify"]
 
@@ -56,7 +59,7 @@ def _publish(policy: Policy, folder: Path, version: str) -> Reply:
     dtype = getattr(torch, policy.settings.publish_dtype)
     partial = partial_of(folder)
 
-    def on_first(work: Callable[[], Any]) -> None:
+    def on_first(work: Callable[[], object]) -> None:
         def written() -> None:
             with writing(folder):
                 work()
@@ -90,13 +93,13 @@ def _publish(policy: Policy, folder: Path, version: str) -> Reply:
     return PublishReply(version=version, sha256=sha256, num_bytes=num_bytes, seconds=seconds)
 
 
-def _write_shard(path: Path, tensors: dict[str, Any], sha256: dict[str, str]) -> None:
+def _write_shard(path: Path, tensors: dict[str, torch.Tensor], sha256: dict[str, str]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})  # releases the GIL while it writes
     path.chmod(0o644)  # safetensors writes 0600
     sha256[path.name] = _sha256_of(path, tensors)
 
 
-def _sha256_of(path: Path, tensors: dict[str, Any]) -> str:
+def _sha256_of(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     """Return the expected checksum of the file: its header, and the tensors as they are in memory.
 
     Comparing it with the file on disk detects any corruption in between.
@@ -133,9 +136,9 @@ class PublishedTensor(NamedTuple):
 
     name: str
     shape: torch.Size
-    dtype: Any  # of the published tensor
-    made_of: tuple[Any, ...]
-    make: Callable[[], Any]  # computes it on the device while all of `made_of` is gathered
+    dtype: torch.dtype  # of the published tensor
+    made_of: tuple[torch.Tensor, ...]
+    make: Callable[[], torch.Tensor]  # computes it on the device while all of `made_of` is gathered
 
     @property
     def num_bytes(self) -> int:
@@ -145,7 +148,7 @@ class PublishedTensor(NamedTuple):
 Shard = list[PublishedTensor]
 
 
-def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
+def split(model: torch.nn.Module, dtype: torch.dtype, max_bytes: int) -> list[Shard]:
     """Split all tensors into shards of at most `max_bytes`; a larger tensor is a shard of its own.
 
     Floating-point tensors are published as `dtype`.
@@ -162,7 +165,7 @@ def split(model: Any, dtype: Any, max_bytes: int) -> list[Shard]:
     return shards
 
 
-def _tensors(model: Any, dtype: Any) -> Iterator[PublishedTensor]:
+def _tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[PublishedTensor]:
     """Yield parameters and buffers, with tied ones once and adapters merged; the same on every
     rank."""
     layers = adapted_layers(model)
@@ -178,12 +181,12 @@ def _tensors(model: Any, dtype: Any) -> Iterator[PublishedTensor]:
     yield from (_unchanged(name, one, dtype) for name, one in model.named_buffers() if name in kept)
 
 
-def _unchanged(name: str, tensor: Any, dtype: Any) -> PublishedTensor:
+def _unchanged(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> PublishedTensor:
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     return PublishedTensor(name, _shape(tensor), kind, (tensor,), lambda: tensor)
 
 
-def _merged(name: str, layer: Any, dtype: Any) -> PublishedTensor:
+def _merged(name: str, layer: LoraLayer, dtype: torch.dtype) -> PublishedTensor:
     weight = layer.get_base_layer().weight
     return PublishedTensor(
         name,
@@ -194,11 +197,11 @@ def _merged(name: str, layer: Any, dtype: Any) -> PublishedTensor:
     )
 
 
-def _shape(tensor: Any) -> torch.Size:
+def _shape(tensor: torch.Tensor) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[PublishedTensor, Any]]:
+def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
     """Yield each tensor with its value, gathered one at a time (collective).
 
     A value is whole on the device until the next one. Without `keep` this rank only takes part and

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from agentloop.learner.errors import RankError
 
 __all__ = ["BackgroundTask", "Clock", "World"]
+
+T = TypeVar("T")
 
 _BEATS_PER_TIMEOUT = 4
 _MAX_BEAT_S = 5.0
@@ -57,7 +59,7 @@ class World:
     def first(self) -> bool:
         return self.rank == 0
 
-    def broadcast_object(self, item: Any) -> Any:
+    def broadcast_object(self, item: T) -> T:
         """Return rank 0's `item` on every rank (collective)."""
         box = [item]
         dist.broadcast_object_list(box, src=0, group=self._control)
@@ -103,7 +105,7 @@ class World:
         """Wait for all ranks (collective)."""
         dist.barrier(group=self._control)
 
-    def all_reduce(self, values: Any) -> Any:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of a float tensor over the ranks, on the host (collective)."""
         total = values.detach().to("cpu", copy=True)
         dist.all_reduce(total, group=self._control)

@@ -26,8 +26,9 @@ from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
-from agentloop.training.fleet.messages import FleetSettings, RedisLink
-from agentloop.training.fleet.worker import Member, heard
+from agentloop.training.fleet.redis_link import RedisLink
+from agentloop.training.fleet.settings import FleetSettings
+from agentloop.training.fleet.worker import Member, wait_for_trainer
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.weight_sync.sync import Served
@@ -69,8 +70,8 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
     if not settings.servers:
         require_device(settings.server)
     async with RedisLink.open(fleet, fleet.run) as link:
-        word = await heard(link, within_s=fleet.give_up_s, say=progress.say)
-        recipe = word.recipe
+        state = await wait_for_trainer(link, within_s=fleet.give_up_s, say=progress.say)
+        recipe = state.recipe
         roc = RocSettings.model_validate(recipe["roc"])
         reward = RewardSettings.model_validate(recipe["reward"])
         async with Grader(reward) as grader:
@@ -100,7 +101,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
             )
             member = Member(
                 link,
-                word,
+                state,
                 rollouts,
                 served,
                 name=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}",

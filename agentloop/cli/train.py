@@ -49,7 +49,7 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet.coordinator import Fleet
-from agentloop.training.fleet.messages import FleetSettings
+from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, RlLearnerSettings

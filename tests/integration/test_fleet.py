@@ -19,7 +19,8 @@ from agentloop.cli.console import ProgressLine
 from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
 from agentloop.errors import ServerError
-from agentloop.training.fleet.messages import FleetSettings, RedisLink
+from agentloop.training.fleet.redis_link import RedisLink
+from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.learner_client.launch import free_port
 from tests.integration.conftest import need
 from tests.integration.test_sandbox_remote_engine import make_certs

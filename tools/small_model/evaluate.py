@@ -23,7 +23,7 @@ from tools.small_model.problems import NO_TOOL, Calc, Question
 from tools.small_model.toolbox import Style, Toolbox, by_meaning, toolbox
 from tools.small_model.train import token_ids
 
-PlacementRequest = Callable[[Random, Toolbox], Question]
+Ask = Callable[[Random, Toolbox], Question]
 
 _CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 _ANSWER = re.compile(r"</reason>\n<answer>(.*)</answer>$", re.DOTALL)
@@ -92,7 +92,7 @@ class Skill:
 
     name: str
     box: Callable[[Random], Toolbox]
-    ask: PlacementRequest
+    ask: Ask
     num_questions: int = 1
     num_failures: int = 0
 

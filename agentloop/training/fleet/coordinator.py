@@ -1,7 +1,7 @@
 """The trainer's end of a fleet: it delegates rollouts to runtimes on other machines.
 
-    Fleet.group ──ticket──> Redis ──> one of the runtimes (fleet_member.py) ──result──> Fleet.group
-    Fleet.hand_over ──trainer state──> all runtimes: "load this version from this folder"
+    Fleet.group ──ticket──> Redis ──> one of the runtimes (worker.py) ──result──> Fleet.group
+    Fleet.sync ──trainer state──> all runtimes: "load this version from this folder"
 
 Only this end is durable, through the run's journal. A ticket that Redis has lost is added again as
 long as its group is pending; a result without a pending group, such as a duplicate, is dropped.
@@ -29,19 +29,18 @@ from agentloop.agent.rollout import Budget
 from agentloop.errors import AgentLoopError, ServerError, SettingsError, sole
 from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import (
-    READERS,
-    Announced,
-    FleetSettings,
-    Redis,
-    RedisLink,
     Result,
-    Said,
     Ticket,
-    Word,
+    TrainerState,
+    VersionError,
+    WeightsAnnouncement,
+    WorkerStatus,
+    incarnation_in,
     unpacked,
 )
+from agentloop.training.fleet.redis_link import READERS, Redis, RedisLink
+from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.rollouts import RolledOut
-from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 
@@ -58,7 +57,7 @@ _APPEARS_S = 5.0  # time for another machine's file to appear on a network file 
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingGroup:
     """A pending group and its result."""
 
     name: str
@@ -67,11 +66,11 @@ class _Waiting:
     num_unreadable: int = 0  # results that could not be read
     done: anyio.Event = field(default_factory=anyio.Event)
     error: AgentLoopError | None = None
-    brought: _Brought | None = None
+    group: _RemoteGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Brought:
+class _RemoteGroup:
     """A group that was rolled out by a remote runtime."""
 
     figures: Mapping[str, Any]
@@ -92,17 +91,18 @@ class Fleet:
         self,
         link: RedisLink,
         settings: FleetSettings,
-        word: Word,
+        state: TrainerState,
         say: Callable[[str], None],
         start: str,
     ) -> None:
         self._link = link
         self._settings = settings
-        self._word = word
+        self._state = state
         self._say = say
         self._start = start
-        self._waiting: dict[str, _Waiting] = {}
-        self._runtimes: dict[str, Said] = {}
+        self._waiting: dict[str, _PendingGroup] = {}
+        self._runtimes: dict[str, WorkerStatus] = {}
+        self._refused: set[str] = set()  # names of runtimes with another version
         self._num_asking = 0  # callers that wait for any runtime
         self._alone_since: float | None = None  # set while a runtime is needed and there is none
         self._num_announced = 0
@@ -131,9 +131,9 @@ class Fleet:
                 often.
             SettingsError: Redis rejected the login, or another trainer has taken over the run.
         """
-        life = uuid.uuid4().hex[:12]
-        word = Word(
-            life=life,
+        incarnation = uuid.uuid4().hex[:12]
+        state = TrainerState(
+            incarnation=incarnation,
             recipe=recipe,
             lease_s=settings.lease_s,
             max_tries=settings.max_tries,
@@ -141,13 +141,13 @@ class Fleet:
             folder=str(folder),
         )
         start = f"agentloop rollouts --redis {settings.redis} --run {run}"
-        await anyio.to_thread.run_sync(_make, folder, life)
+        await anyio.to_thread.run_sync(_make, folder, incarnation)
         try:
             async with RedisLink.open(settings, run) as link:
-                fleet = cls(link, settings, word, say, start)
+                fleet = cls(link, settings, state, say, start)
                 # Tickets and results of an earlier trainer process.
                 await link.do(lambda redis: redis.delete(link.tickets, link.groups))
-                await fleet._say_word(takes_over=True)
+                await fleet._publish_state(takes_over=True)
                 try:
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(fleet._beat)
@@ -196,11 +196,16 @@ class Fleet:
                 be read.
         """
         ticket = Ticket(
-            life=self._word.life, name=name, task=task, size=size, budget=budget, oldest=oldest
+            incarnation=self._state.incarnation,
+            name=name,
+            task=task,
+            size=size,
+            budget=budget,
+            oldest=oldest,
         )
         if ticket.key in self._waiting:
             raise ValueError(f"a group {name!r} is in flight already")
-        waiting = self._waiting[ticket.key] = _Waiting(name, ticket.to_json())
+        waiting = self._waiting[ticket.key] = _PendingGroup(name, ticket.to_json())
         try:
             with self._asking():
                 await self._add(waiting)
@@ -210,10 +215,10 @@ class Fleet:
             del self._waiting[ticket.key]  # the next `_audit` deletes its ticket
         if waiting.error is not None:
             raise waiting.error
-        assert waiting.brought is not None
-        return waiting.brought
+        assert waiting.group is not None
+        return waiting.group
 
-    async def _add(self, waiting: _Waiting) -> None:
+    async def _add(self, waiting: _PendingGroup) -> None:
         fields: Any = {"ticket": waiting.ticket}
         await self._link.do(lambda redis: redis.xadd(self._link.tickets, fields))
         waiting.added = True
@@ -233,13 +238,13 @@ class Fleet:
         there: set[str] = set()
         too_many = []
         for entry, fields in asked:
-            key = Ticket.of_json(fields[b"ticket"]).key
+            key = Ticket.from_json(fields[b"ticket"]).key
             if key in there or key not in self._waiting:
                 too_many.append(entry)
             there.add(key)
         if too_many:
             await self._link.do(partial(_forget_tickets, tickets, too_many))
-        there |= {Result.of_json(fields[b"result"]).key for _, fields in done}
+        there |= {Result.from_json(fields[b"result"]).key for _, fields in done}
         lost = [key for key in self._waiting if key in expected - there]
         if lost:
             log.warning("Redis has lost %d tickets: adding them again", len(lost))
@@ -255,7 +260,7 @@ class Fleet:
             )
             for _, entries in found or []:
                 for entry, fields in entries:
-                    await self._take(entry, Result.of_json(fields[b"result"]))
+                    await self._take(entry, Result.from_json(fields[b"result"]))
 
     async def _take(self, entry: bytes, result: Result) -> None:
         waiting = self._waiting.get(result.key)
@@ -278,7 +283,7 @@ class Fleet:
         if still is not None and not still.added and not still.done.is_set():
             await self._add(still)
 
-    async def _answer(self, waiting: _Waiting, result: Result) -> None:
+    async def _answer(self, waiting: _PendingGroup, result: Result) -> None:
         """Complete a pending group; if its result cannot be read, have its ticket added again."""
         if result.error:
             kind = getattr(errors, result.error, None)
@@ -299,7 +304,7 @@ class Fleet:
                     f"{result.runtime}: {error}"
                 )
             else:
-                waiting.brought = _Brought(result.figures, result.has_signal, rows)
+                waiting.group = _RemoteGroup(result.figures, result.has_signal, rows)
         waiting.done.set()
 
     async def _rows_of(self, result: Result) -> list[dict[str, Any]]:
@@ -315,7 +320,7 @@ class Fleet:
     def _file(self, result: Result) -> Path | None:
         """Return the path of a result's file, which is always inside our folder."""
         is_file = result.rows and not result.num_pieces
-        return Path(self._word.folder) / Path(result.rows).name if is_file else None
+        return Path(self._state.folder) / Path(result.rows).name if is_file else None
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -325,14 +330,14 @@ class Fleet:
         Return when all runtimes have the weights, or after `timeout_s` with those that do. A late
         runtime takes no tickets until it has them, too. Without any runtime, wait for one.
         """
-        if not isinstance(published, PublishedFolder):
+        if published.folder is None:
             raise SettingsError(
                 "weights.transport: a fleet loads weights from a folder: set it to disk"
             )
         begun = time.monotonic()
         first_seen: float | None = None
         self._num_announced += 1
-        announced = Announced(
+        announced = WeightsAnnouncement(
             number=self._num_announced,
             version=published.version,
             folder=str(published.folder),
@@ -370,17 +375,17 @@ class Fleet:
         """Implement `Serving`. Runtimes retry by themselves, so there is nothing to do."""
         return True
 
-    async def _announce(self, weights: Announced) -> None:
-        self._word = self._word.model_copy(update={"weights": weights})
-        await self._say_word()
+    async def _announce(self, weights: WeightsAnnouncement) -> None:
+        self._state = self._state.model_copy(update={"weights": weights})
+        await self._publish_state()
 
-    def _have(self, announced: Announced) -> dict[str, str]:
+    def _have(self, announced: WeightsAnnouncement) -> dict[str, str]:
         """Return the checksums of the runtimes that have these weights, by name."""
-        life = self._word.life
+        incarnation = self._state.incarnation
         return {
             name: said.checksum
             for name, said in self._runtimes.items()
-            if said.life == life and said.number == announced.number
+            if said.incarnation == incarnation and said.number == announced.number
         }
 
     def _why_not(self, have: Mapping[str, str]) -> dict[str, str]:
@@ -396,7 +401,7 @@ class Fleet:
         every_s = min(_BEAT_S, self._settings.lease_s / 4)
         audited = time.monotonic()
         while True:
-            await self._say_word()
+            await self._publish_state()
             await self._look()
             self._check_for_runtimes()
             if time.monotonic() - audited > self._settings.lease_s / 3:
@@ -404,41 +409,51 @@ class Fleet:
                 audited = time.monotonic()
             await anyio.sleep(every_s)
 
-    async def _say_word(self, *, takes_over: bool = False) -> None:
-        link, life = self._link, self._word.life
+    async def _publish_state(self, *, takes_over: bool = False) -> None:
+        link, incarnation = self._link, self._state.incarnation
         heard = await link.do(lambda redis: redis.get(link.trainer))
-        before = None if heard is None else Word.of_json(heard).life
-        if before not in (None, life) and not takes_over:
+        before = None if heard is None else incarnation_in(heard)
+        if before not in (None, incarnation) and not takes_over:
             raise SettingsError(
                 f"fleet.run: another trainer has taken over {link.trainer} at "
                 f"{self._settings.redis}: stop one of them or set another fleet.run"
             )
         lease_ms = int(1000 * self._settings.lease_s)
-        await link.do(lambda redis: redis.set(link.trainer, self._word.to_json(), px=lease_ms))
+        await link.do(lambda redis: redis.set(link.trainer, self._state.to_json(), px=lease_ms))
 
     async def _look(self) -> None:
         """Read which runtimes are alive, and their status."""
         link = self._link
 
-        async def look(redis: Redis) -> dict[str, Said]:
+        async def look(redis: Redis) -> dict[str, bytes]:
             names = sorted(name.decode() for name in await redis.smembers(link.runtimes))
             if not names:
                 return {}
-            said = await redis.mget([link.name("runtime", name) for name in names])
-            if gone := [name for name, one in zip(names, said, strict=True) if one is None]:
+            told = await redis.mget([link.name("runtime", name) for name in names])
+            if gone := [name for name, one in zip(names, told, strict=True) if one is None]:
                 await redis.srem(link.runtimes, *gone)
-            return {
-                name: Said.of_json(one)
-                for name, one in zip(names, said, strict=True)
-                if one is not None
-            }
+            return {name: one for name, one in zip(names, told, strict=True) if one is not None}
 
-        found = await link.do(look)
+        found: dict[str, WorkerStatus] = {}
+        for name, told in (await link.do(look)).items():
+            try:
+                found[name] = WorkerStatus.from_json(told)
+            except VersionError as error:
+                self._refuse(name, error)
         for name in sorted(found.keys() - self._runtimes.keys()):
             self._say(f"Runtime {name} has joined: {found[name].num_servers} servers")
         for name in sorted(self._runtimes.keys() - found.keys()):
             self._say(f"Runtime {name} has left: its groups go to other runtimes")
         self._runtimes = found
+
+    def _refuse(self, name: str, error: VersionError) -> None:
+        """Report once that a runtime is not used. It ends by itself, for the same reason."""
+        if name not in self._refused:
+            self._refused.add(name)
+            self._say(
+                f"Runtime {name} is refused: it has agentloop {error.theirs}, the trainer "
+                f"{error.ours}. Install the same version on all machines"
+            )
 
     def _check_for_runtimes(self) -> None:
         """Raise ServerError if a runtime is needed and there has been none for too long."""
@@ -465,14 +480,14 @@ class Fleet:
     async def _end(self) -> None:
         """Announce that the run is over, so that runtimes end."""
         link = self._link
-        self._word = self._word.model_copy(update={"over": True, "weights": None})
-        await self._say_word()
+        self._state = self._state.model_copy(update={"over": True, "weights": None})
+        await self._publish_state()
         lease_ms = int(1000 * self._settings.lease_s)
         for name in (link.tickets, link.groups):  # runtimes may still read them
             await link.do(partial(_expire, name, lease_ms))
 
 
-def _make(folder: Path, life: str) -> None:
+def _make(folder: Path, incarnation: str) -> None:
     """Create the folder for results, with a file by which runtimes recognize a shared folder.
 
     Raises:
@@ -481,7 +496,7 @@ def _make(folder: Path, life: str) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        (folder / life).touch()
+        (folder / incarnation).touch()
     except OSError as error:
         raise SettingsError(f"run.folder: {folder}: {error.strerror or error}") from error
 

@@ -35,23 +35,21 @@ from agentloop.errors import (
     sole,
 )
 from agentloop.training.fleet.messages import (
-    READERS,
-    Announced,
-    Redis,
-    RedisLink,
     Result,
-    Said,
     Ticket,
-    Word,
+    TrainerState,
+    WeightsAnnouncement,
+    WorkerStatus,
     packed,
 )
+from agentloop.training.fleet.redis_link import READERS, Redis, RedisLink
 from agentloop.training.rollouts import RollsOut
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 from agentloop.trajectory import StopReason
 
-__all__ = ["Member", "heard"]
+__all__ = ["Member", "wait_for_trainer"]
 
 log = logging.getLogger(__name__)
 
@@ -63,23 +61,30 @@ _CLOSE_S = 5.0
 _ANSWERS = (RequestError, RewardError, DataError)
 
 
-async def heard(link: RedisLink, *, within_s: float, say: Callable[[str], None]) -> Word:
-    """Wait for a trainer and return its state. Raises ServerError if there is none in time."""
-    word = await _word(link)
-    if word is None:
+async def wait_for_trainer(
+    link: RedisLink, *, within_s: float, say: Callable[[str], None]
+) -> TrainerState:
+    """Wait for a trainer and return its state.
+
+    Raises:
+        ServerError: there is none in time.
+        VersionError: it has another version of this package.
+    """
+    state = await _read_state(link)
+    if state is None:
         say(f"Waiting for the trainer: there is no {link.trainer} in Redis yet")
         with anyio.move_on_after(within_s):
-            while word is None:
+            while state is None:
                 await anyio.sleep(_POLL_S)
-                word = await _word(link)
-    if word is None:
+                state = await _read_state(link)
+    if state is None:
         raise ServerError(f"no trainer appeared at {link.trainer} within {within_s:g} s")
-    return word
+    return state
 
 
-async def _word(link: RedisLink) -> Word | None:
+async def _read_state(link: RedisLink) -> TrainerState | None:
     found = await link.do(lambda redis: redis.get(link.trainer))
-    return None if found is None else Word.of_json(found)
+    return None if found is None else TrainerState.from_json(found)
 
 
 class _Broken(Exception):
@@ -87,7 +92,7 @@ class _Broken(Exception):
 
 
 @dataclass(slots=True)
-class _Hand:
+class _LeasedTicket:
     """A ticket that this runtime has leased."""
 
     ticket: Ticket
@@ -101,7 +106,7 @@ class Member:
     def __init__(
         self,
         link: RedisLink,
-        word: Word,
+        state: TrainerState,
         rollouts: RollsOut,
         serving: Serving,
         *,
@@ -112,20 +117,20 @@ class Member:
     ) -> None:
         """
         Args:
-            word: the trainer's state when this runtime joined.
+            state: the trainer's state when this runtime joined.
             name: this runtime's name, unique in the fleet.
         """
         self._link = link
-        self._word = word
+        self._state = state
         self._rollouts = rollouts
         self._serving = serving
         self._name = name
         self._give_up_s = give_up_s
         self._say = say
-        self._hands: dict[str, _Hand] = {}
-        self._said = Said(num_servers=num_servers)
+        self._leased: dict[str, _LeasedTicket] = {}
+        self._status = WorkerStatus(num_servers=num_servers)
         self._verified: set[str] = set()  # versions whose weights are confirmed
-        self._handover: SyncResult | None = None
+        self._synced: SyncResult | None = None
         self._keeping_up = anyio.CancelScope()
         self._changed = anyio.Event()
         self._cursor = b"0-0"
@@ -136,7 +141,8 @@ class Member:
         Raises:
             ServerError: Redis or the trainer was unavailable for too long, or our weights are
                 wrong.
-            SettingsError: Redis rejected the login, or the run's settings have changed.
+            SettingsError: Redis rejected the login, the run's settings have changed, or the trainer
+                has another version of this package.
         """
         try:
             async with anyio.create_task_group() as tasks:
@@ -156,55 +162,58 @@ class Member:
     async def _listen(self) -> None:
         """Follow the trainer's state until it says that the run is over."""
         heard_s = time.monotonic()
-        while not self._word.over:
+        while not self._state.over:
             await anyio.sleep(_POLL_S)
-            word = await _word(self._link)
-            if word is not None:
+            state = await _read_state(self._link)
+            if state is not None:
                 heard_s = time.monotonic()
-                self._hear(word)
+                self._follow(state)
             elif time.monotonic() - heard_s > self._give_up_s:
                 raise ServerError(
                     f"the trainer was silent for {self._give_up_s:g} s (fleet.give_up_s)"
                 )
 
-    def _hear(self, word: Word) -> None:
-        if word.recipe != self._word.recipe and not word.over:
+    def _follow(self, state: TrainerState) -> None:
+        if state.recipe != self._state.recipe and not state.over:
             raise SettingsError("the run's settings have changed: restart this runtime")
-        if word == self._word:
+        if state == self._state:
             return
-        if word.life != self._word.life:
+        if state.incarnation != self._state.incarnation:
             self._say("The run is continued by another trainer process")
             self._verified.clear()
-            for hand in self._hands.values():
-                if hand.ticket.life != word.life:  # its trainer is gone
-                    hand.scope.cancel()
-        self._word = word
-        if word.weights is not None and not self._has(word.weights):
+            for lease in self._leased.values():
+                if lease.ticket.incarnation != state.incarnation:  # its trainer is gone
+                    lease.scope.cancel()
+        self._state = state
+        if state.weights is not None and not self._has(state.weights):
             self._keeping_up.cancel()  # load the new weights instead
         self._compare()
 
     async def _have_weights(self) -> None:
         """Keep our servers at the weights that the trainer announces."""
         while True:
-            weights = self._word.weights
+            weights = self._state.weights
             pause_s = _POLL_S
             if weights is not None and not self._has(weights):
                 pause_s = 0 if await self._load(weights) else _RETRY_S
-            elif weights is not None and self._handover is not None:
-                if weights.checksum not in ("", self._said.checksum):
+            elif weights is not None and self._synced is not None:
+                if weights.checksum not in ("", self._status.checksum):
                     raise ServerError(
                         f"version {weights.version}: this runtime's weights differ from those of "
-                        f"the others: checksum {self._said.checksum}, not {weights.checksum}"
+                        f"the others: checksum {self._status.checksum}, not {weights.checksum}"
                     )
                 with anyio.CancelScope() as self._keeping_up:
-                    await self._serving.sync_stale(self._handover, timeout_s=weights.timeout_s)
+                    await self._serving.sync_stale(self._synced, timeout_s=weights.timeout_s)
             await anyio.sleep(pause_s)
 
-    def _has(self, weights: Announced) -> bool:
-        return (self._said.life, self._said.number) == (self._word.life, weights.number)
+    def _has(self, weights: WeightsAnnouncement) -> bool:
+        return (self._status.incarnation, self._status.number) == (
+            self._state.incarnation,
+            weights.number,
+        )
 
-    async def _load(self, weights: Announced) -> bool:
-        life, folder = self._word.life, Path(weights.folder)
+    async def _load(self, weights: WeightsAnnouncement) -> bool:
+        incarnation, folder = self._state.incarnation, Path(weights.folder)
         published: PublishedWeights = PublishedFolder(weights.version, folder, weights.pause)
         self._verified.discard(
             weights.version
@@ -215,45 +224,48 @@ class Member:
                     f"{folder} does not exist here: weights.folder, or run.folder, must be on a "
                     "file system that all machines mount at the same path"
                 )
-            self._handover = await self._serving.sync(published, timeout_s=weights.timeout_s)
+            self._synced = await self._serving.sync(published, timeout_s=weights.timeout_s)
         except ServerError as error:
             log.error("version %s: %s", weights.version, error)
-            self._said = Said.model_validate({**dict(self._said), "error": str(error)})
+            self._status = WorkerStatus.model_validate({**dict(self._status), "error": str(error)})
         else:
-            self._said = Said(
-                life=life,
+            self._status = WorkerStatus(
+                incarnation=incarnation,
                 number=weights.number,
-                checksum=self._handover.checksum,
-                num_servers=len(self._handover.loaded),
+                checksum=self._synced.checksum,
+                num_servers=len(self._synced.loaded),
             )
         self._compare()
-        return not self._said.error
+        return not self._status.error
 
     def _compare(self) -> None:
         """Compare our checksum with the trainer's, and record the version if they match."""
-        weights = self._word.weights
+        weights = self._state.weights
         if weights is not None and self._is_right(weights):
             self._verified.add(weights.version)
         self._notify()
 
-    def _is_right(self, weights: Announced) -> bool:
-        return self._has(weights) and self._said.checksum == weights.checksum != ""
+    def _is_right(self, weights: WeightsAnnouncement) -> bool:
+        return self._has(weights) and self._status.checksum == weights.checksum != ""
 
     def _is_ready(self) -> bool:
         """Return whether we have the announced weights and they are confirmed."""
-        weights = self._word.weights
+        weights = self._state.weights
         return (
             weights is not None
             and self._is_right(weights)
             # Results of another trainer process have the same names and are about to be deleted.
-            and all(hand.ticket.life == self._word.life for hand in self._hands.values())
+            and all(
+                lease.ticket.incarnation == self._state.incarnation
+                for lease in self._leased.values()
+            )
         )
 
     def _is_ready_for(self, ticket: Ticket) -> bool:
-        weights = self._word.weights
+        weights = self._state.weights
         return (
             self._is_ready()
-            and ticket.life == self._word.life
+            and ticket.incarnation == self._state.incarnation
             and weights is not None
             and int(weights.version) >= ticket.oldest
         )
@@ -261,23 +273,23 @@ class Member:
     # --- tickets ----------------------------------------------------------------------------------
 
     async def _take_tickets(self) -> None:
-        size = int(self._word.recipe["group_size"])
+        size = int(self._state.recipe["group_size"])
         async with anyio.create_task_group() as groups:
             while True:
                 await self._until(self._is_ready)  # no deadline: `_listen` has one
                 await self._rollouts.wait_for_capacity(size)
-                hand = await self._link.do(self._next)
-                if hand is None:
+                lease = await self._link.do(self._next)
+                if lease is None:
                     continue
-                if hand.ticket.key in self._hands:  # lost by Redis and added again
-                    self._hands[hand.ticket.key].entry = hand.entry
+                if lease.ticket.key in self._leased:  # lost by Redis and added again
+                    self._leased[lease.ticket.key].entry = lease.entry
                 else:
-                    self._hands[hand.ticket.key] = hand
-                    await groups.start(self._answer, hand)
+                    self._leased[lease.ticket.key] = lease
+                    await groups.start(self._answer, lease)
 
-    async def _next(self, redis: Redis) -> _Hand | None:
+    async def _next(self, redis: Redis) -> _LeasedTicket | None:
         """Take a dead runtime's ticket or a new one; return None if there was none for a second."""
-        tickets, lease_ms = self._link.tickets, int(1000 * self._word.lease_s)
+        tickets, lease_ms = self._link.tickets, int(1000 * self._state.lease_s)
         self._cursor, entries, *_ = await redis.xautoclaim(
             tickets, READERS, self._name, lease_ms, start_id=self._cursor, count=1
         )
@@ -288,11 +300,11 @@ class Member:
             entries = found[0][1] if found else []
         for entry, fields in entries:
             if fields:  # otherwise the ticket was deleted
-                return _Hand(Ticket.of_json(fields[b"ticket"]), entry)
+                return _LeasedTicket(Ticket.from_json(fields[b"ticket"]), entry)
         return None
 
-    async def _answer(self, hand: _Hand, *, task_status: TaskStatus[None]) -> None:
-        ticket = hand.ticket
+    async def _answer(self, lease: _LeasedTicket, *, task_status: TaskStatus[None]) -> None:
+        ticket = lease.ticket
         stands = anyio.Event()
 
         def on_queued() -> None:
@@ -302,28 +314,28 @@ class Member:
 
         is_done = False
         try:
-            with hand.scope:
-                is_done = await self._roll_out(hand, on_queued)
+            with lease.scope:
+                is_done = await self._roll_out(lease, on_queued)
         finally:
-            del self._hands[ticket.key]
+            del self._leased[ticket.key]
             if not is_done:
                 with anyio.move_on_after(_CLOSE_S, shield=True), suppress(AgentLoopError):
-                    await self._link.do(partial(self._let_go, hand))
+                    await self._link.do(partial(self._release, lease))
             on_queued()
             self._notify()
 
-    async def _roll_out(self, hand: _Hand, on_queued: Callable[[], None]) -> bool:
+    async def _roll_out(self, lease: _LeasedTicket, on_queued: Callable[[], None]) -> bool:
         """Do a ticket; return whether a result was delivered."""
-        ticket = hand.ticket
+        ticket = lease.ticket
         answer = partial(Result, key=ticket.key, runtime=self._name)
-        if (tries := await self._link.do(partial(self._num_tries, hand))) > self._word.max_tries:
+        if (tries := await self._link.do(partial(self._num_tries, lease))) > self._state.max_tries:
             message = (
                 f"group {ticket.name}: {tries - 1} attempts failed (fleet.max_tries): runtimes or "
                 "their servers died"
             )
-            await self._bring(hand, answer(error="ServerError", message=message))
+            await self._deliver(lease, answer(error="ServerError", message=message))
             return True
-        with anyio.move_on_after(self._word.lease_s):
+        with anyio.move_on_after(self._state.lease_s):
             await self._until(lambda: self._is_ready_for(ticket))
         if not self._is_ready_for(ticket):
             return False  # leave it to a runtime with newer weights
@@ -357,7 +369,7 @@ class Member:
             data = await anyio.to_thread.run_sync(packed, rows)
             found = answer(has_signal=rolled.has_signal, figures=rolled.figures)
             found = await self._put(found, data)
-        await self._bring(hand, found)
+        await self._deliver(lease, found)
         return True
 
     async def _are_verified(self, versions: set[str]) -> bool:
@@ -366,15 +378,15 @@ class Member:
         The trainer confirms new weights after it has compared them with those of other runtimes,
         within `timeout_s` of the weight sync.
         """
-        weights = self._word.weights
-        hand_over_s = 0.0 if weights is None else weights.timeout_s
-        with anyio.move_on_after(hand_over_s + self._word.lease_s):
+        weights = self._state.weights
+        sync_s = 0.0 if weights is None else weights.timeout_s
+        with anyio.move_on_after(sync_s + self._state.lease_s):
             await self._until(lambda: versions <= self._verified)
         return versions <= self._verified
 
     async def _put(self, result: Result, data: bytes) -> Result:
         """Store the rollouts in the trainer's folder or in Redis; return the completed result."""
-        most = self._word.max_result_mib
+        most = self._state.max_result_mib
         if len(data) > most << 20:
             message = (
                 f"the rollouts of a group take {len(data) >> 20} MiB, more than "
@@ -383,9 +395,9 @@ class Member:
             return Result(
                 key=result.key, runtime=self._name, error="SettingsError", message=message
             )
-        folder = Path(self._word.folder)
+        folder = Path(self._state.folder)
         name = f"{result.key}-{self._name}-{uuid.uuid4().hex[:8]}"
-        if await anyio.Path(folder, self._word.life).exists():  # the folder is shared
+        if await anyio.Path(folder, self._state.incarnation).exists():  # the folder is shared
             try:
                 await anyio.to_thread.run_sync(_write, folder / name, data)
             except OSError as error:  # the trainer may have just removed it
@@ -395,28 +407,28 @@ class Member:
         num = await self._link.put_pieces(name, data)
         return result.model_copy(update={"rows": name, "num_pieces": num})
 
-    async def _bring(self, hand: _Hand, result: Result) -> None:
+    async def _deliver(self, lease: _LeasedTicket, result: Result) -> None:
         """Deliver a result and acknowledge its ticket in one transaction."""
         fields: Any = {"result": result.to_json()}
 
-        async def bring(redis: Redis) -> None:
+        async def deliver(redis: Redis) -> None:
             async with redis.pipeline(transaction=True) as pipe:
                 pipe.xadd(self._link.groups, fields)
-                pipe.xack(self._link.tickets, READERS, hand.entry)
-                pipe.xdel(self._link.tickets, hand.entry)
+                pipe.xack(self._link.tickets, READERS, lease.entry)
+                pipe.xdel(self._link.tickets, lease.entry)
                 await pipe.execute()
 
-        await self._link.do(bring)
+        await self._link.do(deliver)
 
-    async def _num_tries(self, hand: _Hand, redis: Redis) -> int:
+    async def _num_tries(self, lease: _LeasedTicket, redis: Redis) -> int:
         found = await redis.xpending_range(
-            self._link.tickets, READERS, min=hand.entry, max=hand.entry, count=1
+            self._link.tickets, READERS, min=lease.entry, max=lease.entry, count=1
         )
         return int(found[0]["times_delivered"]) if found else 1
 
-    async def _let_go(self, hand: _Hand, redis: Redis) -> None:
+    async def _release(self, lease: _LeasedTicket, redis: Redis) -> None:
         """Release a ticket as if its lease had expired."""
-        await self._claim(redis, [hand.entry], idle=int(1000 * self._word.lease_s) + 1)
+        await self._claim(redis, [lease.entry], idle=int(1000 * self._state.lease_s) + 1)
 
     async def _claim(self, redis: Redis, entries: list[bytes], *, idle: int) -> None:
         """Set the idle time, in milliseconds, of those tickets that are still leased to us."""
@@ -439,17 +451,17 @@ class Member:
         while True:
             changed = self._changed  # the status may change while it is being published
             await self._link.do(self._show)
-            with anyio.move_on_after(self._word.lease_s / 4):
+            with anyio.move_on_after(self._state.lease_s / 4):
                 await changed.wait()
 
     async def _show(self, redis: Redis) -> None:
-        link, lease_ms = self._link, int(1000 * self._word.lease_s)
+        link, lease_ms = self._link, int(1000 * self._state.lease_s)
         async with redis.pipeline(transaction=True) as pipe:
             pipe.sadd(link.runtimes, self._name)
-            pipe.set(link.name("runtime", self._name), self._said.to_json(), px=lease_ms)
+            pipe.set(link.name("runtime", self._name), self._status.to_json(), px=lease_ms)
             await pipe.execute()
-        if self._hands:
-            await self._claim(redis, [hand.entry for hand in self._hands.values()], idle=0)
+        if self._leased:
+            await self._claim(redis, [lease.entry for lease in self._leased.values()], idle=0)
 
     async def _leave(self, redis: Redis) -> None:
         async with redis.pipeline(transaction=True) as pipe:

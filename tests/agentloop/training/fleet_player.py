@@ -15,8 +15,9 @@ import anyio
 from agentloop.agent.rollout import Budget
 from agentloop.errors import ServerError
 from agentloop.tasks.sources import Task
-from agentloop.training.fleet.messages import FleetSettings, RedisLink
-from agentloop.training.fleet.worker import Member, heard
+from agentloop.training.fleet.redis_link import RedisLink
+from agentloop.training.fleet.settings import FleetSettings
+from agentloop.training.fleet.worker import Member, wait_for_trainer
 from agentloop.training.rollouts import RolledOut, RollsOut
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import SyncResult
@@ -108,10 +109,10 @@ class Player:
     async def run(self, settings: FleetSettings, rollouts: RollsOut | None = None) -> None:
         """Run like `agentloop rollouts`, with `rollouts` instead of the real ones."""
         async with RedisLink.open(settings, settings.run) as link:
-            word = await heard(link, within_s=settings.give_up_s, say=lambda line: None)
+            state = await wait_for_trainer(link, within_s=settings.give_up_s, say=lambda line: None)
             member = Member(
                 link,
-                word,
+                state,
                 rollouts or self,
                 self,
                 name=self.name,

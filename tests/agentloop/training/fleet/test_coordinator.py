@@ -23,15 +23,15 @@ from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.tasks.sources import Task, TaskSource
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import (
-    READERS,
-    FleetSettings,
-    Redis,
-    RedisLink,
     Result,
     Ticket,
+    VersionError,
+    WorkerStatus,
     packed,
     unpacked,
 )
+from agentloop.training.fleet.redis_link import READERS, Redis, RedisLink
+from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.learner_client.client import Learner, LearnerError
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
@@ -160,7 +160,7 @@ async def test_groups_are_rolled_out_elsewhere_and_come_back_whole(
 async def test_rollouts_go_through_redis_where_no_folder_is_shared(
     redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentloop.training.fleet.messages._PIECE_BYTES", 1000)
+    monkeypatch.setattr("agentloop.training.fleet.redis_link._PIECE_BYTES", 1000)
     settings, player = settings_for(redis), Player("one")
     player.filling = os.urandom(20_000).hex()  # which does not compress to nothing
     async with training(settings, tmp_path) as trainer, playing(settings, player):
@@ -469,6 +469,39 @@ async def test_a_run_that_is_killed_goes_on_with_the_runtimes_that_are_there(
         assert ours["advantages"].tolist() == theirs["advantages"].tolist()
 
 
+async def test_a_runtime_of_another_version_is_refused_by_both_sides(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    settings, said = settings_for(redis), list[str]()
+    old = WorkerStatus(agentloop="0.0.7", num_servers=1)
+    async with training(settings, tmp_path, said) as trainer:
+        async with RedisLink.open(settings, "test") as link, playing(settings, Player("one")):
+            await link.do(lambda redis: redis.set(link.name("runtime", "old"), old.to_json()))
+            await link.do(lambda redis: redis.sadd(link.runtimes, "old"))
+            came = await trainer.sync()  # nobody waits for the old one
+            await eventually(lambda: len(said) == 2)
+        assert came.loaded == ["one"]
+        refused = [
+            line for line in said if "Runtime old is refused: it has agentloop 0.0.7" in line
+        ]
+        assert len(refused) == 1
+        state = trainer.fleet._state
+        trainer.fleet._state = state.model_copy(update={"agentloop": "0.0.7"})
+        await trainer.fleet._publish_state()
+        with pytest.raises(VersionError, match=r"the trainer has agentloop 0\.0\.7 and this"):
+            await Player("two").run(settings)
+
+
+async def test_a_trainer_takes_over_from_one_of_another_version(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    settings = settings_for(redis)
+    async with RedisLink.open(settings, "test") as link:
+        await link.do(lambda redis: redis.set(link.trainer, b'{"life": "older", "word": 1}'))
+        async with training(settings, tmp_path) as trainer, playing(settings, Player("one")):
+            assert (await trainer.sync()).loaded == ["one"]
+
+
 async def test_a_second_trainer_takes_the_run_and_the_first_says_so(
     redis: RedisServer, tmp_path: Path
 ) -> None:
@@ -770,12 +803,16 @@ def test_what_a_model_emits_goes_over_the_fleet_as_it_is(raw: str, more: Any) ->
 @hypothesis.given(emitted.any_text, emitted.plain_data)
 def test_what_is_said_in_a_fleet_is_heard_as_it_is(text: str, more: Any) -> None:
     task = Task("a", [{"role": "user", "content": "?"}], "1", extra={"more": more})
-    ticket = Ticket(life="l", name="1", task=task, size=2, budget=BUDGET, oldest=0)
-    heard = Ticket.of_json(ticket.to_json())
-    assert repr(heard.task.extra) == repr({"more": emitted.as_json(more)})
-    assert (heard.task.prompt, heard.budget, heard.key) == (task.prompt, BUDGET, ticket.key)
+    ticket = Ticket(incarnation="l", name="1", task=task, size=2, budget=BUDGET, oldest=0)
+    found = Ticket.from_json(ticket.to_json())
+    assert repr(found.task.extra) == repr({"more": emitted.as_json(more)})
+    assert (found.task.prompt, found.budget, found.key) == (
+        task.prompt,
+        BUDGET,
+        ticket.key,
+    )
     result = Result(key="k", runtime="one", error="RewardError", message=text)
-    assert Result.of_json(result.to_json()) == result
+    assert Result.from_json(result.to_json()) == result
     assert result.message == text.encode("utf-8", "replace").decode()
 
 
