@@ -384,7 +384,7 @@ def test_a_question_while_nobody_answers_says_so_until_somebody_does(
         page.route("**/api/**", lambda route: route.abort())
         page.goto(f"{service.url}/?again#/ask")
         page.get_by_role("textbox").fill(QUESTION)
-        page.get_by_role("button", name="PlacementRequest", exact=True).click()
+        page.get_by_role("button", name="Ask", exact=True).click()
         said = page.locator("#view").get_by_text("the server is not responding")
         expect(said).to_be_visible()
         page.unroute("**/api/**")
