@@ -6,7 +6,7 @@
   const agentloop = (window.agentloop = { views: new Map() });
 
   // {title, mount(root, params, app) -> unmount}; `params` has `id` and `query`.
-  agentloop.cli.runs.view = (name, view) => agentloop.views.set(name, view);
+  agentloop.view = (name, view) => agentloop.views.set(name, view);
 
   // --- elements -------------------------------------------------------------------------------
 
