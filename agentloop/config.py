@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from agentloop.errors import SettingsError
 __all__ = ["describe_settings", "load_known", "load_settings", "to_toml", "with_values"]
 
 _ENV_PREFIX = "AGENTLOOP_"
-# Settings of earlier versions by their dotted names, also below other sections.
+# Old names of settings and sections. `sft` has sections of the same names, renamed alike.
 _RENAMED = {
     "start": "sft",
     "loop.tasks_per_step": "loop.prompts_per_step",
@@ -98,6 +99,10 @@ def _layers(
 
 
 def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
+    for name in os.environ:
+        if name.upper().startswith(_ENV_PREFIX):
+            path = name[len(_ENV_PREFIX) :].lower().replace("__", ".")
+            _check_top_name(model, path)
     source = EnvSettingsSource(
         model,  # type: ignore[arg-type]  # any model works: only its fields are read
         env_prefix=_ENV_PREFIX,
@@ -110,6 +115,20 @@ def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
         why = f"{error.__cause__ or error}"
         raise SettingsError(f"the environment: {_field_of(error)}: expected JSON: {why}") from error
     return values
+
+
+def _check_top_name(model: type[pydantic.BaseModel], path: str) -> None:
+    """Reject the old name of a top-level field, which `EnvSettingsSource` would ignore."""
+    new = _new_name(path)
+    if path.split(".")[0] not in model.model_fields and new.split(".")[0] in model.model_fields:
+        raise SettingsError(f"the environment: {path!r} was renamed: write {new!r}")
+
+
+def _new_name(path: str) -> str:
+    """Return the current name of the setting at `path`."""
+    for old, new in _RENAMED.items():
+        path = re.sub(rf"^(sft\.)?{re.escape(old)}(?=\.|$)", rf"\g<1>{new}", path)
+    return path
 
 
 def _field_of(error: pydantic_settings.SettingsError) -> str:
@@ -195,8 +214,10 @@ def _check_keys(
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
         if field is None:
-            hint = _renamed(path) or _suggest(model, key, at)
-            raise SettingsError(f"{source}: unknown setting {path!r}{hint}")
+            if _new_name(path).rpartition(".")[2] in model.model_fields:
+                old = _first_leaf(path, value)
+                raise SettingsError(f"{source}: {old!r} was renamed: write {_new_name(old)!r}")
+            raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
         section = _section(field.annotation)
         if section is None:
             continue
@@ -209,6 +230,13 @@ def _check_keys(
             if not isinstance(named, Mapping):
                 raise SettingsError(f"{source}: '{path}.{name}' is a section: set its keys")
             _check_keys(section, named, source, f"{path}.{name}")
+
+
+def _first_leaf(path: str, value: Any) -> str:
+    while isinstance(value, Mapping) and value:
+        key, value = next(iter(value.items()))
+        path = f"{path}.{key}"
+    return path
 
 
 def _has_names(annotation: Any) -> bool:
@@ -247,13 +275,6 @@ def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
             return candidate
     return None
-
-
-def _renamed(path: str) -> str:
-    for old, new in _RENAMED.items():
-        if path == old or path.endswith(f".{old}"):
-            return f" (its name is {path.removesuffix(old) + new!r} now)"
-    return ""
 
 
 def _suggest(model: type[pydantic.BaseModel], key: str, at: str) -> str:

@@ -39,7 +39,7 @@ BOTTOM = {
     "agentloop.events",
     "agentloop.distribution",
     "agentloop.plain_json",
-    "agentloop.restarts",
+    "agentloop.inference.processes.restarts",
     "agentloop.inference.processes.openmp",
 }
 HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
@@ -165,7 +165,7 @@ MAY_IMPORT = {
     "agentloop.errors": set(),
     "agentloop.aio": {"agentloop.errors"},
     "agentloop.plain_json": set(),
-    "agentloop.restarts": set(),
+    "agentloop.inference.processes.restarts": set(),
     "agentloop.inference.processes.openmp": set(),
     "agentloop.trajectory": {"agentloop.errors"},
     "agentloop.config": {"agentloop.errors"},
@@ -368,7 +368,9 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 
 
 MAX_LINES = 600
-LONG_FILES: dict[str, str] = {}  # path: the reason why it is longer
+LONG_FILES = {  # path: the reason why it is longer
+    "agentloop/training/loop.py": "to be split: stages, groups, weights and evaluation"
+}
 
 
 def test_no_file_is_longer_than_people_read() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from agentloop.restarts import Restarts
+from agentloop.inference.processes.restarts import Restarts
 
 __all__ = ["is_child", "revived", "tell_run"]
 

@@ -59,7 +59,7 @@ S = TypeVar("S", bound=pydantic.BaseModel)
 
 
 class DialogueTraining(pydantic.BaseModel):
-    """What supervised fine-tuning needs: the dialogues, the epochs and the learner."""
+    """Settings of training on dialogues: the data, the epochs, the learner and its ranks."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

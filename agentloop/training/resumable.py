@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from agentloop.restarts import Restarts
+from agentloop.inference.processes.restarts import Restarts
 from agentloop.training.learner_client.client import (
     KeptLearner,
     Learner,

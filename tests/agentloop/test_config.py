@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.api.guard import ServeSettings
+from agentloop.cli.sft import SftSettings
 from agentloop.cli.train import TrainSettings
-from agentloop.config import describe_settings, load_settings, to_toml
+from agentloop.config import _RENAMED, describe_settings, load_settings, to_toml, with_values
 from agentloop.errors import SettingsError
 
 
@@ -340,15 +342,43 @@ def test_a_stages_name_can_be_said_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "name"),
+    ("old", "new"),
     [
-        ("loop.tasks_per_step=8", "loop.prompts_per_step"),
-        ("sft.ranks.count=2", "sft.ranks.nproc_per_node"),
-        ("start.learner.init=random", "sft"),
-        ("weights.by=group", "weights.transport"),
+        ("start.learner.init", "sft.learner.init"),
+        ("start.ranks.count", "sft.ranks.nproc_per_node"),
+        ("sft.ranks.count", "sft.ranks.nproc_per_node"),
+        *((old, new) for old, new in _RENAMED.items() if "." in old),
     ],
 )
-def test_a_setting_of_an_earlier_version_names_its_successor(override: str, name: str) -> None:
-    old = "start" if override.startswith("start") else override.partition("=")[0]
-    with pytest.raises(SettingsError, match=rf"'{old}' \(its name is '{name}' now\)"):
-        load_settings(TrainSettings, overrides=[override])
+def test_an_old_name_is_rejected_with_the_new_one(
+    old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"{old!r} was renamed: write {new!r}"
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        load_settings(TrainSettings, overrides=[f"{old}=1"])
+    section, _, key = old.rpartition(".")
+    file = tmp_path / "config.toml"
+    file.write_text(f"[{section}]\n{key} = 1\n")
+    with pytest.raises(SettingsError, match=re.escape(f"{file}: {said}")):
+        load_settings(TrainSettings, [file])
+    monkeypatch.setenv("AGENTLOOP_" + old.upper().replace(".", "__"), "1")
+    with pytest.raises(SettingsError, match=re.escape(f"the environment: {said}")):
+        load_settings(TrainSettings)
+
+
+def test_every_renamed_setting_exists_under_its_new_name() -> None:
+    names = {name for name, _, _ in describe_settings(TrainSettings)}
+    for old, new in _RENAMED.items():
+        assert any(name == new or name.startswith(f"{new}.") for name in names), new
+        assert not any(name == old or name.startswith(f"{old}.") for name in names), old
+
+
+def test_an_old_name_is_rejected_by_each_command_that_has_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(SettingsError, match=r"'ranks\.count' was renamed: write 'ranks\.nproc"):
+        load_settings(SftSettings, overrides=["ranks.count=2"])
+    with pytest.raises(SettingsError, match=r"of a run: 'loop\.enough_of_group' was renamed"):
+        with_values(TrainSettings(), {"loop": {"enough_of_group": 3}}, source="of a run")
+    monkeypatch.setenv("AGENTLOOP_START__LOOP__LR", "1")  # the command has no such section
+    assert load_settings(Everything) == Everything()

@@ -15,8 +15,8 @@ from typing import Protocol
 import anyio
 
 from agentloop.errors import ServerError, ServerStartError
+from agentloop.inference.processes.restarts import Restarts
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings
-from agentloop.restarts import Restarts
 
 __all__ = ["Clients", "keep_alive"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.restarts import Restarts
+from agentloop.inference.processes.restarts import Restarts
 
 
 @given(st.lists(st.floats(0, 400), max_size=30), st.integers(0, 5))
