@@ -57,9 +57,9 @@ def test_an_answer_that_is_interrupted_is_forgotten(
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        (("start/model",), "start/model (no weights have been published)"),
+        (("sft/model",), "sft/model (no weights have been published)"),
         (
-            ("start/model", "weights/9", "weights/12"),
+            ("sft/model", "weights/9", "weights/12"),
             "weights/12 (version 12, the newest published)",
         ),
         (("model",), "model"),  # of a supervised run
