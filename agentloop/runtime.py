@@ -303,7 +303,7 @@ class Runtime:
                 prompt_ids=prompt_ids,
             )
             trajectories[key] = await self._run(rollout)
-            num_ended += not trajectories[key].stop_reason.infrastructure
+            num_ended += not trajectories[key].stop_reason.is_unscorable
             if num_ended == enough:
                 tasks.cancel_scope.cancel()
 

@@ -42,7 +42,7 @@ class StopReason(StrEnum):
     CANCELLED = "cancelled"  # by a person: no reward
 
     @property
-    def infrastructure(self) -> bool:
+    def is_unscorable(self) -> bool:
         """True if the rollout says nothing about the model and must not be scored."""
         return self in (StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED)
 

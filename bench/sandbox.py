@@ -150,7 +150,7 @@ async def open_pool(settings: PoolSettings) -> AsyncIterator[Target]:
 
         async def ask(code: str) -> Answer:
             r = await pool.run(code, timeout_s=TIMEOUT_S)
-            status = "infrastructure" if r.status.infrastructure else kinds.get(r.status, "other")
+            status = "infrastructure" if r.status.is_unscorable else kinds.get(r.status, "other")
             said = f"{r.status}: {r.error.message if r.error else ''}"
             return Answer(status, r.stdout, r.stderr, r.queue_s, r.run_s, r.cpu_s, r.attempt, said)
 
@@ -213,7 +213,7 @@ async def open_service(
         async def sandbox(code: str) -> Answer:
             r = await post("/v1/run", {"code": code, "timeout_s": TIMEOUT_S})
             kinds = {"ok": "ok", "error": "failed", "output_limit": "limit"}
-            lost = CallStatus(r["status"]).infrastructure
+            lost = CallStatus(r["status"]).is_unscorable
             status = "infrastructure" if lost else kinds.get(r["status"], "other")
             times = r["queue_s"], r["run_s"], r["cpu_s"]
             return Answer(status, r["stdout"], r["stderr"], *times, r["attempt"], r["status"])

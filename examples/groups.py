@@ -24,7 +24,7 @@ def report(question: str, answer: str, trajectories: Sequence[agentloop.Trajecto
     rewards = [
         float(trajectory.answer == answer)
         for trajectory in trajectories
-        if not trajectory.stop_reason.infrastructure  # no reward: it says nothing about the model
+        if not trajectory.stop_reason.is_unscorable  # no reward: it says nothing about the model
     ]
     sampled = sum(sum(trajectory.mask) for trajectory in trajectories)
     total = sum(len(trajectory.ids) for trajectory in trajectories)

@@ -161,7 +161,7 @@ def run_code_answer(result: CallResult) -> dict[str, Any]:
 
     Truncated output is an error, since clients compare the output.
     """
-    if result.status.infrastructure:
+    if result.status.is_unscorable:
         return _fusion("SandboxError", result.error.message if result.error else "", None)
     if result.ok and result.stdout_bytes > MAX_KEPT_BYTES:
         why = f"the output has {result.stdout_bytes} bytes; the maximum is {MAX_KEPT_BYTES}"
@@ -191,5 +191,5 @@ def _fusion(status: str, message: str, run: dict[str, Any] | None) -> dict[str, 
 
 def _stderr(result: CallResult) -> str:
     """Return the program's standard error, or the reason why it never ran."""
-    failed = result.status.infrastructure and result.error
+    failed = result.status.is_unscorable and result.error
     return failed.message if failed else result.stderr

@@ -168,7 +168,7 @@ class Guest:
 def _fields(result: CallResult) -> dict[str, Any]:
     """Return a result as a frame's fields, the inverse of CallResult.from_frame."""
     fields = {name: getattr(result, name) for name in CallResult.__slots__}
-    if result.status.infrastructure:
+    if result.status.is_unscorable:
         del fields["run_s"]
         fields["why"] = result.error.message if result.error else ""
     elif result.error is not None:

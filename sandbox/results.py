@@ -21,7 +21,7 @@ class CallStatus(enum.StrEnum):
     CANCELLED = "cancelled"
 
     @property
-    def infrastructure(self) -> bool:
+    def is_unscorable(self) -> bool:
         """True if the outcome says nothing about the program, so that it must not be scored."""
         return self in _INFRASTRUCTURE
 

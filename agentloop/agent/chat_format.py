@@ -245,7 +245,7 @@ class ChatFormat:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def question(self, ids: Sequence[int]) -> str:
+    def last_user_text(self, ids: Sequence[int]) -> str:
         """Return a prompt's last message if it is a user's, else the text of the whole prompt."""
         text, mark = self.decode(ids), secrets.token_hex(8)
         rendered = self._render([{"role": "user", "content": mark}], add_generation_prompt=True)
@@ -281,7 +281,7 @@ class ChatFormat:
             raise RequestError(f"messages: the model's chat template says: {error}") from error
         return self._encode_marked(text, mark)
 
-    async def prompt_in_turn(
+    async def prompt_async(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Render a prompt as `prompt()` does, one at a time so as not to block the event loop.
@@ -301,11 +301,11 @@ class ChatFormat:
                 self._rendered.popitem(last=False)
             return list(self._rendered[key])
 
-    def at_least(self, messages: Sequence[Message]) -> int:
+    def min_prompt_tokens(self, messages: Sequence[Message]) -> int:
         """Return a lower bound of the number of tokens of a prompt, without rendering it."""
         return max(len(messages), _num_chars(messages) // self._longest_token)
 
-    def sampled(self, message: Message) -> list[int]:
+    def encode_assistant_turn(self, message: Message) -> list[int]:
         """Return the ids that a model would sample for an assistant's `message`.
 
         These are the ids that the template writes after the generation prompt, including the end
@@ -325,7 +325,7 @@ class ChatFormat:
         except Exception as error:  # as in prompt()
             raise RequestError(f"content: the model's chat template says: {error}") from error
         if not text.startswith(before):
-            raise RequestError(self._why_not_sampled(message))
+            raise RequestError(self._explain_mismatch(message))
         turn, end, _ = text.removeprefix(before).partition(self._end_token)
         if not end:
             raise RequestError(
@@ -334,7 +334,7 @@ class ChatFormat:
             )
         return [*self._encode_marked(turn, mark), self.end_id]
 
-    def _why_not_sampled(self, message: Message) -> str:
+    def _explain_mismatch(self, message: Message) -> str:
         """Explain why the template does not write `message` after its generation prompt."""
         why = (
             "content: the model's chat template starts a generated turn with "

@@ -155,9 +155,9 @@ async def prompt_of(
     Raises:
         RequestError: The messages are invalid, or the prompt does not fit in `context_length`.
     """
-    if (at_least := chat.at_least(messages)) >= context_length:
+    if (at_least := chat.min_prompt_tokens(messages)) >= context_length:
         raise _too_long(f"at least {at_least}", context_length)
-    prompt_ids = await chat.prompt_in_turn(messages, schemas)
+    prompt_ids = await chat.prompt_async(messages, schemas)
     if len(prompt_ids) >= context_length:
         raise _too_long(str(len(prompt_ids)), context_length)
     return prompt_ids

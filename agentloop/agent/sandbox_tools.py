@@ -187,7 +187,7 @@ def _ending(result: CallResult) -> str:
 
 def _output(result: CallResult) -> ToolOutput:
     started_s = None if result.started_ns is None else result.started_ns / 1e9
-    if result.status.infrastructure:
+    if result.status.is_unscorable:
         return ToolOutput(ToolCallStatus.INFRASTRUCTURE, describe(result), started_s)
     return ToolOutput(ToolCallStatus(result.status.value), describe(result), started_s)
 

@@ -471,7 +471,7 @@ def _scorable(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory; raise ServerError if it was cancelled or failed without an answer."""
     if trajectory.stop_reason is StopReason.CANCELLED:
         raise ServerError("the rollout was cancelled by the service's operator")
-    if trajectory.stop_reason.infrastructure:
+    if trajectory.stop_reason.is_unscorable:
         raise ServerError(f"the rollout failed: {trajectory.error}")
     return trajectory
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import anyio
 
 from agentloop.aio import task_group
-from agentloop.errors import AgentLoopError
+from agentloop.errors import AgentLoopError, leaves
 from agentloop.training.run_status import RunStatus, clock
 
 if TYPE_CHECKING:
@@ -336,8 +336,12 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
         return anyio.run(
             partial(_until_signal, main), backend_options={"use_uvloop": _has_uvloop()}
         )
-    except (AgentLoopError, SandboxError) as error:
-        print(f"agentloop: error: {error}", file=sys.stderr)
+    except (AgentLoopError, SandboxError, BaseExceptionGroup) as error:
+        errors = list(leaves(error))
+        if not all(isinstance(one, (AgentLoopError, SandboxError)) for one in errors):
+            raise
+        for message in dict.fromkeys(map(str, errors)):  # several tasks may fail alike
+            print(f"agentloop: error: {message}", file=sys.stderr)
         return 2
 
 

@@ -278,7 +278,7 @@ class Endpoint:
         finally:
             trajectory.elapsed_s = time.monotonic() - started_s
         trajectory.stop_reason = found.stop_reason
-        if found.stop_reason.infrastructure:
+        if found.stop_reason.is_unscorable:
             trajectory.error = "the endpoint reports a failure of its own infrastructure"
         cut = found.stop_reason is StopReason.TOKEN_BUDGET
         turn = Turn(

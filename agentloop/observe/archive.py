@@ -150,7 +150,7 @@ def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, An
         return None
     return {
         **_group_row(rows, 0.0),
-        "prompt": "" if chat is None else chat.question(rows[0]["trajectory"]["prompt_ids"]),
+        "prompt": "" if chat is None else chat.last_user_text(rows[0]["trajectory"]["prompt_ids"]),
         "answer": rows[0].get("truth"),
         "rollouts": [_member(row, is_chosen=_is_chosen(rows)) for row in rows],
     }

@@ -66,7 +66,7 @@ async def is_solved(
             result = await pool.run(_PROGRAM, stdin=request, timeout_s=timeout_s)
         except SandboxError as error:
             raise CallFailed(f"{type(error).__name__}: {error}") from error
-        if result.status.infrastructure or f"{mark} scores\n" not in result.stdout:
+        if result.status.is_unscorable or f"{mark} scores\n" not in result.stdout:
             raise _not_scored(result, mark)
         if result.status is not CallStatus.TIMEOUT:
             return _verdict(result, mark, family)

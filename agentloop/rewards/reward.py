@@ -158,7 +158,7 @@ class Grader:
         """
         if trajectory.stop_reason is StopReason.CANCELLED:
             return Reward(None, None, "it was cancelled")
-        if trajectory.stop_reason.infrastructure:
+        if trajectory.stop_reason.is_unscorable:
             return Reward(None, None, f"infrastructure: {trajectory.error or 'no error was given'}")
         if trajectory.stop_reason is StopReason.TIME_BUDGET and not trajectory.used_its_time:
             # How fast it went was up to the servers and the sandbox, not to the model.

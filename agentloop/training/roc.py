@@ -148,7 +148,7 @@ class Trace:
         excluded = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
         statuses = [result.status for result in trajectory.results if result.status not in excluded]
         return cls(
-            reward=None if trajectory.stop_reason.infrastructure else reward,
+            reward=None if trajectory.stop_reason.is_unscorable else reward,
             num_calls=len(statuses),
             num_failed_calls=sum(status.failed for status in statuses),
             num_answers=sum(len(tagged(turn.text)) for turn in trajectory),

@@ -303,7 +303,7 @@ def _absolute(path: Path, *, follow_links: bool) -> Path:
 
 def _require_new(path: Path) -> None:
     """Raise SettingsError if a run at `path` has results; a folder without any is not a run."""
-    signs = ("metrics.jsonl", "start/metrics.jsonl", "queue.sqlite")
+    signs = ("metrics.jsonl", "sft/metrics.jsonl", "queue.sqlite")
     if any((path / name).exists() for name in signs):
         raise SettingsError(
             f"run.name: there already is a run at {path}: use another name, or --resume"

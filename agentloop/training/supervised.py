@@ -213,7 +213,7 @@ def _add_turns(
 
 def _turn(chat: ChatFormat, messages: Sequence[Message], index: int) -> Turn:
     try:
-        ids = chat.sampled(messages[index])
+        ids = chat.encode_assistant_turn(messages[index])
     except RequestError as error:
         said = str(error).removeprefix("messages[0].")
         raise RequestError(f"messages[{index}].{said}") from error

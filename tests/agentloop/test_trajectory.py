@@ -58,7 +58,7 @@ def test_an_empty_one_is_one_too() -> None:
         [],
         "",
     )
-    assert empty.stop_reason.infrastructure  # until it is known better
+    assert empty.stop_reason.is_unscorable  # until it is known better
 
 
 def test_plain_data_is_json() -> None:
@@ -76,7 +76,7 @@ def test_the_model_is_not_blamed_for_what_others_did(status: ToolCallStatus) -> 
 
 def test_only_what_we_broke_or_stopped_goes_unscored() -> None:
     ours = {StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED}
-    assert {reason for reason in StopReason if reason.infrastructure} == ours
+    assert {reason for reason in StopReason if reason.is_unscorable} == ours
 
 
 def ran(*spans: tuple[float, float], elapsed_s: float = 10.0) -> Trajectory:

@@ -166,7 +166,7 @@ async def _run(pool: Pool, program: Program, found: Found) -> None:
 
 def _judge(result: CallResult, pieces: Sequence[str], found: Found) -> None:
     found.ends[result.status] += 1
-    if result.status.infrastructure:
+    if result.status.is_unscorable:
         found.violations.append(f"{result.status} ({result.error}) of {pieces!r}")
     if all(piece in HARMLESS for piece in pieces) and result.status is not CallStatus.OK:
         found.violations.append(f"{result.status} of the harmless {pieces!r}: {result.stderr}")

@@ -198,7 +198,7 @@ async def test_large_code(pool: Pool) -> None:
 async def test_too_large_is_refused(pool: Pool) -> None:
     result = await pool.run("#" * (9 << 20))
     assert result.status is CallStatus.SANDBOX_ERROR
-    assert result.status.infrastructure
+    assert result.status.is_unscorable
     assert result.error is not None
     assert "the maximum is" in result.error.message
 
@@ -401,7 +401,7 @@ async def test_a_call_that_loses_two_workers_the_second_alone_is_killed(
     """Otherwise a program could make its own failure look like one of infrastructure."""
     result = await vanish(monkeypatch, Vanishing(), 2)
     assert (result.status, result.signal, result.attempt) == (CallStatus.KILLED, 9, 2)
-    assert not result.status.infrastructure
+    assert not result.status.is_unscorable
     assert result.error is not None
     assert "it vanished" in result.error.message
 
@@ -411,7 +411,7 @@ async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_m
 ) -> None:
     result = await vanish(monkeypatch, Vanishing(together=True), 2)
     assert (result.status, result.attempt) == (CallStatus.SANDBOX_ERROR, 2)
-    assert result.status.infrastructure
+    assert result.status.is_unscorable
     assert result.error is not None
     assert "it vanished" in result.error.message
 

@@ -348,7 +348,7 @@ class Traces:
         if trajectory.turns and not is_abandoned:
             attributes[Attribute.FINISH_REASONS] = [_finish_reason(trajectory.turns[-1])]
         error = ""
-        if is_abandoned or trajectory.stop_reason.infrastructure:
+        if is_abandoned or trajectory.stop_reason.is_unscorable:
             attributes[Attribute.ERROR] = attributes[Attribute.STOP_REASON]
             error = self._cut(trajectory.error or "")
         name = "invoke_agent agentloop"

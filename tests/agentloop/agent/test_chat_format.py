@@ -248,8 +248,8 @@ def test_the_question_of_a_prompt_is_its_last_message(tools: list[Any]) -> None:
     asked = "What is <tool_call>?\n\nSay it."
     earlier = [{"role": "system", "content": "x"}, user("y"), {"role": "assistant", "content": "z"}]
     for before in ([], earlier):
-        assert chat.question(chat.prompt([*before, user(asked)], tools)) == asked
-    assert chat.question(written(chat, "no such prompt")) == "no such prompt"
+        assert chat.last_user_text(chat.prompt([*before, user(asked)], tools)) == asked
+    assert chat.last_user_text(written(chat, "no such prompt")) == "no such prompt"
 
 
 def test_text_parts_null_content_and_the_developer_role_are_supported() -> None:
@@ -399,10 +399,10 @@ def test_past_turns_are_data_except_for_reasoning_tags() -> None:
 async def test_a_prompt_that_is_far_too_long_is_not_rendered() -> None:
     chat = chat_format()
     messages = [{"role": "user", "content": "a b " * 1_000_000}]
-    assert chat.at_least(messages) > 10_000
-    assert chat.at_least([{"role": "user", "content": ""}] * 500) >= 500
+    assert chat.min_prompt_tokens(messages) > 10_000
+    assert chat.min_prompt_tokens([{"role": "user", "content": ""}] * 500) >= 500
     short = [{"role": "user", "content": "hello"}]
-    assert chat.at_least(short) <= len(chat.prompt(short))
+    assert chat.min_prompt_tokens(short) <= len(chat.prompt(short))
 
 
 @pytest.mark.anyio
@@ -411,11 +411,11 @@ async def test_a_prompt_nested_too_deeply_is_rejected() -> None:
     for _ in range(2000):
         deep = [deep]
     with pytest.raises(RequestError, match="nested"):
-        await chat_format().prompt_in_turn([{"role": "user", "content": "q", "extra": deep}])
+        await chat_format().prompt_async([{"role": "user", "content": "q", "extra": deep}])
 
 
 @pytest.mark.anyio
 async def test_a_long_prompt_is_rendered_equally_in_a_thread() -> None:
     chat = chat_format()
     messages = [{"role": "user", "content": "word " * 8000}]
-    assert await chat.prompt_in_turn(messages) == chat.prompt(messages)
+    assert await chat.prompt_async(messages) == chat.prompt(messages)

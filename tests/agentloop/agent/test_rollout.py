@@ -615,7 +615,7 @@ async def test_cancel_at_any_point_sets_the_stop_reason_and_leaves_nothing_behin
     (trajectory,) = trajectories
     check(trajectory, engine)
     assert trajectory.stop_reason is StopReason.CANCELLED
-    assert trajectory.stop_reason.infrastructure
+    assert trajectory.stop_reason.is_unscorable
     assert trajectory.error is None
     assert (tool.num_open, tool.running) == (0, 0)
     assert isinstance(events[0], RolloutStarted)

@@ -128,7 +128,7 @@ async def test_what_the_model_reads(given: CallResult, status: ToolCallStatus, t
     assert (output.status, output.content) == (status, text)
 
 
-@pytest.mark.parametrize("status", [s for s in SandboxStatus if s.infrastructure])
+@pytest.mark.parametrize("status", [s for s in SandboxStatus if s.is_unscorable])
 async def test_sandbox_failures_are_infrastructure_failures(status: SandboxStatus) -> None:
     given = CallResult.failed(1, status, "worker 7 was lost")
     async with Tools([PythonCode(pool(FakePool(given)))]) as tools:

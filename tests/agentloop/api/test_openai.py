@@ -229,7 +229,7 @@ def test_executed_calls_are_sent_in_order_once_their_turn_is_sampled() -> None:
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_every_ending_has_a_finish_reason(reason: StopReason) -> None:
     choice = whole_of(Trajectory("t", [1], stop_reason=reason))
-    allowed = {"error"} if reason.infrastructure else {"stop", "length", "tool_calls"}
+    allowed = {"error"} if reason.is_unscorable else {"stop", "length", "tool_calls"}
     assert choice["finish_reason"] in allowed
 
 

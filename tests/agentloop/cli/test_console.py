@@ -30,7 +30,7 @@ from agentloop.cli.console import (
     settings_text,
     split_settings,
 )
-from agentloop.errors import SettingsError
+from agentloop.errors import ServerError, SettingsError
 from agentloop.sandbox import SandboxUnavailable
 from agentloop.training.run_status import RunStatus
 
@@ -277,3 +277,19 @@ def test_sigterm_ends_the_command_wherever_it_is() -> None:
         raise AssertionError("not reached")
 
     assert console.run(main) == 143
+
+
+def test_errors_of_several_tasks_are_printed_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+    async def fail() -> int:
+        raise ExceptionGroup("", [ServerError("gone"), ExceptionGroup("", [ServerError("gone")])])
+
+    assert console.run(fail) == 2
+    assert capsys.readouterr().err == "agentloop: error: gone\n"
+
+
+def test_a_defect_of_ours_is_not_printed_as_an_error_of_the_users() -> None:
+    async def fail() -> int:
+        raise ExceptionGroup("", [ServerError("gone"), KeyError("ours")])
+
+    with pytest.raises(ExceptionGroup):
+        console.run(fail)

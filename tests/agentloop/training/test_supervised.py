@@ -198,7 +198,7 @@ def test_the_last_turn_may_end_with_calls_that_nobody_answers() -> None:
 def test_what_the_model_cannot_sample_is_no_control_token(spelled: str) -> None:
     arguments = {"code": f"{spelled}</tool_call>"}
     calls = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
-    ids = FAKE.sampled({"role": "assistant", "content": spelled, "tool_calls": calls})
+    ids = FAKE.encode_assistant_turn({"role": "assistant", "content": spelled, "tool_calls": calls})
     controls = [i for i in ids if i in FAKE.tokenizer.get_added_tokens_decoder()]
     assert [FAKE.decode([i]) for i in controls] == ["<tool_call>", "</tool_call>", END]
     assert FAKE.decode(ids).count(spelled) == 2 + (spelled == END)
