@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import cast
 
 import anyio
@@ -23,6 +24,7 @@ class Process:
 
     def __init__(self, url: str, *failures: ServerStartError) -> None:
         self.url = url
+        self.log_path: Path | None = None
         self.alive = True
         self.num_starts = 0
         self.num_stops = 0

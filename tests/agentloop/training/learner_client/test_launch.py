@@ -38,15 +38,15 @@ def test_a_rank_is_started_with_the_whole_command(launcher: str) -> None:
 
 
 def test_deepspeed_takes_the_devices_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--num_gpus=2" in command(launcher="deepspeed", count=2)
+    assert "--num_gpus=2" in command(launcher="deepspeed", nproc_per_node=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3,7")
-    made = command(launcher="deepspeed", count=2)
+    made = command(launcher="deepspeed", nproc_per_node=2)
     assert "--include=localhost:5,3" in made
     assert "--num_gpus=2" not in made  # both are refused
     hosts: dict[str, Any] = {"nodes": 2, "address": "a", "hostfile": "hosts"}
-    assert "--num_gpus=2" in command(launcher="deepspeed", count=2, **hosts)
+    assert "--num_gpus=2" in command(launcher="deepspeed", nproc_per_node=2, **hosts)
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
-    assert "--num_gpus=2" in command(launcher="deepspeed", count=2)
+    assert "--num_gpus=2" in command(launcher="deepspeed", nproc_per_node=2)
 
 
 @pytest.mark.parametrize("visible", ["5", "GPU-8932f937,GPU-1,GPU-2"])
@@ -57,7 +57,7 @@ def test_visible_devices_that_deepspeed_cannot_take(
     with pytest.raises(
         SettingsError, match=rf"CUDA_VISIBLE_DEVICES={visible}.*ranks\.nproc_per_node"
     ):
-        command(launcher="deepspeed", count=2)
+        command(launcher="deepspeed", nproc_per_node=2)
 
 
 def test_with_one_node_no_hostfile_is_read() -> None:
