@@ -17,10 +17,6 @@ _TO_CLEAN_UP_S = 3.0
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-# What is explored at length on one Python is tried briefly on the others: --hypothesis-profile.
-hypothesis.settings.register_profile(
-    "brief", hypothesis.settings.get_profile("patient"), max_examples=15
-)
 hypothesis.settings.load_profile("patient")
 
 

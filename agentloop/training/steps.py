@@ -28,8 +28,8 @@ from agentloop.training.learner_client.protocol import (
     ResetOptimizerRequest,
     StepRequest,
 )
+from agentloop.training.learner_recovery import ResumableLearner, tell_other_loss
 from agentloop.training.queue import GroupQueue, Lease
-from agentloop.training.resumable import ResumableLearner, tell_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 

@@ -38,7 +38,7 @@ from agentloop.tasks.teacher import lessons
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
-from agentloop.training.resumable import ResumableLearner, load_newest, tell_other_loss
+from agentloop.training.learner_recovery import ResumableLearner, load_newest, tell_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import Reporter, RunStatus
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd

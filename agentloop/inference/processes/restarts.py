@@ -1,8 +1,8 @@
 """Pure: decides whether and when something that died is restarted.
 
-Servers (inference/processes/keep_alive.py), the learner (training/resumable.py) and a training
-process that was killed (cli/respawn.py) all follow it. Time is passed in as `now` [s], on any
-monotonic clock.
+Servers (inference/processes/keep_alive.py), the learner (training/learner_recovery.py) and a
+training process that was killed (cli/respawn.py) all follow it. Time is passed in as `now` [s], on
+any monotonic clock.
 """
 
 from __future__ import annotations
