@@ -68,3 +68,13 @@ def test_the_index_lists_every_document() -> None:
     documents = [*docs.glob("*.md"), *docs.glob("guides/*.md")]
     names = [str(path.relative_to(docs)) for path in documents if path.name != "README.md"]
     assert [name for name in names if f"({name})" not in index] == []
+
+
+def test_the_modules_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    blocks = text.split("```")[1::2]
+    named = {name for block in blocks for name in re.findall(r"[\w/]+\.py\b", block)}
+    folders = ("agentloop", "sandbox", "learner", "tools")
+    there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(named) > 100
+    assert {name for name in named if not any(p.endswith(f"/{name}") for p in there)} == set()
