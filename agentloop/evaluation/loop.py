@@ -106,7 +106,7 @@ class Sampler(Protocol):
 
         Args:
             name: Unique within the run; prefix of the samples' ids.
-            at_gate: Called once the samples are queued, so that the next task may be queued.
+            on_queued: Called once the samples are queued, so that the next task may be queued.
 
         Raises:
             RequestError: The task cannot be sampled.

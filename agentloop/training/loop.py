@@ -137,8 +137,8 @@ class TrainingLoop:
         self._publisher = publisher(self._weights, learner, folder.path)
         self._published: PublishedWeights | None = None  # weights to load next
         self._handover: SyncResult | None = None
-        self._handing_over = anyio.Lock()
-        self._keeping_up = anyio.CancelScope()
+        self._sync_lock = anyio.Lock()
+        self._syncing_stale = anyio.CancelScope()
         self._loaded: dict[str, Any] = {}  # metrics of the last weight sync
         self._changed = anyio.Event()
         self._slots = Slots(settings.max_staleness, settings.prompts_per_step)
@@ -250,7 +250,7 @@ class TrainingLoop:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._load)
-                tasks.start_soon(self._keep_up)
+                tasks.start_soon(self._sync_stale)
                 tasks.start_soon(self._save)
                 tasks.start_soon(self._steps.watch)
                 await self._run()
@@ -671,7 +671,7 @@ class TrainingLoop:
         begun = time.monotonic()
         self._published = await self._steps.publish(self._publisher)
         self._loaded["weights/publish_s"] = time.monotonic() - begun
-        self._keeping_up.cancel()  # load the new weights instead
+        self._syncing_stale.cancel()  # load the new weights instead
         self._notify()
 
     async def _load(self) -> None:
@@ -680,29 +680,27 @@ class TrainingLoop:
             while self._published is None:
                 await self._changed.wait()  # no deadline: until the learner has new weights
             published, self._published = self._published, None
-            async with self._handing_over:  # no deadline: loading has one, weights.timeout_s
+            async with self._sync_lock:  # no deadline: loading has one, weights.timeout_s
                 try:
-                    handover = await self._hand_over(published)
+                    synced = await self._sync(published)
                 except LearnerLost:  # it takes part in a sync by group
                     await self._publish()
                     continue
-                self._handover = handover
+                self._handover = synced
                 await self._publisher.tidy()
             self._loaded |= {
-                "weights/load_s": handover.seconds,
-                "weights/num_servers": len(handover.loaded),
-                "weights/num_failed": len(handover.failed),
-                "weights/num_verified": handover.num_verified,
+                "weights/load_s": synced.seconds,
+                "weights/num_servers": len(synced.loaded),
+                "weights/num_failed": len(synced.failed),
+                "weights/num_verified": synced.num_verified,
             }
             self._slots.now_live(int(published.version))
             self._emit(
-                WeightsLoaded(
-                    published.version, handover.seconds, handover.loaded, [*handover.failed]
-                )
+                WeightsLoaded(published.version, synced.seconds, synced.loaded, [*synced.failed])
             )
             self._notify()
 
-    async def _hand_over(self, published: PublishedWeights) -> SyncResult:
+    async def _sync(self, published: PublishedWeights) -> SyncResult:
         """Sync weights, retrying while servers are restarted. Raises ServerError if all fail."""
         for left in reversed(range(_NUM_TRIES)):
             try:
@@ -723,7 +721,7 @@ class TrainingLoop:
             lambda: f"servers to load version {version}",
         )
 
-    async def _keep_up(self) -> None:
+    async def _sync_stale(self) -> None:
         """Sync the current weights to servers that were restarted or failed at the last sync.
 
         Without it they would stay idle until the next sync, for ever if all servers are idle.
@@ -733,10 +731,10 @@ class TrainingLoop:
             await anyio.sleep(wait_s)
             if self.is_paused:  # a paused run does not count as stalled
                 self._watch.moved()
-            async with self._handing_over:  # no deadline: loading has one, weights.timeout_s
+            async with self._sync_lock:  # no deadline: loading has one, weights.timeout_s
                 if self._handover is None:
                     continue
-                with anyio.CancelScope() as self._keeping_up:
+                with anyio.CancelScope() as self._syncing_stale:
                     timeout_s = self._weights.timeout_s
                     try:
                         done = await self._serving.sync_stale(self._handover, timeout_s=timeout_s)

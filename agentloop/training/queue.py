@@ -1,7 +1,7 @@
 """A durable queue of groups: admitted, finished, leased to a training step, trained on.
 
     admit ──> open ──finish──> finished ──lease──> leased to a step ──acknowledge──> trained
-                └──give_back──> given back            └ the step is in a checkpoint ┘
+                └──discard────> discarded             └ the step is in a checkpoint ┘
 
 The journal is one SQLite file in WAL mode. Each method is one transaction, which is durable when
 the method returns. The rollouts of a group are in a separate file, which is complete before the

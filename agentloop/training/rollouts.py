@@ -26,7 +26,7 @@ from agentloop.trajectory import StopReason, Trajectory
 __all__ = ["RolledOut", "Rollouts", "RollsOut", "RunGroup", "in_order"]
 
 RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
-"""The type of `Runtime.run_group`: (prompt, *, size, name, budget, at_gate) to trajectories."""
+"""The type of `Runtime.run_group`: (prompt, *, size, name, budget, on_queued) to trajectories."""
 
 
 class RolledOut(Protocol):
@@ -71,7 +71,7 @@ class RollsOut(Protocol):
                 the group is to be trained on.
             size: number of rollouts.
             oldest: oldest version of the weights that may sample it.
-            at_gate: called when the group is queued for capacity, so that the next one may be
+            on_queued: called when the group is queued for capacity, so that the next one may be
                 admitted.
 
         Raises:
@@ -200,26 +200,26 @@ class Rollouts:
     ) -> None:
         """
         Args:
-            has_room: as in `RollsOut`.
+            wait_for_capacity: as in `RollsOut`.
             seed: seed of all random choices.
             enough: stop the remaining rollouts of a group when this many have ended; 0: never.
-            distrusts: returns whether a trajectory may have been sampled with wrong weights; it
+            is_tainted: returns whether a trajectory may have been sampled with wrong weights; it
                 then gets no reward.
             emit: called with events about groups and rewards.
         """
         self._run_group = run_group
-        self._has_room = wait_for_capacity
+        self._wait_for_capacity = wait_for_capacity
         self._grader = grader
         self._roc = roc
         self._seed = seed
         self._shuffle_rewards = shuffle_rewards
         self._enough = enough
-        self._distrusts = is_tainted
+        self._is_tainted = is_tainted
         self._emit = emit
 
     async def wait_for_capacity(self, size: int) -> None:
         """Implement `RollsOut`."""
-        await self._has_room(size)
+        await self._wait_for_capacity(size)
 
     async def group(
         self,
@@ -269,7 +269,7 @@ class Rollouts:
                 rewards[index] = Reward(None, None, "timed out in the queue: nothing was sampled")
             elif other := _other_version(trajectory, oldest):
                 rewards[index] = Reward(None, None, f"sampled with other weights: {other}")
-            elif self._distrusts(trajectory):
+            elif self._is_tainted(trajectory):
                 why = "sampled by a server with wrong weights"
                 rewards[index] = Reward(None, None, why)
             else:

@@ -1,7 +1,7 @@
 """Bound the staleness of groups: how many are admitted, and which the learner takes. Pure.
 
     admit ──> open ──finish──> finished ──take──> trained on ──weights live──> its slot is free
-      ▲         └──give_back──> (filtered out, and replaced)                        │
+      ▲         └──discard────> (filtered out, and replaced)                        │
       └───────────────────────────────── slots ──────────────────────────────────────┘
 
 A slot is taken at admission and freed when the weights trained on the group are live. There are
