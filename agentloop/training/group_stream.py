@@ -67,7 +67,8 @@ async def finished_groups(
             as its cancel scopes require; it cannot be continued.
         run_group: Runs the group of a task. It calls its second argument once the group is queued
             for capacity; the next task is not requested before that.
-        wait_for_capacity: Waits until one more group may start; the next task is requested after that.
+        wait_for_capacity: Waits until one more group may start; the next task is requested after
+            that.
         max_open: Maximum number of groups that are in flight or not yet read.
 
     Raises:

@@ -136,7 +136,7 @@ class TrainingLoop:
         self._weights = weights or WeightsSettings()
         self._publisher = publisher(self._weights, learner, folder.path)
         self._published: PublishedWeights | None = None  # weights to load next
-        self._handover: SyncResult | None = None
+        self._last_sync: SyncResult | None = None
         self._sync_lock = anyio.Lock()
         self._syncing_stale = anyio.CancelScope()
         self._loaded: dict[str, Any] = {}  # metrics of the last weight sync
@@ -686,7 +686,7 @@ class TrainingLoop:
                 except LearnerLost:  # it takes part in a sync by group
                     await self._publish()
                     continue
-                self._handover = synced
+                self._last_sync = synced
                 await self._publisher.tidy()
             self._loaded |= {
                 "weights/load_s": synced.seconds,
@@ -716,7 +716,7 @@ class TrainingLoop:
         """Wait until servers have the learner's weights."""
         version = str(self.version)
         await self._until(
-            lambda: self._handover is not None and self._handover.version == version,
+            lambda: self._last_sync is not None and self._last_sync.version == version,
             "everybody",
             lambda: f"servers to load version {version}",
         )
@@ -732,12 +732,12 @@ class TrainingLoop:
             if self.is_paused:  # a paused run does not count as stalled
                 self._watch.moved()
             async with self._sync_lock:  # no deadline: loading has one, weights.timeout_s
-                if self._handover is None:
+                if self._last_sync is None:
                     continue
                 with anyio.CancelScope() as self._syncing_stale:
                     timeout_s = self._weights.timeout_s
                     try:
-                        done = await self._serving.sync_stale(self._handover, timeout_s=timeout_s)
+                        done = await self._serving.sync_stale(self._last_sync, timeout_s=timeout_s)
                     except LearnerLost as error:  # it takes part in a sync by group
                         log.warning("servers still wait for their weights: %s", error)
                         done = True  # retry soon: the next request restarts the learner
