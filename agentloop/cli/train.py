@@ -264,7 +264,7 @@ async def _roll_out_and_learn(
 
 
 class _Watch:
-    """A watch over the event loop and the run's progress: `agentloop.training.run_status.Watch`."""
+    """Watch over the event loop and the run's progress, as a `run_status.StatusWatch`."""
 
     def __init__(self, settings: WatchdogSettings, stalls: Stalls) -> None:
         self.moved = stalls.moved

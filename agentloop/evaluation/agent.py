@@ -1,4 +1,4 @@
-"""EvaluatedSample with our own agent loop: rollouts with tools on our servers."""
+"""Sample with our own agent loop: rollouts with tools on our servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EvaluatedSample any endpoint with OpenAI's chat completions API, for comparison.
+"""Sample any endpoint with OpenAI's chat completions API, for comparison.
 
 The endpoint gets the same prompts, sampling settings and token budget as our own agent loop, but no
 tools; it may run its own. One request is one sample. Requests to an endpoint that is busy, failing

@@ -1,4 +1,4 @@
-"""EvaluatedSample each task k times, score the samples and write them to disk.
+"""Sample each task k times, score the samples and write them to disk.
 
     tasks ──capacity──> k samples ──> rewards ──> a file per task ──> a line of metrics
                           ▲              │
@@ -274,7 +274,7 @@ class Evaluation:
         attempt: int,
         on_queued: Callable[[], None],
     ) -> list[Row]:
-        """EvaluatedSample and score the given samples of a task."""
+        """Sample and score the given samples of a task."""
         task, number = outcome.task, outcome.number
         # A name of its own, so that the seeds of all samples differ.
         name = f"{number}-again-{attempt}-{task.id}" if attempt else f"{number}-{task.id}"

@@ -58,7 +58,7 @@ async def finished_groups(
     *,
     max_open: int,
 ) -> AsyncIterator[AsyncIterator[FinishedGroup[T]]]:
-    """Run a group for iterator task of `source` and yield them as they finish.
+    """Run a group for each task of `source` and yield them as they finish.
 
     Leaving the context cancels the groups in flight.
 

@@ -218,7 +218,7 @@ class GroupQueue:
         """Return the batches after `step`, in order, for a learner that resumes from that step.
 
         Batches up to `step` become trained even if they were never acknowledged; later ones are
-        leased reopened even if they were.
+        leased again even if they were.
         """
 
         def work(db: sqlite3.Connection) -> list[Lease]:

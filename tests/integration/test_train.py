@@ -32,7 +32,7 @@ def coin(trajectory: Trajectory, task: Task) -> float:
 
 
 class Said:
-    """ProgressLine, kept."""
+    """Progress lines, kept."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
