@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -319,7 +319,7 @@ class Evaluation:
             "group": outcome.number,
             "task": task.id,
             "source": task.source,
-            **about([{"rejected": None, "rollouts": outcome.rollouts}]),
+            **asdict(about([{"rejected": None, "rollouts": outcome.rollouts}])),
             "avg_at_k": None if so_far is None else so_far.value,
         }
         rollouts = {"group": outcome.number, "task": task.id, "rollouts": outcome.rollouts}

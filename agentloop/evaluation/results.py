@@ -50,7 +50,7 @@ class Figures:
 def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Figures:
     k = settings.num_samples
     rewards = [outcome.rewards for outcome in outcomes]
-    data = about([{"rejected": None, "rollouts": one.rollouts} for one in outcomes])
+    found = about([{"rejected": None, "rollouts": one.rollouts} for one in outcomes])
     num_samples = sum(map(len, rewards))
     return Figures(
         num_tasks=len(outcomes),
@@ -61,10 +61,10 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
         avg_at_k=avg_at_k(rewards, settings.confidence),
         pass_at_k={k: pass_at_k(rewards, k, settings.confidence) for k in settings.all_pass_at},
         sampling_error=sampling_error(rewards),
-        **{
-            name: data[name]
-            for name in ("length_mean", "turns_mean", "truncated", "tool_errors_in_correct")
-        },
+        length_mean=found.length_mean,
+        turns_mean=found.turns_mean,
+        truncated=found.truncated,
+        tool_errors_in_correct=found.tool_errors_in_correct,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentloop.rewards.reward import Reward
 from agentloop.training.roc import Selection
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
-__all__ = ["ScoredGroup", "about", "figures", "mean", "of_rollout", "percent"]
+__all__ = ["RolloutMetrics", "ScoredGroup", "about", "figures", "mean", "of_rollout", "percent"]
 
 
 _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
@@ -48,8 +49,37 @@ def of_rollout(trajectory: Trajectory, reward: float | None) -> dict[str, Any]:
     }
 
 
-def about(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute metrics from the `figures` of groups. Means are over rollouts with a reward."""
+@dataclass(frozen=True, slots=True)
+class RolloutMetrics:
+    """Metrics of rollouts. Means are over rollouts with a reward.
+
+    Attributes:
+        reward: mean reward; None: no rollout has one.
+        tool_errors_in_correct: mean share of failed calls in rollouts with a positive reward that
+            make calls; None: there are none.
+        num_groups_rejected: number of groups that were not selected for training.
+        num_sampled_tokens: number of sampled tokens of rollouts with a reward.
+        length_mean: mean number of sampled tokens.
+        versions_mean: mean number of versions of the weights that sampled a rollout.
+        truncated: share of rollouts that ran out of their budget of tokens or turns.
+        pass_at_k: share of groups with at least one positive reward.
+    """
+
+    reward: float | None
+    tool_errors_in_correct: float | None
+    num_rollouts: int
+    num_without_reward: int
+    num_groups_rejected: int
+    num_sampled_tokens: int
+    length_mean: float
+    turns_mean: float
+    versions_mean: float
+    truncated: float
+    pass_at_k: float
+
+
+def about(groups: Sequence[Mapping[str, Any]]) -> RolloutMetrics:
+    """Compute metrics from the `figures` of groups."""
     rollouts = [rollout for group in groups for rollout in group["rollouts"]]
     scored = [rollout for rollout in rollouts if rollout["reward"] is not None]
     ratios = [
@@ -58,21 +88,21 @@ def about(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if rollout["reward"] > 0 and rollout["tool_errors"] is not None
     ]
     lengths = [rollout["num_tokens"] for rollout in scored]
-    return {
-        "reward": statistics.fmean(one["reward"] for one in scored) if scored else None,
-        "tool_errors_in_correct": statistics.fmean(ratios) if ratios else None,
-        "num_rollouts": len(rollouts),
-        "num_without_reward": len(rollouts) - len(scored),
-        "num_groups_rejected": sum(group["rejected"] is not None for group in groups),
-        "num_sampled_tokens": sum(lengths),
-        "length_mean": _fmean(lengths),
-        "turns_mean": _fmean([one["num_turns"] for one in scored]),
-        "versions_mean": _fmean([one["num_versions"] for one in scored]),
-        "truncated": _fmean([one["truncated"] for one in scored]),
-        "pass_at_k": _fmean(
+    return RolloutMetrics(
+        reward=statistics.fmean(one["reward"] for one in scored) if scored else None,
+        tool_errors_in_correct=statistics.fmean(ratios) if ratios else None,
+        num_rollouts=len(rollouts),
+        num_without_reward=len(rollouts) - len(scored),
+        num_groups_rejected=sum(group["rejected"] is not None for group in groups),
+        num_sampled_tokens=sum(lengths),
+        length_mean=_fmean(lengths),
+        turns_mean=_fmean([one["num_turns"] for one in scored]),
+        versions_mean=_fmean([one["num_versions"] for one in scored]),
+        truncated=_fmean([one["truncated"] for one in scored]),
+        pass_at_k=_fmean(
             [any((one["reward"] or 0) > 0 for one in group["rollouts"]) for group in groups]
         ),
-    }
+    )
 
 
 def _fmean(values: Sequence[float]) -> float:

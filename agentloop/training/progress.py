@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from agentloop.training.group_metrics import mean, percent
 from agentloop.training.run_status import Reporter, RunStatus
+from agentloop.training.step_metrics import StepMetrics
 
 __all__ = ["Pace"]
 
@@ -33,23 +33,23 @@ class Pace:
         """Skip the remaining steps of this stage."""
         self._num_left -= self._num_stage - self._step
 
-    def stepped(self, metrics: Mapping[str, Any]) -> None:
+    def stepped(self, metrics: StepMetrics) -> None:
+        """Count a completed step and show its metrics."""
         self._step += 1
         self._num_done += 1
         self._num_left -= 1
-        shares = [
-            f"{100 * metrics.get(name, 0.0) / metrics['step_s']:.0f}% {what}"
-            for name, what in (
-                ("wait_s", "waiting for rollouts"),
-                ("learn_s", "learning"),
-                ("hand_over_s", "loading weights"),
-            )
-        ]
+        seconds = {
+            "waiting for rollouts": metrics.wait_s,
+            "learning": metrics.learned.learn_s,
+            "loading weights": metrics.hand_over_s,
+        }
+        step_s = metrics.step_s or math.inf
+        shares = [f"{100 * (part or 0.0) / step_s:.0f}% {what}" for what, part in seconds.items()]
         self.values |= {
-            "reward": mean(metrics["reward"]),
-            "tool errors in correct": percent(metrics["tool_errors_in_correct"]),
-            "sampled tokens/s": f"{metrics['rollout_tokens_per_s']:,.0f}",
-            "trained tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
+            "reward": mean(metrics.rollouts.reward),
+            "tool errors in correct": percent(metrics.rollouts.tool_errors_in_correct),
+            "sampled tokens/s": f"{metrics.rollout_tokens_per_s or 0:,.0f}",
+            "trained tokens/s": f"{metrics.learned.learner.get('tokens_per_s') or 0:,.0f}",
             "time": ", ".join(shares),
         }
 

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,10 +24,17 @@ from agentloop.training.group_stream import finished_groups
 from agentloop.training.roc import RocSettings, Selection, Trace, resample
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["RolledOut", "Rollouts", "RollsOut", "RunGroup", "in_order"]
+__all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "RunGroup", "in_order"]
 
 RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
 """The type of `Runtime.run_group`: (prompt, *, size, name, budget, on_queued) to trajectories."""
+
+
+class Purpose(StrEnum):
+    """The purpose of a group of rollouts."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"  # on held-out tasks, or to filter a stage's tasks
 
 
 class RolledOut(Protocol):
@@ -62,15 +70,16 @@ class RollsOut(Protocol):
         size: int,
         budget: Budget,
         oldest: int,
+        purpose: Purpose = Purpose.TRAIN,
         on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Roll out and score a group.
 
         Args:
-            name: name of the group, which determines all random choices. It is a decimal number if
-                the group is to be trained on.
+            name: name of the group, which determines all random choices.
             size: number of rollouts.
             oldest: oldest version of the weights that may sample it.
+            purpose: purpose of the group, for events about it.
             on_queued: called when the group is queued for capacity, so that the next one may be
                 admitted.
 
@@ -92,7 +101,7 @@ async def in_order(
     on_refused: Callable[[Task, RequestError], None],
     may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
 ) -> list[tuple[Task, RolledOut]]:
-    """Roll out a group for each task; return them in the order of the tasks.
+    """Roll out a group for each task to evaluate it; return them in the order of the tasks.
 
     Args:
         on_done: called with the number of finished groups.
@@ -110,7 +119,13 @@ async def in_order(
     ) -> Sequence[Trajectory]:
         number, task = numbered  # numbered, since a task may occur twice
         group = await rolls_out.group(
-            task, f"{name}-{number}", size=size, budget=budget, oldest=oldest, on_queued=on_queued
+            task,
+            f"{name}-{number}",
+            size=size,
+            budget=budget,
+            oldest=oldest,
+            purpose=Purpose.EVALUATE,
+            on_queued=on_queued,
         )
         found[number] = task, group
         return ()
@@ -229,12 +244,13 @@ class Rollouts:
         size: int,
         budget: Budget,
         oldest: int,
+        purpose: Purpose = Purpose.TRAIN,
         on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Implement `RollsOut`."""
         options: dict[str, Any] = {"enough": self._enough} if 0 < self._enough < size else {}
         full_name = f"{name}-{task.id}"
-        is_chosen = name.isdecimal()  # other names are for held-out and filtered tasks
+        is_chosen = purpose is Purpose.TRAIN
         self._emit(GroupStarted(full_name, task.id, task.prompt, task.answer, size, is_chosen))
         scored: _Scored | None = None
         try:

@@ -94,16 +94,18 @@ class Slots:
         del self._admitted[number]
         self._finished.discard(number)
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether `take` would return a batch."""
+        return self._next_batch() is not None
+
     def take(self) -> list[int] | None:
         """Return the next batch, oldest first, or None if other groups must finish first."""
-        ready = sorted(self._finished, key=self._age_order)
-        batch = ready[: self._batch_size]
-        rest = [self._admitted[number] for number in self._admitted.keys() - batch]
-        if len(batch) < self._batch_size or not self._in_time(rest, self.next_batch + 1):
-            return None
-        for number in batch:
-            self.discard(number)
-        self.next_batch += 1
+        batch = self._next_batch()
+        if batch is not None:
+            for number in batch:
+                self.discard(number)
+            self.next_batch += 1
         return batch
 
     def learned_nothing(self) -> None:
@@ -125,6 +127,13 @@ class Slots:
         if not self.live <= version <= self.next_batch:
             raise ValueError(f"version {version} is not between {self.live} and {self.next_batch}")
         self.live = version
+
+    def _next_batch(self) -> list[int] | None:
+        ready = sorted(self._finished, key=self._age_order)
+        batch = ready[: self._batch_size]
+        rest = [self._admitted[number] for number in self._admitted.keys() - batch]
+        is_complete = len(batch) == self._batch_size
+        return batch if is_complete and self._in_time(rest, self.next_batch + 1) else None
 
     def _age_order(self, number: int) -> tuple[int, int]:
         return self._admitted[number], number

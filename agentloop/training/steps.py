@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from agentloop.training.learner_client.protocol import (
 from agentloop.training.learner_recovery import ResumableLearner, tell_other_loss
 from agentloop.training.queue import GroupQueue, Lease
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.step_metrics import Learned
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 
 __all__ = ["Steps"]
@@ -102,8 +103,8 @@ class Steps:
         """
         await self._learner.watch()
 
-    async def learn(self, lease: Lease) -> dict[str, Any]:
-        """Train on a leased batch and return the metrics.
+    async def learn(self, lease: Lease) -> Learned:
+        """Train on a leased batch.
 
         The learner is not called if there is nothing to train on or training is disabled.
 
@@ -113,9 +114,9 @@ class Steps:
         async with self._learner.busy:  # no deadline: requests have one
             await self._learner.hear_of_checkpoint()
             learn = partial(self._learn, lease)
-            metrics = await self._learner.until_done(learn, before=lease.step)
+            learned = await self._learner.until_done(learn, before=lease.step)
             self.step, self.version = self._step, self._version
-            return metrics
+            return learned
 
     async def publish(self, publisher: Publisher) -> PublishedWeights:
         """Publish the current weights. Raises the errors of `learn`."""
@@ -133,21 +134,22 @@ class Steps:
         async with self._learner.busy:  # no deadline: requests have one
             return await self._learner.save(wait=wait)
 
-    async def do_again(self, tell: Callable[[Lease, Mapping[str, Any]], None]) -> None:
+    async def do_again(self, on_done: Callable[[Lease, Learned], Awaitable[None]]) -> None:
         """Repeat the steps since the newest checkpoint after a restart of this process.
 
-        `tell` is called with the lease and metrics of each.
+        Args:
+            on_done: called after each of them.
         """
         leases = await self._queue.rewind(self.step)
         if leases:
             first, last = leases[0].step, leases[-1].step
             self._say(f"Repeating steps {first} to {last}, which are not in a checkpoint")
         for lease in leases:
-            metrics = await self.learn(lease)
-            self._compare(lease, metrics)
-            await anyio.to_thread.run_sync(tell, lease, metrics)
+            learned = await self.learn(lease)
+            self._compare(lease, learned)
+            await on_done(lease, learned)
 
-    async def _learn(self, lease: Lease) -> dict[str, Any]:
+    async def _learn(self, lease: Lease) -> Learned:
         begun = time.monotonic()
         learns = lease.notes["learns"]
         if learns and lease.notes["resets"]:
@@ -156,20 +158,20 @@ class Steps:
         num_learned = 0
         if learns:
             num_learned = await anyio.to_thread.run_sync(self._write_batch, path, lease)
-        metrics: dict[str, Any] = {"num_learned": num_learned}
+        metrics: Mapping[str, Any] = {}
         if num_learned:
             rescue = self._learner.checkpoint_folder(f"step-{lease.step:05}-rescue")
             before = {"step": lease.step - 1, "version": self._version}
-            learned = await self._learner.ask_once(
+            reply = await self._learner.ask_once(
                 StepRequest(batch=path, rescue=rescue, state=before)
             )
             path.unlink()
             self._version += 1
-            metrics |= {f"learner/{name}": value for name, value in learned.metrics().items()}
-        metrics["learn_s"] = time.monotonic() - begun
+            metrics = reply.metrics()
+        learned = Learned(num_learned, time.monotonic() - begun, metrics)
         self._step = lease.step
-        await self._queue.done(lease.step, metrics)
-        return metrics
+        await self._queue.done(lease.step, learned.row())
+        return learned
 
     def _write_batch(self, path: Path, lease: Lease) -> int:
         """Write the batch file and return the number of rollouts in it.
@@ -222,9 +224,9 @@ class Steps:
                 await self._learner.ask(PublishRequest(folder=folder, version=version))
         await anyio.to_thread.run_sync(_remove_others, folder)
 
-    def _compare(self, lease: Lease, metrics: Mapping[str, Any]) -> None:
-        before, now = (lease.result or {}).get("learner/loss"), metrics.get("learner/loss")
-        tell_other_loss(self._say, lease.step, before, now)
+    def _compare(self, lease: Lease, learned: Learned) -> None:
+        before = (lease.result or {}).get("learner/loss")
+        tell_other_loss(self._say, lease.step, before, learned.loss)
 
 
 def _remove_others(folder: Path) -> None:

@@ -40,7 +40,7 @@ from agentloop.training.fleet.messages import (
 )
 from agentloop.training.fleet.redis_link import READERS, Redis, RedisLink
 from agentloop.training.fleet.settings import FleetSettings
-from agentloop.training.rollouts import RolledOut
+from agentloop.training.rollouts import Purpose, RolledOut
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 
@@ -187,6 +187,7 @@ class Fleet:
         size: int,
         budget: Budget,
         oldest: int,
+        purpose: Purpose = Purpose.TRAIN,
         on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Implement `RollsOut`.
@@ -202,6 +203,7 @@ class Fleet:
             size=size,
             budget=budget,
             oldest=oldest,
+            purpose=purpose,
         )
         if ticket.key in self._waiting:
             raise ValueError(f"a group {name!r} is in flight already")

@@ -23,6 +23,7 @@ from agentloop.errors import SettingsError
 from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.plain_json import ValidText, dumps, loads
 from agentloop.tasks.sources import Task
+from agentloop.training.rollouts import Purpose
 
 __all__ = [
     "Result",
@@ -152,6 +153,7 @@ class Ticket(_Message):
     size: int
     budget: Budget
     oldest: int
+    purpose: Purpose = Purpose.TRAIN
 
     @property
     def key(self) -> str:

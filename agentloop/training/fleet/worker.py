@@ -346,6 +346,7 @@ class Member:
                 size=ticket.size,
                 budget=ticket.budget,
                 oldest=ticket.oldest,
+                purpose=ticket.purpose,
                 on_queued=on_queued,
             )
             rows = rolled.rows()

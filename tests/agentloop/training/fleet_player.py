@@ -18,7 +18,7 @@ from agentloop.tasks.sources import Task
 from agentloop.training.fleet.redis_link import RedisLink
 from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.fleet.worker import Member, wait_for_trainer
-from agentloop.training.rollouts import RolledOut, RollsOut
+from agentloop.training.rollouts import Purpose, RolledOut, RollsOut
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
@@ -68,6 +68,7 @@ class Player:
         size: int,
         budget: Budget,
         oldest: int,
+        purpose: Purpose = Purpose.TRAIN,
         on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         self.asked.append(name)

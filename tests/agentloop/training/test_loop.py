@@ -30,8 +30,8 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.observe.stalls import Stalls
 from agentloop.rewards.reward import Grader, RewardFunction, RewardSettings
 from agentloop.tasks.sources import TaskSource, TasksSettings
-from agentloop.training import loop as loop_module
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
+from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.learner_client.client import Learner, LearnerError, LearnerLost
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
@@ -42,6 +42,7 @@ from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus, StatusWatch, Unwatched
 from agentloop.training.staleness import Slots
 from agentloop.training.undo import undo
+from agentloop.training.weight_sync import loop as weight_sync_loop
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import (
@@ -815,14 +816,22 @@ async def test_rollouts_go_on_while_the_learner_learns(tmp_path: Path) -> None:
 async def test_of_two_batches_that_are_ready_at_once_none_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = Slots.take
+    has_batch = GroupBuffer.has_batch.fget
+    assert has_batch is not None
 
-    def late(self: Slots) -> list[int] | None:
-        """Delay the look until there are two."""
-        is_early = self.next_batch == 0 and len(self) - len(self.open) < 6
-        return None if is_early else take(self)
+    def late(self: GroupBuffer) -> bool:
+        """Delay the first batch until there are two."""
+        return bool(has_batch(self)) and (bool(numbers) or self.num_finished == 6)
 
-    monkeypatch.setattr(Slots, "take", late)
+    numbers: list[int] = []
+    lease = GroupQueue.lease
+
+    async def leased(self: GroupQueue, step: int, *arguments: Any) -> Any:
+        numbers.append(step)
+        return await lease(self, step, *arguments)
+
+    monkeypatch.setattr(GroupBuffer, "has_batch", property(late))
+    monkeypatch.setattr(GroupQueue, "lease", leased)
     _, _, run = await played(tmp_path, steps=4, max_staleness=1, evaluate_every=0)
     learned = asked(run, "SELECT step, number FROM groups ORDER BY step, number")
     assert learned[:6] == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
@@ -1462,13 +1471,13 @@ async def test_paused_while_it_waits_for_room_it_begins_nothing(
 
 async def test_a_pause_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog ends runs that are stalled for hours."""
-    monkeypatch.setattr(loop_module, "_SYNC_STALE_S", 0.05)
+    monkeypatch.setattr(weight_sync_loop, "_POLL_S", 0.05)
     moved: list[int] = []
 
     async def meanwhile(loop: TrainingLoop) -> None:
         loop.pause()
         await settled()
-        monkeypatch.setattr(loop._watch, "moved", lambda: moved.append(1), raising=False)
+        monkeypatch.setattr(loop._control.watch, "moved", lambda: moved.append(1), raising=False)
         await eventually(lambda: len(moved) > 3)
         loop.pause(False)
         await anyio.sleep_forever()

@@ -1,0 +1,196 @@
+"""Train on batches: take one, have the learner train on it, publish the weights, record the step.
+
+buffer ──batch──> learner ──weights──> servers (weight_sync/loop.py)
+                     └──metrics──> metrics.jsonl, collapse detection, display
+"""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+
+from agentloop.agent.rollout import Budget
+from agentloop.training.collapse import (
+    Collapse,
+    CollapseSettings,
+    RunCollapsed,
+    Verdict,
+    checkpoint_before,
+    report,
+)
+from agentloop.training.group_buffer import GroupBuffer
+from agentloop.training.group_metrics import mean, percent
+from agentloop.training.held_out import HeldOutEval
+from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.progress import Pace
+from agentloop.training.queue import Lease
+from agentloop.training.run_control import RunControl
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.step_metrics import Learned, MetricsLog, StepMetrics
+from agentloop.training.steps import Steps
+from agentloop.training.weight_sync.loop import WeightSyncLoop
+
+__all__ = ["BatchTrainer"]
+
+
+class BatchTrainer:
+    """Runs the training steps of a run, and what is due after each of them."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        buffer: GroupBuffer,
+        steps: Steps,
+        weights: WeightSyncLoop,
+        held_out: HeldOutEval,
+        metrics: MetricsLog,
+        folder: RunFolder,
+        control: RunControl,
+        pace: Pace,
+        collapse: CollapseSettings,
+        waits_for_weights: bool,
+    ) -> None:
+        """
+        Args:
+            waits_for_weights: whether a step ends only when servers have the new weights.
+        """
+        self._settings = settings
+        self._buffer = buffer
+        self._steps = steps
+        self._weights = weights
+        self._held_out = held_out
+        self._metrics = metrics
+        self._folder = folder
+        self._control = control
+        self._pace = pace
+        self._collapse_settings = collapse
+        self._collapse = Collapse(collapse)
+        self._waits_for_weights = waits_for_weights
+        self._waited_s = 0.0  # for the batch
+
+    @property
+    def step(self) -> int:
+        """The last completed step."""
+        return self._steps.step
+
+    @property
+    def version(self) -> int:
+        """The version of the learner's weights."""
+        return self._steps.version
+
+    async def restore(self) -> None:
+        """Repeat the steps since the newest checkpoint and restore the collapse detector."""
+        await self._steps.do_again(self._record_repeated)
+        rows = await self._metrics.rows()
+        self._collapse = Collapse.replay(self._collapse_settings, rows, step=self.step)
+
+    async def _record_repeated(self, lease: Lease, learned: Learned) -> None:
+        """Record the metrics of a repeated step unless they were before."""
+        if not await self._metrics.has(lease.step, "reward"):
+            await self._metrics.add(StepMetrics.of(lease, learned).row())
+
+    async def wait_for_batch(self) -> bool:
+        """Wait for a batch; return False if there will be none because the run is draining."""
+        total = self._settings.prompts_per_step
+
+        def is_over() -> bool:
+            num_done = min(total, self._buffer.num_finished)
+            self._pace.waits(f"the learner waits for rollouts: {num_done} of {total} groups")
+            is_drained = self._control.is_draining and not self._buffer.num_open
+            return self._buffer.has_batch or is_drained
+
+        begun = time.monotonic()
+        await self._control.wait_until(is_over, "the learner", lambda: "a batch of finished groups")
+        self._waited_s = time.monotonic() - begun
+        return self._buffer.has_batch
+
+    async def train(self, stage: int, *, resets: bool) -> None:
+        """Train on the batch that `wait_for_batch` has found.
+
+        Args:
+            stage: number of the stage.
+            resets: reset the optimizer first.
+
+        Raises:
+            LearnerError: the learner is lost for good.
+            RunCollapsed: the run has collapsed.
+        """
+        begun = time.monotonic()
+        learns = self._settings.learn
+        notes = {"version": self.version, "resets": resets, "stage": stage, "learns": learns}
+        lease = await self._buffer.lease(self.step + 1, notes)
+        if learns:
+            self._pace.waits("the learner trains")
+        metrics = StepMetrics.of(lease, await self._steps.learn(lease))
+        metrics.wait_s = self._waited_s
+        if metrics.learned.num_learned:
+            learned_s = time.monotonic()
+            await self._weights.publish()
+            if self._waits_for_weights:
+                self._pace.waits("waiting for the servers to load the new weights")
+                await self._weights.until_live()
+            metrics.hand_over_s = time.monotonic() - learned_s
+        else:
+            self._buffer.learned_nothing()
+        metrics.step_s = self._waited_s + time.monotonic() - begun
+        metrics.weights = self._weights.metrics
+        metrics.loop_lag_s = self._control.watch.take_lag_s()
+        await self._record(metrics)
+
+    async def _record(self, metrics: StepMetrics) -> None:
+        row = metrics.row()
+        await self._metrics.add(row)
+        self._pace.stepped(metrics)
+        rollouts = metrics.rollouts
+        self._pace.report.say(
+            f"step {self.step}/{self._pace.num_steps}: reward {mean(rollouts.reward)}, "
+            f"tool errors in correct {percent(rollouts.tool_errors_in_correct)}, "
+            f"{metrics.learned.num_learned} of {rollouts.num_rollouts} rollouts trained on, "
+            f"{metrics.rollout_tokens_per_s:,.0f} tokens/s, {metrics.step_s:.1f} s"
+        )
+        if verdict := self._collapse.seen(row):
+            await self._stop(verdict)
+
+    async def after_step(self, *, is_last: bool, budget: Budget) -> None:
+        """Evaluate and write a checkpoint if it is due after the last step.
+
+        Args:
+            is_last: whether the step was the last one of its stage.
+            budget: budget of the evaluation's rollouts.
+        """
+        s = self._settings
+        if s.evaluate_every and (is_last or self.step % s.evaluate_every == 0):
+            await self.until_live()
+            await self.evaluate(budget)
+        if s.learn and s.checkpoint_every and self.step % s.checkpoint_every == 0:
+            await self._steps.checkpoint()
+
+    async def evaluate(self, budget: Budget) -> None:
+        """Evaluate the current weights on the held-out tasks."""
+        await self._held_out.evaluate(step=self.step, version=self.version, budget=budget)
+
+    async def until_live(self) -> None:
+        """Wait until servers have the learner's weights."""
+        await self._weights.until_live()
+
+    async def _stop(self, verdict: Verdict) -> None:
+        """End a collapsed run with the weights of the newest checkpoint before the collapse.
+
+        Raises:
+            RunCollapsed: always; the message says why, names the report and says how to continue.
+        """
+        checkpoints = self._folder.checkpoints
+        good = checkpoint_before(verdict, checkpoints)
+        path = self._folder.path / "collapse.md"
+        text = report(verdict, await self._metrics.rows(), checkpoints)
+        await anyio.Path(path).write_text(text, "utf-8")
+        advice = "there is no checkpoint from before the collapse: start a new run"
+        if good is not None:
+            await self.until_live()  # servers may be reading the weights that are removed
+            await self._steps.go_back(checkpoints[good])
+            advice = f"continue with `agentloop train --resume {self._folder.path} --from {good}`"
+        raise RunCollapsed(
+            f"the run has collapsed: {verdict.why}; {path} has the details; {advice}"
+        )

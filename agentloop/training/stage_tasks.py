@@ -1,0 +1,62 @@
+"""The tasks of a stage, in an order that a restart continues."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentloop.tasks.sources import Task, TaskSource
+
+__all__ = ["StageTasks"]
+
+
+class StageTasks(Iterator[Task]):
+    """Draws the tasks of a stage: the next ones of the run's source, or its own, in epochs."""
+
+    def __init__(self, source: TaskSource, number: int) -> None:
+        """
+        Args:
+            source: the run's source of tasks.
+            number: number of the stage.
+        """
+        self._source = source
+        self._number = number
+        self._num_drawn = 0  # of the stage's own tasks
+        self._own: Iterator[Task] | None = None
+
+    def use(self, tasks: Sequence[Task], *, seed: str, cursor: Mapping[str, Any]) -> None:
+        """Draw these tasks instead of the source's, each epoch in a new random order.
+
+        Args:
+            cursor: the last recorded `cursor`, to continue from if it is of this stage.
+        """
+        self._own = _repeat_shuffled(tasks, random.Random(seed))
+        if cursor.get("stage") == self._number:
+            self._num_drawn = cursor["num_drawn"]
+            next(itertools.islice(self._own, self._num_drawn, self._num_drawn), None)
+
+    def __next__(self) -> Task:
+        if self._own is None:
+            return next(self._source)
+        self._num_drawn += 1
+        return next(self._own)
+
+    def take(self, number: int) -> list[Task]:
+        """Draw up to `number` tasks of the run's source."""
+        return list(itertools.islice(self._source, number))
+
+    def cursor(self) -> dict[str, Any]:
+        """Return the positions after the last task, as plain data for the journal."""
+        return {
+            "tasks": self._source.cursor(),
+            "stage": self._number,
+            "num_drawn": self._num_drawn,
+        }
+
+
+def _repeat_shuffled(tasks: Sequence[Task], draw: random.Random) -> Iterator[Task]:
+    """Yield the tasks for ever, each epoch in a new random order."""
+    while True:
+        yield from draw.sample(tasks, len(tasks))

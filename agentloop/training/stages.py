@@ -1,0 +1,264 @@
+"""Run a stage: find its tasks, admit and roll out groups, and have each batch learned.
+
+    tasks ──(filter)──> _admit ──> _roll_out ──> buffer ──batch──> trainer (batch_trainer.py)
+
+    _admit      consumes tasks; waits for a free slot (group_buffer.py), then for KV capacity;
+                unblocked by weights going live, by groups that are discarded, by batches that are
+                taken, and by the end of a pause
+    _roll_out   consumes an admitted group; waits for its rollouts and rewards
+    run         consumes batches; waits for enough finished groups; unblocked by `_roll_out`
+
+A stage that was interrupted continues with its remaining steps, from the note that the journal has
+of its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskStatus
+
+from agentloop.agent.rollout import Budget
+from agentloop.errors import RequestError
+from agentloop.tasks.sources import Task, TaskSource
+from agentloop.training.batch_trainer import BatchTrainer
+from agentloop.training.group_buffer import GroupBuffer
+from agentloop.training.held_out import TaskRunner
+from agentloop.training.loop_settings import LoopSettings, StageSettings
+from agentloop.training.progress import Pace
+from agentloop.training.queue import GroupQueue, QueuedGroup
+from agentloop.training.rollouts import RollsOut
+from agentloop.training.run_control import Drained, RunControl
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.stage_tasks import StageTasks
+from agentloop.training.step_metrics import MetricsLog
+
+__all__ = ["StageRunner"]
+
+_MANY_REPLACED = 10  # log a warning after this many batches' worth of replaced groups in a row
+
+
+class StageRunner:
+    """Runs the stages of a run, one after the other."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        num_stages: int,
+        budget: Budget,
+        tasks: TaskSource,
+        queue: GroupQueue,
+        folder: RunFolder,
+        rollouts: RollsOut,
+        runner: TaskRunner,
+        buffer: GroupBuffer,
+        trainer: BatchTrainer,
+        metrics: MetricsLog,
+        control: RunControl,
+        pace: Pace,
+    ) -> None:
+        """
+        Args:
+            budget: budget of a rollout, of which a stage may override parts.
+            runner: rolls out the tasks that are filtered.
+        """
+        self._settings = settings
+        self._num_stages = num_stages
+        self._usual_budget = self._budget = budget
+        self._tasks = tasks
+        self._queue = queue
+        self._folder = folder
+        self._rollouts = rollouts
+        self._runner = runner
+        self._buffer = buffer
+        self._trainer = trainer
+        self._metrics = metrics
+        self._control = control
+        self._pace = pace
+        self._num_refused = self._num_replaced = 0  # groups in a row
+
+    async def run(self, number: int, name: str, stage: StageSettings) -> None:
+        """Run a stage, or what is left of it, until its last step or until the run is drained.
+
+        Raises:
+            RequestError: too many tasks in a row were not valid requests.
+            LearnerError, ServerError, RewardError: a failure that the run cannot recover from.
+        """
+        title = f"stage {number} of {self._num_stages}: {name}" if name else "training"
+        note = await self._queue.noted(f"stage {number}")
+        done = 0 if note is None else min(self._trainer.step - note["begun"], stage.steps)
+        if done and await self._queue.noted(f"stage {number + 1}") is not None:
+            done = stage.steps  # the stage has ended, even if its setting was raised since then
+            self._pace.enter(title, stage.steps, done)
+            return
+        self._pace.enter(title, stage.steps, done)
+        self._budget = stage.budget(self._usual_budget)
+        if note is not None and note["tasks"] != [] and self._trainer.step == note["begun"] + done:
+            # in case the process was killed before it
+            await self._trainer.after_step(is_last=done == stage.steps, budget=self._budget)
+        if done == stage.steps:
+            return
+        if self._num_stages > 1:
+            self._say(f"{title[0].upper()}{title[1:]}, {stage.steps - done} steps")
+        tasks = StageTasks(self._tasks, number)
+        if note is None:
+            try:
+                note = await self._begin(number, stage, tasks)
+            except Drained:  # a resumed run filters all tasks again
+                return
+        if note["tasks"] == []:
+            self._say("The stage is skipped: all of its tasks are solved by every rollout")
+            self._pace.skip()
+            return
+        ids = None
+        if note["tasks"]:
+            own = [Task(**task) for task in note["tasks"]]
+            cursor = await self._queue.noted("cursor") or {}
+            tasks.use(own, seed=f"{self._settings.seed} {title}", cursor=cursor)
+            ids = {task.id for task in own}
+        self._buffer.reset(self._trainer.version)
+        num_groups = (stage.steps - done) * self._settings.prompts_per_step
+        await self._buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
+        async with anyio.create_task_group() as admitting:
+            admitting.start_soon(self._admit)
+            for index in range(done, stage.steps):
+                if not await self._trainer.wait_for_batch():
+                    break  # drained
+                await self._trainer.train(number, resets=stage.reset_optimizer and not index)
+                is_last = index + 1 == stage.steps
+                await self._trainer.after_step(is_last=is_last, budget=self._budget)
+            await self._trainer.until_live()
+            admitting.cancel_scope.cancel()
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    async def _begin(self, number: int, stage: StageSettings, tasks: StageTasks) -> dict[str, Any]:
+        """Filter the tasks if the stage does so and record its beginning. Raises Drained."""
+        own = await self._filter(stage, tasks) if stage.filter_tasks else None
+        return await self._queue.begin_stage(
+            number,
+            step=self._trainer.step,
+            tasks=None if own is None else [*map(asdict, own)],
+            cursor=tasks.cursor(),
+        )
+
+    async def _filter(self, stage: StageSettings, source: StageTasks) -> list[Task]:
+        """Roll out the next tasks and return those that some rollout fails.
+
+        A task without any reward is kept, too. Raises Drained.
+        """
+        step = self._trainer.step
+        tasks = source.take(stage.filter_tasks)
+        groups = await self._runner.run(
+            tasks,
+            f"{step}-filter",
+            size=stage.filter_rollouts,
+            budget=self._budget,
+            version=self._trainer.version,
+            what="the tasks to be filtered",
+            may_begin=partial(self._control.wait_while_paused, "the filter"),
+        )
+        left = []
+        for task, group in groups:
+            rewards = [one["reward"] for one in group.figures["rollouts"]]
+            values = [reward for reward in rewards if reward is not None]
+            if not values or min(values) <= 0:
+                left.append(task)
+        if not await self._metrics.has(step, "filter/num_tasks"):
+            counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(left)}
+            await self._metrics.add({"step": step, **counts})
+        self._say(
+            f"{len(left)} of {len(tasks)} tasks are kept: not all of their "
+            f"{stage.filter_rollouts} rollouts solve them"
+        )
+        return left
+
+    # --- rollouts ---------------------------------------------------------------------------------
+
+    async def _admit(self) -> None:
+        """Start groups while there is capacity."""
+        async with anyio.create_task_group() as groups:
+            while True:
+                await self._control.wait_until(self._may_admit, "the next task", self._blocked_by)
+                await self._rollouts.wait_for_capacity(self._settings.group_size)
+                if self._may_admit():  # not paused or drained meanwhile
+                    await groups.start(self._roll_out, await self._buffer.admit())
+
+    def _may_admit(self) -> bool:
+        control = self._control
+        return self._buffer.can_admit and not control.is_paused and not control.is_draining
+
+    def _blocked_by(self) -> str:
+        """Return a phrase that names the reason why no task can be admitted."""
+        if self._control.is_draining:
+            return "the end of the run (draining)"
+        if self._control.is_paused:
+            return "the run to be resumed (paused)"
+        return "the end of the stage" if self._buffer.num_left < 1 else "a free slot"
+
+    async def _roll_out(self, group: QueuedGroup, *, task_status: TaskStatus[None]) -> None:
+        """Roll out an admitted group and pass it to the buffer."""
+        s = self._settings
+        is_queued = False
+
+        def on_queued() -> None:
+            nonlocal is_queued
+            if not is_queued:
+                is_queued = True
+                task_status.started()
+
+        path, num_bytes = None, 0
+        figures: Mapping[str, Any] = {"rejected": None, "rollouts": []}
+        try:
+            rolled = await self._rollouts.group(
+                group.task,
+                str(group.number),
+                size=s.group_size,
+                budget=self._budget,
+                oldest=group.version,
+                on_queued=on_queued,
+            )
+        except RequestError as error:  # the task is invalid
+            has_signal = False
+            self._count_refused(group.task, error)
+        else:
+            self._num_refused = 0
+            has_signal, figures = rolled.has_signal, rolled.figures
+            header = {"group": group.number, "version": group.version}
+            path, num_bytes = await anyio.to_thread.run_sync(
+                self._folder.add_group, group.number, [{**header, **row} for row in rolled.rows()]
+            )
+        if s.dynamic_sampling and not has_signal:
+            await self._buffer.discard(group, path=path, figures=figures)
+            self._count_replaced()
+        else:
+            self._num_replaced = 0
+            await self._buffer.finish(group, path=path, num_bytes=num_bytes, figures=figures)
+        on_queued()
+
+    def _count_refused(self, task: Task, error: RequestError) -> None:
+        """Report an invalid task. Raises RequestError after too many in a row."""
+        self._say(f"Skipped task {task.id}: {error}")
+        self._num_refused += 1
+        if self._num_refused >= self._settings.prompts_per_step:
+            raise RequestError(
+                f"{error} ({self._num_refused} tasks in a row were refused)"
+            ) from error
+
+    def _count_replaced(self) -> None:
+        """Report when many groups in a row had to be replaced, which may go on for ever."""
+        self._num_replaced += 1
+        if self._num_replaced % (_MANY_REPLACED * self._settings.prompts_per_step) == 0:
+            self._say(
+                f"{self._num_replaced} groups in a row were replaced because all rewards within "
+                "each group were equal (loop.dynamic_sampling)"
+            )
+
+    def _say(self, line: str) -> None:
+        self._pace.report.say(line)
