@@ -118,7 +118,7 @@ class GroupBuffer:
 
     @property
     def can_admit(self) -> bool:
-        """Whether a group may be admitted now."""
+        """True if a group may be admitted now."""
         if self._num_left < 1 or self._slots.room < 1:
             return False
         # A batch must always become complete, however large its groups are.
@@ -177,7 +177,7 @@ class GroupBuffer:
 
     @property
     def has_batch(self) -> bool:
-        """Whether the next batch is complete, and leaves no group that would become too stale."""
+        """True if a batch is complete and leaves behind no group that would become too stale."""
         return self._slots.has_batch
 
     async def lease(self, step: int, notes: Mapping[str, Any]) -> Lease:

@@ -96,7 +96,7 @@ class Slots:
 
     @property
     def has_batch(self) -> bool:
-        """Whether `take` would return a batch."""
+        """True if `take` would return a batch."""
         return self._next_batch() is not None
 
     def take(self) -> list[int] | None:
