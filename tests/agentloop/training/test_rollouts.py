@@ -1,0 +1,190 @@
+"""Groups of rollouts: which of them have a reward, and which are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from agentloop.agent.rollout import Budget
+from agentloop.errors import RequestError, ServerError
+from agentloop.events import Event, GroupFinished, GroupStarted
+from agentloop.rewards.reward import Grader, RewardSettings
+from agentloop.tasks.sources import Task
+from agentloop.training.roc import RocSettings
+from agentloop.training.rollouts import Purpose, Rollouts, in_order
+from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
+
+pytestmark = pytest.mark.anyio
+
+TASK = Task("sum", "What is 1 plus 1?", "2")
+BUDGET = Budget()
+
+
+def trajectory(key: str, text: str, *, version: str = "3", **fields: Any) -> Trajectory:
+    turn = Turn(
+        output_ids=[1],
+        logprobs=[-1.0],
+        end=TurnEnd.STOP,
+        text=text,
+        versions=[VersionSpan(version, 0, 1)],
+    )
+    return Trajectory(key, [9], [turn], **{"stop_reason": StopReason.ANSWERED} | fields)
+
+
+RIGHT = "\\boxed{2}"
+WRONG = "\\boxed{3}"
+
+
+class Group:
+    """Runs groups that consist of these trajectories."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        self.trajectories = trajectories
+        self.error: Exception | None = None
+        self.options: list[dict[str, Any]] = []
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        self.options.append(options)
+        options["on_queued"]()
+        if self.error is not None:
+            raise self.error
+        return self.trajectories
+
+
+async def rolled_out(
+    group: Group,
+    *,
+    name: str = "1",
+    purpose: Purpose = Purpose.TRAIN,
+    events: list[Event] | None = None,
+    oldest: int = 3,
+    **settings: Any,
+) -> Any:
+    async with Grader(RewardSettings(function="exact")) as grader:
+        rollouts = Rollouts(
+            group,
+            lambda size: anyio.lowlevel.checkpoint(),
+            grader,
+            settings.pop("roc", RocSettings(down_sample_to_n=0)),
+            seed=0,
+            emit=(events if events is not None else []).append,
+            **settings,
+        )
+        return await rollouts.group(
+            TASK, name, size=len(group.trajectories), budget=BUDGET, oldest=oldest, purpose=purpose
+        )
+
+
+async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
+    group = Group(
+        [
+            trajectory("right", RIGHT),
+            trajectory("wrong", WRONG),
+            trajectory("straggler", RIGHT, stop_reason=StopReason.STRAGGLER),
+            Trajectory("silent", [9], [], stop_reason=StopReason.TIME_BUDGET),
+            trajectory("old", RIGHT, version="2"),
+            trajectory("foreign", RIGHT, version="default"),
+            trajectory("tainted", RIGHT),
+            trajectory("broken", RIGHT, stop_reason=StopReason.INFRASTRUCTURE),
+        ]
+    )
+    found = await rolled_out(group, is_tainted=lambda one: one.id == "tainted")
+    rows = {row["trajectory"]["id"]: row for row in found.rows()}
+    assert {key: row["reward"] for key, row in rows.items()} == {
+        "right": 1.0,
+        "wrong": 0.0,
+        **dict.fromkeys(["straggler", "silent", "old", "foreign", "tainted", "broken"]),
+    }
+    assert {key for key, row in rows.items() if row["advantage"] is not None} == {"right", "wrong"}
+    assert rows["old"]["reason"] == "sampled with other weights: 2"
+    assert found.has_signal
+
+
+async def test_equal_rewards_are_no_signal() -> None:
+    found = await rolled_out(Group([trajectory(str(n), RIGHT) for n in range(4)]))
+    assert not found.has_signal
+    assert [row["advantage"] for row in found.rows()] == [None] * 4
+
+
+async def test_the_selection_depends_on_the_name_alone() -> None:
+    group = Group([trajectory(str(n), RIGHT if n % 2 else WRONG) for n in range(16)])
+    kept = {
+        name: [
+            [row["advantage"] is not None for row in found.rows()]
+            for found in [
+                await rolled_out(group, name=name, roc=RocSettings(down_sample_to_n=4))
+                for _ in range(2)
+            ]
+        ]
+        for name in "abcdef"
+    }
+    assert all(one == other for one, other in kept.values())
+    assert len({tuple(one) for one, _ in kept.values()}) > 1
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+async def test_events_say_whether_a_group_is_trained_on(purpose: Purpose) -> None:
+    events: list[Event] = []
+    group = Group([trajectory("a", RIGHT), trajectory("b", WRONG)])
+    await rolled_out(group, purpose=purpose, events=events)
+    (started,) = [one for one in events if isinstance(one, GroupStarted)]
+    (finished,) = [one for one in events if isinstance(one, GroupFinished)]
+    is_chosen = purpose is Purpose.TRAIN
+    assert started.is_chosen == finished.is_chosen == is_chosen
+    assert set(finished.kept) == ({"a", "b"} if is_chosen else set())
+    assert finished.mean_reward == 0.5
+
+
+async def test_a_group_that_fails_is_reported_as_finished() -> None:
+    events: list[Event] = []
+    group = Group([])
+    group.error = ServerError("gone")
+    with pytest.raises(ServerError):
+        await rolled_out(group, events=events)
+    assert [type(event) for event in events] == [GroupStarted, GroupFinished]
+
+
+async def test_rollouts_are_stopped_early_only_where_enough_can_be_had() -> None:
+    group = Group([trajectory("a", RIGHT), trajectory("b", WRONG)])
+    for enough in (0, 1, 2, 3):
+        await rolled_out(group, enough=enough)
+    assert [options.get("enough") for options in group.options] == [None, 1, None, None]
+
+
+class ByTask:
+    """Rolls out nothing; refuses the tasks with these ids."""
+
+    def __init__(self, refused: set[str]) -> None:
+        self.refused = refused
+        self.begun: list[str] = []
+
+    async def wait_for_capacity(self, size: int) -> None:
+        pass
+
+    async def group(self, task: Task, name: str, **options: Any) -> Any:
+        assert options["purpose"] is Purpose.EVALUATE
+        self.begun.append(name)
+        options["on_queued"]()
+        if task.id in self.refused:
+            raise RequestError(f"{task.id}: too long")
+        return task.id
+
+
+@pytest.mark.parametrize("refused", [set(), {"b"}, {"a", "b", "c"}])
+async def test_tasks_come_back_in_order_without_those_that_are_refused(refused: set[str]) -> None:
+    tasks = [Task(key, "?", "") for key in "abc"]
+    told: list[str] = []
+    rollouts: Any = ByTask(refused)
+    options: dict[str, Any] = {"size": 1, "budget": BUDGET, "oldest": 0}
+    options |= {"on_done": lambda num: None, "on_refused": lambda task, error: told.append(task.id)}
+    if len(refused) == len(tasks):
+        with pytest.raises(RequestError, match="all 3 tasks were refused"):
+            await in_order(rollouts, tasks, "name", **options)
+    else:
+        found = await in_order(rollouts, tasks, "name", **options)
+        assert [task.id for task, _ in found] == [key for key in "abc" if key not in refused]
+    assert set(told) == refused
+    assert sorted(rollouts.begun) == ["name-0", "name-1", "name-2"]
