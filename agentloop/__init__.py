@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentloop.agent.rollout import Budget
+    from agentloop.environments.agent import Agent
+    from agentloop.environments.environment import Environment, environment
     from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
     from agentloop.inference.sglang.sampling import Sampling
+    from agentloop.rewards.reward import Reward
     from agentloop.runtime import Runtime, Settings
     from agentloop.trajectory import (
         StopReason,
@@ -35,9 +38,12 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Agent",
     "AgentLoopError",
     "Budget",
+    "Environment",
     "RequestError",
+    "Reward",
     "Runtime",
     "Sampling",
     "ServerError",
@@ -49,12 +55,16 @@ __all__ = [
     "ToolResult",
     "Trajectory",
     "Turn",
+    "environment",
 ]
 
 _MODULES = {
     "agentloop.agent.rollout": ("Budget",),
+    "agentloop.environments.agent": ("Agent",),
+    "agentloop.environments.environment": ("Environment", "environment"),
     "agentloop.errors": ("AgentLoopError", "RequestError", "ServerError", "SettingsError"),
     "agentloop.inference.sglang.sampling": ("Sampling",),
+    "agentloop.rewards.reward": ("Reward",),
     "agentloop.runtime": ("Runtime", "Settings"),
     "agentloop.trajectory": (
         "ToolCallStatus",

@@ -62,7 +62,8 @@ def load_settings(
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
-    for source, values in itertools.chain([("the base", dict(base or {}))], layers):
+    for source, layer in itertools.chain([("the base", dict(base or {}))], layers):
+        values = _expanded(model, layer)
         _check_keys(model, values, source)
         _merge(merged, _replace_none_text(model, values), sources, source)
     try:
@@ -79,6 +80,7 @@ def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
     """
     if not values:
         return settings
+    values = _expanded(type(settings), values)
     _check_keys(type(settings), values, source)
     merged = {**settings.model_dump(exclude_unset=True), **values}
     try:
@@ -230,6 +232,17 @@ def _check_keys(
             if not isinstance(named, Mapping):
                 raise SettingsError(f"{source}: '{path}.{name}' is a section: set its keys")
             _check_keys(section, named, source, f"{path}.{name}")
+
+
+def _expanded(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the plain value of a section that has a `SHORT_FORM`, the name of a key, by that."""
+    found = dict(values)
+    for key, value in values.items():
+        field = model.model_fields.get(key)
+        short = getattr(_section(field.annotation), "SHORT_FORM", None) if field else None
+        if short is not None and isinstance(value, str):
+            found[key] = {short: value}
+    return found
 
 
 def _first_leaf(path: str, value: Any) -> str:

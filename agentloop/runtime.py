@@ -211,6 +211,7 @@ class Runtime:
         budget: Budget | None = None,
         options: TurnOptions | None = None,
         group: str = "",
+        id: str | None = None,
         on_event: Emit = ignore,
     ) -> Trajectory:
         """Run one rollout to its end.
@@ -221,6 +222,7 @@ class Runtime:
             options: conditions that end a turn besides the model's end-of-turn token.
             group: a name shared by rollouts with the same messages and tools, which then share
                 KV cache.
+            id: id of the trajectory, which no other one in flight may have; None: a new one.
             on_event: called with each event as it happens; must not block.
 
         Raises:
@@ -238,6 +240,7 @@ class Runtime:
             emit=on_event,
             with_text=on_event is not ignore,
             group=group,
+            id=id or uuid.uuid4().hex,
         )
         return await self._run(rollout)
 

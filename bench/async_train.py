@@ -47,6 +47,7 @@ from typing import Any, TypeVar, cast
 
 import anyio
 
+from agentloop.environments.episodes import PromptGroups
 from agentloop.inference.router import Router
 from agentloop.rewards.reward import Grader, Reward
 from agentloop.tasks.sources import Task, TaskSource, TasksSettings
@@ -374,7 +375,7 @@ async def _train(
                 await TrainingLoop(
                     settings,
                     rollouts=Rollouts(
-                        servers.run_group,
+                        PromptGroups(servers.run_group),
                         servers.wait_for_capacity,
                         cast(Grader, _HalfCorrect()),
                         RocSettings(down_sample_to_n=shape.group_size // 2),

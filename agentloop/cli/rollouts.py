@@ -19,6 +19,8 @@ import pydantic
 
 from agentloop.cli import console
 from agentloop.config import load_settings
+from agentloop.environments.environment import EnvSettings, load
+from agentloop.environments.episodes import group_runner
 from agentloop.errors import SettingsError
 from agentloop.inference.processes.supervise import ServerSettings, require_device
 from agentloop.inference.router import RouterSettings
@@ -74,6 +76,9 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         recipe = state.recipe
         roc = RocSettings.model_validate(recipe["roc"])
         reward = RewardSettings.model_validate(recipe["reward"])
+        env = EnvSettings.model_validate(recipe["env"])
+        if env.name:
+            load(env.name, env.args)  # report mistakes before the servers start
         async with Grader(reward) as grader:
             await grader.ready()  # report missing packages before the servers start
         async with (
@@ -89,7 +94,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         ):
             served = Served(runtime.router)
             rollouts = Rollouts(
-                partial(runtime.run_group, on_event=traces.on_event, with_text=False),
+                group_runner(env, runtime, runtime.settings.sampling, traces.on_event),
                 runtime.router.wait_for_capacity,
                 grader,
                 roc,

@@ -35,6 +35,8 @@ from agentloop.cli.sft import (
 )
 from agentloop.config import to_toml
 from agentloop.distribution import is_installed
+from agentloop.environments.environment import EnvSettings, load
+from agentloop.environments.episodes import group_runner
 from agentloop.errors import SettingsError, sole
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
@@ -80,6 +82,7 @@ class TrainSettings(Settings):
     stages: dict[StageName, StageSettings] = pydantic.Field(
         default_factory=dict, description="Stages by name, run in this order."
     )
+    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     roc: RocSettings = pydantic.Field(default_factory=lambda: RocSettings())
@@ -135,7 +138,12 @@ async def train(
     settings = _whole(settings)
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
-    opened = partial(TaskSource.open, settings.tasks)
+    environment = load(settings.env.name, settings.env.args) if settings.env.name else None
+    tasks_of = settings.tasks
+    if environment is not None and environment.tasks and "kind" not in tasks_of.model_fields_set:
+        tasks_of = tasks_of.model_copy(update={"kind": "environment"})
+    make = environment.tasks if environment else None
+    opened = partial(TaskSource.open, tasks_of, function=make)
     if resume is None:
         tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
     async with (
@@ -323,7 +331,7 @@ async def _rolling_out(
         async with Grader(s.reward, pool=runtime.pool) as grader:
             serving = Served(runtime.router)
             rollouts = Rollouts(
-                partial(runtime.run_group, on_event=scene.emit, with_text=False),
+                group_runner(s.env, runtime, s.sampling, scene.emit),
                 runtime.router.wait_for_capacity,
                 grader,
                 s.roc,
@@ -338,7 +346,17 @@ async def _rolling_out(
 
 def recipe_of(settings: TrainSettings) -> dict[str, Any]:
     """Return the settings that runtimes on other machines take from the trainer."""
-    names = {"model", "chat", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
+    names = {
+        "model",
+        "chat",
+        "env",
+        "tools",
+        "tool_timeout_s",
+        "sampling",
+        "budget",
+        "reward",
+        "roc",
+    }
     loop = settings.loop.model_dump(
         include={"group_size", "seed", "shuffle_rewards", "early_stop_at"}
     )

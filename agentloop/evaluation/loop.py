@@ -355,7 +355,7 @@ def _rows(
 
 def _sample_metrics(sample: EvaluatedSample, reward: Reward) -> Row:
     trajectory = sample.trajectory
-    figures = of_rollout(trajectory, reward.value)
+    figures = of_rollout([trajectory], reward.value)
     figures["versions"] = sorted({span.version for turn in trajectory for span in turn.versions})
     if sample.num_tokens is not None:
         figures["num_tokens"] = sample.num_tokens

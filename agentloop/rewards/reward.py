@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -48,11 +48,13 @@ class Reward:
             number. None: unknown; the rollout must not be trained on.
         answer: the answer that was found in it.
         reason: an explanation for people.
+        parts: named parts of the value, where an environment gives them.
     """
 
     value: float | None
     answer: str | None
     reason: str
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 Verdict = Reward | float | None

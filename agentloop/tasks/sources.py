@@ -12,7 +12,7 @@ import json
 import math
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -57,18 +57,30 @@ class Task:
     level: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an additional field as an attribute, for environments: `task.top`."""
+        if not name.startswith("_") and name in self.extra:
+            return self.extra[name]
+        raise AttributeError(f"the task has no field {name!r}")
+
 
 class TasksSettings(pydantic.BaseModel):
     """The source of tasks."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    kind: Literal["arithmetic", "symbolic", "jsonl", "parquet", "huggingface", "reasoning_gym"] = (
-        pydantic.Field(
-            "arithmetic",
-            description="A generator (arithmetic, symbolic), files (jsonl, parquet in verl's "
-            "columns), a Hugging Face data set, or families of reasoning-gym.",
-        )
+    kind: Literal[
+        "arithmetic",
+        "symbolic",
+        "environment",
+        "jsonl",
+        "parquet",
+        "huggingface",
+        "reasoning_gym",
+    ] = pydantic.Field(
+        "arithmetic",
+        description="A generator (arithmetic, symbolic, or the environment's own), files (jsonl, "
+        "parquet in verl's columns), a Hugging Face data set, or families of reasoning-gym.",
     )
     paths: list[Path] = pydantic.Field(
         default_factory=list, description="Files to read, for the kinds jsonl and parquet."
@@ -134,9 +146,15 @@ class TaskSource(ABC):
 
     @staticmethod
     def open(
-        settings: TasksSettings | None = None, cursor: Mapping[str, Any] | None = None
+        settings: TasksSettings | None = None,
+        cursor: Mapping[str, Any] | None = None,
+        *,
+        function: Callable[[Random], Mapping[str, Any]] | None = None,
     ) -> TaskSource:
         """Read or prepare the tasks, and continue from `cursor` if given.
+
+        Args:
+            function: with the kind `environment`, makes the fields of a task from random numbers.
 
         Raises:
             DataError: A row is invalid (the message names the file, line or row, and field), or the
@@ -144,9 +162,13 @@ class TaskSource(ABC):
             SettingsError: A required package is missing.
         """
         settings = settings or TasksSettings()
-        source: TaskSource = (
-            _Generated(settings) if settings.kind in GENERATORS else _Listed(settings)
-        )
+        source: TaskSource
+        if settings.kind == "environment":
+            if function is None:
+                raise SettingsError("tasks.kind: the environment makes no tasks: name another kind")
+            source = _Made(settings, function)
+        else:
+            source = _Generated(settings) if settings.kind in GENERATORS else _Listed(settings)
         if cursor is not None:
             source.go_to(cursor)
         return source
@@ -248,6 +270,32 @@ class _Generated(TaskSource):
         answer = str(problem.answer)
         task = Task(f"{settings.kind}-{index}", prompt, answer, source=settings.kind, level=level)
         return task, _digest(problem.text)
+
+
+class _Made(_Generated):
+    """Tasks made by a function of random numbers."""
+
+    def __init__(
+        self, settings: TasksSettings, function: Callable[[Random], Mapping[str, Any]]
+    ) -> None:
+        super().__init__(settings)
+        self._function = function
+
+    def _make(self, index: int) -> tuple[Task, str]:
+        fields = self._function(Random(f"{self._settings.seed} {index}"))
+        if not isinstance(fields, Mapping):
+            name = getattr(self._function, "__name__", self._function)
+            raise DataError(f"tasks: {name} must return the fields of a task, not {fields!r}")
+        rest = dict(fields)
+        task = Task(
+            f"{self._settings.kind}-{index}",
+            rest.pop("prompt", ""),
+            str(rest.pop("answer", "")),
+            source=str(rest.pop("source", self._settings.kind)),
+            level=int(rest.pop("level", 0)),
+            extra=rest,
+        )
+        return task, _digest(repr(sorted(fields.items())))
 
 
 class _Listed(TaskSource):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from agentloop.environments.episodes import Episode
 from agentloop.rewards.reward import Reward
 from agentloop.training.roc import Selection
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
@@ -20,7 +21,7 @@ _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
 class ScoredGroup(Protocol):
     """The rollouts of a task with their rewards, and the selection of those to train on."""
 
-    trajectories: Sequence[Trajectory]
+    episodes: Sequence[Episode]
     rewards: list[Reward]
     choice: Selection
 
@@ -31,21 +32,22 @@ def figures(group: ScoredGroup) -> dict[str, Any]:
     return {
         "rejected": None if rejected is None else str(rejected),
         "rollouts": [
-            of_rollout(trajectory, reward.value)
-            for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
+            of_rollout(episode.trajectories, reward.value)
+            for episode, reward in zip(group.episodes, group.rewards, strict=True)
         ],
     }
 
 
-def of_rollout(trajectory: Trajectory, reward: float | None) -> dict[str, Any]:
-    """Return the figures of one rollout as plain data."""
+def of_rollout(trajectories: Sequence[Trajectory], reward: float | None) -> dict[str, Any]:
+    """Return the figures of one rollout, which may have several trajectories, as plain data."""
+    versions = {v for one in trajectories for v in one.versions if v is not None}
     return {
         "reward": reward,
-        "tool_errors": _tool_error_ratio(trajectory),
-        "num_tokens": trajectory.num_sampled_tokens,
-        "num_turns": len(trajectory.turns),
-        "truncated": trajectory.stop_reason in _TRUNCATED,
-        "num_versions": len({v for v in trajectory.versions if v is not None}),
+        "tool_errors": _tool_error_ratio(trajectories),
+        "num_tokens": sum(one.num_sampled_tokens for one in trajectories),
+        "num_turns": sum(len(one.turns) for one in trajectories),
+        "truncated": any(one.stop_reason in _TRUNCATED for one in trajectories),
+        "num_versions": len(versions),
     }
 
 
@@ -109,10 +111,11 @@ def _fmean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _tool_error_ratio(trajectory: Trajectory) -> float | None:
-    """Return the share of a trajectory's calls that failed, or None without calls."""
+def _tool_error_ratio(trajectories: Sequence[Trajectory]) -> float | None:
+    """Return the share of a rollout's calls that failed, or None without calls."""
     ours = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
-    statuses = [result.status for result in trajectory.results if result.status not in ours]
+    results = [result for one in trajectories for result in one.results]
+    statuses = [result.status for result in results if result.status not in ours]
     return sum(status.failed for status in statuses) / len(statuses) if statuses else None
 
 

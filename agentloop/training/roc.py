@@ -143,17 +143,23 @@ class Trace:
             raise ValueError(f"{self.num_answers} answers in {self.num_turns} turns")
 
     @classmethod
-    def of(cls, trajectory: Trajectory, reward: float | None) -> Self:
-        """Build a trace; calls that were cancelled or lost to the infrastructure do not count."""
+    def of(cls, trajectories: Sequence[Trajectory], reward: float | None) -> Self:
+        """Build the trace of a rollout, which has one or more trajectories.
+
+        Calls that were cancelled or lost to the infrastructure do not count.
+        """
         excluded = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
-        statuses = [result.status for result in trajectory.results if result.status not in excluded]
+        results = [result for one in trajectories for result in one.results]
+        statuses = [result.status for result in results if result.status not in excluded]
+        turns = [turn for one in trajectories for turn in one]
+        is_lost = any(one.stop_reason.is_unscorable for one in trajectories)
         return cls(
-            reward=None if trajectory.stop_reason.is_unscorable else reward,
+            reward=None if is_lost else reward,
             num_calls=len(statuses),
             num_failed_calls=sum(status.failed for status in statuses),
-            num_answers=sum(len(tagged(turn.text)) for turn in trajectory),
-            num_turns=len(trajectory.turns),
-            num_pairs=_num_pairs("\n".join(turn.text for turn in trajectory)),
+            num_answers=sum(len(tagged(turn.text)) for turn in turns),
+            num_turns=len(turns),
+            num_pairs=_num_pairs("\n".join(turn.text for turn in turns)),
         )
 
 

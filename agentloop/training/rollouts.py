@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -14,6 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from agentloop.agent.rollout import Budget
+from agentloop.environments.episodes import Episode, RunGroup
 from agentloop.errors import RequestError
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
 from agentloop.rewards.reward import Grader, Reward
@@ -24,10 +25,7 @@ from agentloop.training.group_stream import finished_groups
 from agentloop.training.roc import RocSettings, Selection, Trace, resample
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "RunGroup", "in_order"]
-
-RunGroup = Callable[..., Awaitable[Sequence[Trajectory]]]
-"""The type of `Runtime.run_group`: (prompt, *, size, name, budget, on_queued) to trajectories."""
+__all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "in_order"]
 
 
 class Purpose(StrEnum):
@@ -154,7 +152,7 @@ class _Scored:
     """A scored group, with the rollouts to train on and their advantages."""
 
     task: Task
-    trajectories: Sequence[Trajectory]
+    episodes: Sequence[Episode]
     rewards: list[Reward]
     choice: Selection
     advantages: Mapping[int, float]
@@ -172,11 +170,13 @@ class _Scored:
         mean = sum(values) / len(values) if values else None
         if not is_chosen:
             return GroupFinished(name, mean_reward=mean, is_chosen=False)
-        ids = [trajectory.id for trajectory in self.trajectories]
+        kept, dropped = self.advantages, self.choice.dropped
         return GroupFinished(
             name,
-            kept={ids[index]: advantage for index, advantage in self.advantages.items()},
-            dropped={ids[index]: str(why) for index, why in self.choice.dropped.items()},
+            kept={one.id: kept[index] for index, one in self._numbered() if index in kept},
+            dropped={
+                one.id: str(dropped[index]) for index, one in self._numbered() if index in dropped
+            },
             mean_reward=mean,
             has_signal=self.has_signal,
         )
@@ -186,15 +186,23 @@ class _Scored:
             {
                 "task": self.task.id,
                 "truth": self.task.answer,
+                "rollout": index,
                 "reward": self.rewards[index].value,
+                "parts": dict(self.rewards[index].parts),
                 "answer": self.rewards[index].answer,
                 "reason": self.rewards[index].reason,
                 "advantage": self.advantages.get(index),
                 "dropped": self.choice.dropped.get(index),
                 "trajectory": trajectory.to_dict(),
             }
-            for index, trajectory in enumerate(self.trajectories)
+            for index, trajectory in self._numbered()
         ]
+
+    def _numbered(self) -> Iterator[tuple[int, Trajectory]]:
+        """Yield each trajectory with the number of its rollout."""
+        for index, episode in enumerate(self.episodes):
+            for trajectory in episode.trajectories:
+                yield index, trajectory
 
 
 class Rollouts:
@@ -248,21 +256,20 @@ class Rollouts:
         on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Implement `RollsOut`."""
-        options: dict[str, Any] = {"enough": self._enough} if 0 < self._enough < size else {}
         full_name = f"{name}-{task.id}"
         is_chosen = purpose is Purpose.TRAIN
         self._emit(GroupStarted(full_name, task.id, task.prompt, task.answer, size, is_chosen))
         scored: _Scored | None = None
         try:
-            trajectories = await self._run_group(
-                task.prompt,
+            episodes = await self._run_group(
+                task,
                 size=size,
                 name=full_name,
                 budget=budget,
                 on_queued=on_queued,
-                **options,
+                enough=self._enough if self._enough < size else 0,
             )
-            scored = await self._scored(task, name, trajectories, oldest)
+            scored = await self._scored(task, name, episodes, oldest)
         finally:
             self._emit(
                 GroupFinished(full_name, is_chosen=is_chosen)
@@ -272,35 +279,42 @@ class Rollouts:
         return scored
 
     async def _scored(
-        self, task: Task, name: str, trajectories: Sequence[Trajectory], oldest: int
+        self, task: Task, name: str, episodes: Sequence[Episode], oldest: int
     ) -> _Scored:
         rewards: dict[int, Reward] = {}
 
         async def score(index: int) -> None:
             begun = time.monotonic()
-            trajectory = trajectories[index]
-            if trajectory.stop_reason is StopReason.STRAGGLER:
-                rewards[index] = Reward(None, None, "stopped: enough of its group had ended")
-            elif not trajectory.num_sampled_tokens:
-                rewards[index] = Reward(None, None, "timed out in the queue: nothing was sampled")
-            elif other := _other_version(trajectory, oldest):
-                rewards[index] = Reward(None, None, f"sampled with other weights: {other}")
-            elif self._is_tainted(trajectory):
-                why = "sampled by a server with wrong weights"
-                rewards[index] = Reward(None, None, why)
-            else:
-                rewards[index] = await self._grader.score(trajectory, task)
-            reward, seconds = rewards[index], time.monotonic() - begun
-            told = (reward.value, reward.answer, reward.reason, seconds)
-            self._emit(RolloutScored(trajectory.id, *told))
+            rewards[index] = reward = await self._reward(task, episodes[index], oldest)
+            told = (reward.value, reward.answer, reward.reason, time.monotonic() - begun)
+            for trajectory in episodes[index].trajectories:
+                self._emit(RolloutScored(trajectory.id, *told))
 
         async with anyio.create_task_group() as scoring:
-            for index in range(len(trajectories)):
+            for index in range(len(episodes)):
                 scoring.start_soon(score, index)
-        return self._select(task, name, trajectories, [rewards[i] for i in range(len(rewards))])
+        return self._select(task, name, episodes, [rewards[i] for i in range(len(rewards))])
+
+    async def _reward(self, task: Task, episode: Episode, oldest: int) -> Reward:
+        """Return the reward of a rollout, which has none if it cannot be trained on."""
+        if any(one.stop_reason is StopReason.STRAGGLER for one in episode.trajectories):
+            return Reward(None, None, "stopped: enough of its group had ended")
+        if episode.reward is not None and episode.reward.value is None:
+            return episode.reward
+        if not episode.num_sampled_tokens:
+            return Reward(None, None, "timed out in the queue: nothing was sampled")
+        for trajectory in episode.trajectories:
+            if other := _other_version(trajectory, oldest):
+                return Reward(None, None, f"sampled with other weights: {other}")
+            if self._is_tainted(trajectory):
+                return Reward(None, None, "sampled by a server with wrong weights")
+        if episode.reward is not None:
+            return episode.reward
+        (trajectory,) = episode.trajectories
+        return await self._grader.score(trajectory, task)
 
     def _select(
-        self, task: Task, name: str, trajectories: Sequence[Trajectory], rewards: list[Reward]
+        self, task: Task, name: str, episodes: Sequence[Episode], rewards: list[Reward]
     ) -> _Scored:
         values = [reward.value for reward in rewards]
         # A generator per group, since groups finish in any order.
@@ -308,15 +322,15 @@ class Rollouts:
         if self._shuffle_rewards:
             values = _shuffled(values, draw)
         traces = [
-            Trace.of(trajectory, value)
-            for trajectory, value in zip(trajectories, values, strict=True)
+            Trace.of(episode.trajectories, value)
+            for episode, value in zip(episodes, values, strict=True)
         ]
         choice = resample(traces, self._roc, draw)
         kept = [value for index in choice.kept if (value := values[index]) is not None]
         advantages = dict(zip(choice.kept, group_advantages(kept), strict=True))
         if not any(advantages.values()) and self._roc.reject_equal_reward:
             advantages = {}
-        return _Scored(task, trajectories, rewards, choice, advantages)
+        return _Scored(task, episodes, rewards, choice, advantages)
 
 
 def _other_version(trajectory: Trajectory, oldest: int) -> str | None:

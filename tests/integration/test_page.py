@@ -25,6 +25,7 @@ from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
+from agentloop.environments.episodes import PromptGroups
 from agentloop.events import CallStarted, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
@@ -68,7 +69,7 @@ class Service:
         task = Task("t1", QUESTION, "1776")
         async with Grader(RewardSettings(function="exact")) as grader:
             rollouts = Rollouts(
-                self._run_group,
+                PromptGroups(self._run_group),
                 self.runtime.router.wait_for_capacity,
                 grader,
                 RocSettings(down_sample_to_n=2),

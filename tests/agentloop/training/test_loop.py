@@ -22,6 +22,7 @@ from agentloop.analysis.run_list import RunState, summarize
 from agentloop.cli.runs.export import find
 from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
+from agentloop.environments.episodes import PromptGroups
 from agentloop.errors import ModelError, RequestError, SettingsError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.inference.router import Router, RouterSettings
@@ -199,7 +200,7 @@ async def played(
                     **{"prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
                 ),
                 rollouts=Rollouts(
-                    run_group,
+                    PromptGroups(run_group),
                     router.wait_for_capacity,
                     grader,
                     roc or RocSettings(down_sample_to_n=4),

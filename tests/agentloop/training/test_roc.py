@@ -212,7 +212,7 @@ def test_the_released_form_matches_the_released_code(
     for (texts, failures), reward in group:
         turns = [Turn(text=text) for text in texts]
         turns[-1].results = [result(status[failed]) for failed in failures]
-        made.append(Trace.of(Trajectory("t", [1], turns, StopReason.ANSWERED), reward))
+        made.append(Trace.of([Trajectory("t", [1], turns, StopReason.ANSWERED)], reward))
     choice = resample(made, settings, Random(0))
     rollouts, rewards = [one for one, _ in group], [reward for _, reward in group]
     assert choice.penalties == [released_penalty(one, settings) for one in rollouts]
@@ -415,7 +415,7 @@ def test_a_trace_is_counted_from_the_record() -> None:
         ("<answer>3</answer>", []),
         reason=StopReason.ANSWERED,
     )
-    found = Trace.of(trajectory, 1.0)
+    found = Trace.of([trajectory], 1.0)
     assert found == Trace(
         1.0, num_calls=3, num_failed_calls=2, num_answers=3, num_turns=3, num_pairs=0
     )
@@ -423,14 +423,14 @@ def test_a_trace_is_counted_from_the_record() -> None:
 
 @pytest.mark.parametrize("status", ToolCallStatus)
 def test_calls_fail_by_their_status_alone(status: ToolCallStatus) -> None:
-    found = Trace.of(rollout(("", [status]), reason=StopReason.ANSWERED), 1.0)
+    found = Trace.of([rollout(("", [status]), reason=StopReason.ANSWERED)], 1.0)
     assert found.num_failed_calls == status.failed
     ours = status in (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
     assert found.num_calls == (not ours)
 
 
 def test_infrastructure_failures_have_no_reward_even_if_one_is_given() -> None:
-    assert Trace.of(rollout(("", []), reason=StopReason.INFRASTRUCTURE), 0.0).reward is None
+    assert Trace.of([rollout(("", []), reason=StopReason.INFRASTRUCTURE)], 0.0).reward is None
 
 
 def test_penalties_with_the_turns_of_the_published_code() -> None:

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from agentloop.agent.rollout import Budget
+from agentloop.environments.episodes import PromptGroups
 from agentloop.errors import RequestError, ServerError
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.rewards.reward import Grader, RewardSettings
@@ -65,7 +66,7 @@ async def rolled_out(
 ) -> Any:
     async with Grader(RewardSettings(function="exact")) as grader:
         rollouts = Rollouts(
-            group,
+            PromptGroups(group),
             lambda size: anyio.lowlevel.checkpoint(),
             grader,
             settings.pop("roc", RocSettings(down_sample_to_n=0)),

@@ -18,6 +18,7 @@ import pytest
 
 from agentloop.agent.rollout import Budget
 from agentloop.config import to_toml
+from agentloop.environments.episodes import PromptGroups
 from agentloop.errors import PromptTooLong, RequestError, ServerError, SettingsError, sole
 from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.tasks.sources import Task, TaskSource
@@ -380,7 +381,11 @@ async def rolling_out(settings: FleetSettings, *names: str) -> AsyncIterator[Non
         for name in names:
             player, right = Player(name), Played(TaskSource.open(ARITHMETIC))
             rollouts = Rollouts(
-                right, player.wait_for_capacity, grader, RocSettings(down_sample_to_n=4), seed=0
+                PromptGroups(right),
+                player.wait_for_capacity,
+                grader,
+                RocSettings(down_sample_to_n=4),
+                seed=0,
             )
             runtimes.start_soon(player.run, settings, rollouts)
         yield

@@ -1,0 +1,214 @@
+"""An environment: an async function of a task and an agent that returns what the rollout is worth.
+
+    @agentloop.environment
+    async def guess(task, agent):
+        game = Game(task.answer)
+        await agent.run(f"Find my number, 1 to {task.top}.", tools=[game.guess])
+        return {"found": game.found, "quick": 1 - game.tries / 20}
+
+It may return
+
+    a number    the reward
+    a mapping   named parts of the reward, each a number; the reward is their weighted sum
+    a Reward    a value with an answer and a reason
+    None        no reward: the rollout is not trained on
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from numbers import Real
+from random import Random
+from typing import Any, ClassVar, overload
+
+import pydantic
+
+from agentloop.errors import SettingsError
+from agentloop.rewards.reward import Reward
+
+__all__ = [
+    "EnvSettings",
+    "Environment",
+    "EnvironmentFunction",
+    "TaskFunction",
+    "environment",
+    "load",
+    "reward_of",
+]
+
+EnvironmentFunction = Callable[..., Awaitable[Any]]
+"""An async function of a task, an agent and, by name, the environment's arguments."""
+
+TaskFunction = Callable[[Random], Mapping[str, Any]]
+"""A function of a random number generator that returns the fields of a task."""
+
+
+class EnvSettings(pydantic.BaseModel):
+    """The environment that rollouts run in. `env = "module:name"` is short for `env.name`."""
+
+    SHORT_FORM: ClassVar = "name"
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    name: str = pydantic.Field(
+        "",
+        description="An environment, as module:name; none: the agent answers each task's prompt, "
+        "and its answer is checked (`reward`).",
+    )
+    args: dict[str, Any] = pydantic.Field(
+        default_factory=dict, description="Arguments of the environment, by name."
+    )
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment function with its arguments.
+
+    Attributes:
+        tasks: makes the tasks, if the settings name no others.
+        weights: the weight of each named part of the reward; 1 for those that are not in it.
+        arguments: keyword arguments of the function, besides the task and the agent.
+    """
+
+    function: EnvironmentFunction
+    tasks: TaskFunction | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+    async def __call__(self, task: Any, agent: Any) -> Any:
+        return await self.function(task, agent, **self.arguments)
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Environment:
+        """Return the environment with these arguments, converted to the types of its signature.
+
+        Raises:
+            SettingsError: an argument is missing, unknown or of another type.
+        """
+        parameters = list(inspect.signature(self.function).parameters.values())[2:]
+        hints = inspect.get_annotations(self.function, eval_str=True)
+        fields: dict[str, Any] = {
+            one.name: (
+                hints.get(one.name, Any),
+                ... if one.default is one.empty else one.default,
+            )
+            for one in parameters
+            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        }
+        config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+        model = pydantic.create_model("arguments", __config__=config, **fields)
+        try:
+            found = model.model_validate(arguments)
+        except pydantic.ValidationError as error:
+            problems = "; ".join(
+                f"env.args.{'.'.join(map(str, one['loc']))}: {one['msg']}"
+                for one in error.errors(include_url=False)
+            )
+            known = ", ".join(fields) or "none"
+            raise SettingsError(f"{problems} (arguments of {self.name}: {known})") from error
+        return replace(self, arguments={name: getattr(found, name) for name in fields})
+
+
+@overload
+def environment(function: EnvironmentFunction, /) -> Environment: ...
+
+
+@overload
+def environment(
+    *, tasks: TaskFunction | None = None, weights: Mapping[str, float] | None = None
+) -> Callable[[EnvironmentFunction], Environment]: ...
+
+
+def environment(
+    function: EnvironmentFunction | None = None,
+    /,
+    *,
+    tasks: TaskFunction | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> Environment | Callable[[EnvironmentFunction], Environment]:
+    """Make an environment of an async function of a task and an agent.
+
+    Args:
+        tasks: a function of a `random.Random` that returns the fields of a task, such as
+            `{"answer": rng.randint(1, 100), "top": 100}`.
+        weights: weights of the named parts of the reward; 1 by default.
+
+    Raises:
+        TypeError: the function is not async or does not take a task and an agent.
+    """
+    if function is None:
+        return partial(_made, tasks=tasks, weights=weights or {})
+    return _made(function, tasks=tasks, weights=weights or {})
+
+
+def _made(
+    function: EnvironmentFunction, *, tasks: TaskFunction | None, weights: Mapping[str, float]
+) -> Environment:
+    if not inspect.iscoroutinefunction(function):
+        raise TypeError(f"environment: {function!r} must be an `async def` function")
+    if len(inspect.signature(function).parameters) < 2:
+        raise TypeError(f"environment: {function.__name__} must take a task and an agent")
+    return Environment(function, tasks, weights)
+
+
+def load(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
+    """Import the environment `module:name`, with its arguments.
+
+    Raises:
+        SettingsError: there is no such environment, or an argument is invalid.
+    """
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise SettingsError(f"env.name: {name!r} is not of the form module:function")
+    try:
+        found = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise SettingsError(f"env.name: {name}: {error}") from error
+        raise SettingsError(
+            f"env.name: there is no module {error.name!r}; it must be importable from here, such "
+            "as a file in the current folder or an installed package"
+        ) from error
+    except AttributeError as error:
+        raise SettingsError(f"env.name: {module} has no {attribute!r}") from error
+    except Exception as error:
+        raise SettingsError(
+            f"env.name: importing {module} raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, Environment):
+        raise SettingsError(
+            f"env.name: {name} is not an environment: decorate it with @agentloop.environment"
+        )
+    return found.with_arguments(arguments or {})
+
+
+def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:
+    """Return what an environment has returned as a reward.
+
+    Raises:
+        ValueError: the value is none that an environment may return.
+    """
+    if value is None:
+        return Reward(None, None, "the environment gives none")
+    if isinstance(value, Reward):
+        return value
+    if isinstance(value, Mapping):
+        parts = {str(name): _number(part, f"part {name!r}") for name, part in value.items()}
+        total = sum(weights.get(name, 1.0) * part for name, part in parts.items())
+        told = ", ".join(f"{name} {part:g}" for name, part in parts.items())
+        return Reward(_number(total, "the sum of the parts"), None, told, parts)
+    return Reward(_number(value, "the reward"), None, "by the environment")
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{what}: expected a finite number, got {value!r}")
+    return float(value)

@@ -1,0 +1,27 @@
+"""A game as an environment: agentloop train env=examples.guess_number:guess"""
+
+import random
+
+import agentloop
+
+
+class Game:
+    def __init__(self, number: int) -> None:
+        self.number, self.tries, self.found = number, 0, False
+
+    def guess(self, number: int) -> str:
+        """Guess the number."""
+        self.tries += 1
+        self.found |= number == self.number
+        return "right" if self.found else "higher" if number < self.number else "lower"
+
+
+def make_task(rng: random.Random) -> dict[str, int]:
+    return {"answer": rng.randint(1, 100), "top": 100}
+
+
+@agentloop.environment(tasks=make_task)
+async def guess(task, agent):
+    game = Game(int(task.answer))
+    await agent.run(f"Find my number, 1 to {task.top}.", tools=[game.guess])
+    return {"found": game.found, "quick": game.found * (1 - game.tries / 20)}

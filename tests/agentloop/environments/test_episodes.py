@@ -1,0 +1,244 @@
+"""Environments: what they may return, who is to blame for a failure, and what is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+
+import agentloop
+from agentloop.agent.rollout import Budget
+from agentloop.environments.agent import Agent, AgentFailed
+from agentloop.environments.environment import Environment, load, reward_of
+from agentloop.environments.episodes import EnvironmentGroups, Episode
+from agentloop.errors import RequestError, ServerUnavailable, SettingsError
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rewards.reward import Reward
+from agentloop.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
+
+pytestmark = pytest.mark.anyio
+
+TASK = Task("t", "", "42", extra={"top": 100})
+
+
+class Model:
+    """Answers each conversation with the number of messages in it; records what it was asked."""
+
+    def __init__(self, stop_reason: StopReason = StopReason.ANSWERED) -> None:
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+        self.stop_reason = stop_reason
+        self.error: Exception | None = None
+
+    def conversations(self, group: str) -> Callable[..., Any]:
+        async def run(messages: Any, **options: Any) -> Trajectory:
+            self.asked.append((messages, options))
+            await anyio.lowlevel.checkpoint()
+            if self.error is not None:
+                raise self.error
+            turn = Turn(output_ids=[1], logprobs=[-1.0], end=TurnEnd.STOP, text="hm")
+            return Trajectory(
+                options["id"], [9], [turn], self.stop_reason, answer=str(len(messages))
+            )
+
+        return run
+
+
+async def run(
+    environment: Environment, model: Model | None = None, *, size: int = 2, **options: Any
+) -> Sequence[Episode]:
+    groups = EnvironmentGroups(
+        environment, (model or Model()).conversations, sampling=Sampling(seed=7)
+    )
+    budget = Budget(timeout_s=options.pop("timeout_s", 5))
+    return await groups(
+        TASK, size=size, name="1-t", budget=budget, on_queued=lambda: None, **options
+    )
+
+
+async def test_a_rollout_has_the_conversations_and_the_reward_of_its_environment() -> None:
+    @agentloop.environment
+    async def two(task: Any, agent: Agent) -> dict[str, float]:
+        first = await agent.run(f"Up to {task.top}?", system="Be brief.")
+        second = await agent.chat([{"role": "user", "content": "And now?"}])
+        return {"a": float(first.answer), "b": float(second)}
+
+    model = Model()
+    episodes = await run(two, model)
+    assert [one.id for one in episodes] == ["1-t.0", "1-t.1"]
+    ids = [[one.id for one in episode.trajectories] for episode in episodes]
+    assert ids == [["1-t.0", "1-t.0+1"], ["1-t.1", "1-t.1+1"]]
+    for episode in episodes:
+        assert episode.reward == Reward(3.0, None, "a 2, b 1", {"a": 2.0, "b": 1.0})
+    seeds = [options["sampling"].seed for _, options in model.asked]
+    assert len(set(seeds)) == 4
+    assert model.asked[0][0][0] == {"role": "system", "content": "Be brief."}
+    again = Model()
+    await run(two, again)
+    assert sorted(seeds) == sorted(options["sampling"].seed for _, options in again.asked)
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (0.25, 0.25),
+        ({"x": 1, "y": False}, 2.0),
+        (Reward(0.5, "a", "why"), 0.5),
+        (None, None),
+    ],
+)
+def test_what_an_environment_may_return(value: Any, reward: float | None) -> None:
+    assert reward_of(value, {"x": 2.0}).value == reward
+
+
+@pytest.mark.parametrize("value", ["1", float("nan"), {"x": None}, [1], {"x": float("inf")}])
+def test_what_an_environment_may_not_return(value: Any) -> None:
+    with pytest.raises(ValueError, match="finite number"):
+        reward_of(value, {})
+
+
+async def test_an_environment_that_always_fails_refuses_the_task() -> None:
+    @agentloop.environment
+    async def broken(task: Any, agent: Agent) -> None:
+        raise KeyError("board")
+
+    with pytest.raises(RequestError, match=r"environment broken: .* raised KeyError: 'board'"):
+        await run(broken)
+
+
+async def test_a_rollout_that_its_environment_failed_has_no_reward() -> None:
+    @agentloop.environment
+    async def sometimes(task: Any, agent: Agent) -> float:
+        found = await agent.run("?")
+        return 1.0 if found.id.endswith(".0") else float("nan")
+
+    good, bad = await run(sometimes)
+    assert good.reward is not None
+    assert bad.reward is not None
+    assert (good.reward.value, bad.reward.value) == (1.0, None)
+    assert bad.reward.reason.startswith("the environment raised ValueError")
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_failure_of_the_infrastructure_is_no_reward_whatever_is_returned(
+    hides: bool, raises: bool
+) -> None:
+    @agentloop.environment
+    async def hiding(task: Any, agent: Agent) -> float:
+        try:
+            await agent.run("?")
+        except AgentFailed:
+            if not hides:
+                raise
+        return 1.0
+
+    model = Model(StopReason.INFRASTRUCTURE)
+    if raises:
+        model.error = ServerUnavailable("gone")
+    for episode in await run(hiding, model):
+        assert episode.reward is not None
+        assert episode.reward.value is None
+        assert episode.reward.reason.startswith("infrastructure: ")
+
+
+async def test_an_environment_that_hangs_ends_at_its_deadline() -> None:
+    ended: list[str] = []
+
+    @agentloop.environment
+    async def hangs(task: Any, agent: Agent) -> float:
+        found = await agent.run("?")
+        if found.id.endswith(".1"):
+            try:
+                await anyio.sleep_forever()
+            finally:
+                ended.append(found.id)
+        return 1.0
+
+    good, bad = await run(hangs, timeout_s=0.2)
+    assert ended == ["1-t.1"]
+    assert good.reward is not None
+    assert good.reward.value == 1.0
+    assert bad.reward is not None
+    assert bad.reward.reason == "the environment ran out of time (0.2 s)"
+
+
+async def test_stragglers_are_stopped_when_enough_have_ended() -> None:
+    @agentloop.environment
+    async def waits(task: Any, agent: Agent) -> float:
+        found = await agent.run("?")
+        if not found.id.endswith(".0"):
+            await anyio.sleep_forever()
+        return 1.0
+
+    first, *others = await run(waits, size=3, enough=1)
+    assert first.reward is not None
+    assert first.reward.value == 1.0
+    assert [one.reward and one.reward.reason for one in others] == [
+        "stopped: enough of its group had ended"
+    ] * 2
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9), "top": 9}, weights={"x": 2})
+async def counting(task: Any, agent: Agent, *, most: int, name: str = "a") -> float:
+    return most
+
+
+def test_arguments_are_checked_against_the_signature() -> None:
+    found = load(f"{__name__}:counting", {"most": "3"})
+    assert found.arguments == {"most": 3, "name": "a"}
+    for arguments, problem in (
+        ({}, "env.args.most: Field required"),
+        ({"most": "x"}, "env.args.most: Input should be a valid integer"),
+        ({"most": 1, "mots": 2}, r"env.args.mots: Extra .* \(arguments of counting: most, name\)"),
+    ):
+        with pytest.raises(SettingsError, match=problem):
+            load(f"{__name__}:counting", arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        (f"{__name__}:nothing", "has no 'nothing'"),
+        (f"{__name__}:Model", "decorate it with @agentloop.environment"),
+        ("plain", "not of the form module:function"),
+    ],
+)
+def test_a_name_that_is_no_environment_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        load(name)
+
+
+def test_only_async_functions_of_a_task_and_an_agent_are_environments() -> None:
+    def plain(task: Any, agent: Any) -> float:
+        return 1.0
+
+    async def alone(task: Any) -> float:
+        return 1.0
+
+    for function in (plain, alone):
+        with pytest.raises(TypeError, match="environment: "):
+            agentloop.environment(function)  # type: ignore[arg-type]
+
+
+def test_an_environments_tasks_are_the_same_at_each_start_and_held_out_ones_are_apart() -> None:
+    def make(rng: Random) -> dict[str, Any]:
+        return {"answer": rng.randint(1, 1000), "top": 1000}
+
+    settings = TasksSettings(kind="environment", held_out=8)
+    source = TaskSource.open(settings, function=make)
+    first = [next(source) for _ in range(20)]
+    cursor = source.cursor()
+    rest = [next(source) for _ in range(20)]
+    assert [next(TaskSource.open(settings, cursor, function=make))] == rest[:1]
+    assert first[0].top == 1000
+    held_out = source.held_out()
+    assert len(held_out) == 8
+    assert not {one.answer for one in held_out} & {one.answer for one in first + rest}
+    assert source.find(first[3].id) == first[3]
