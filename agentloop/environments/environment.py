@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -168,6 +170,8 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise SettingsError(f"env.name: {name!r} is not of the form module:function")
+    if (here := os.getcwd()) not in sys.path:  # a command's path begins with its own folder
+        sys.path.append(here)
     try:
         found = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
