@@ -81,19 +81,25 @@ class SftStageLearner(pydantic.BaseModel):
 
     init: Literal["pretrained", "random"] = pydantic.Field(
         "pretrained",
-        description="random: initialize the weights at random with `learner.seed` or `seed`, "
-        "using only the folder's configuration and tokenizer.",
+        description="Initial weights. pretrained: the model's. random: random weights (seed: "
+        "`seed`, or learner.seed); only the folder's configuration and tokenizer are used.",
     )
     config: dict[str, Any] = pydantic.Field(
         default_factory=dict,
-        description="With init = random: values to change in the folder's config.json, such as "
-        "num_hidden_layers.",
+        description="With init = random: values that replace those of the folder's config.json, "
+        "such as num_hidden_layers.",
     )
     micro_batch_tokens: int | None = pydantic.Field(
-        None, ge=2, description="Tokens per forward pass of a rank. None: as in `learner`."
+        None,
+        ge=2,
+        description="Maximum number of tokens in a forward pass of a rank. By default, "
+        "learner.micro_batch_tokens.",
     )
     seed: int | None = pydantic.Field(
-        None, ge=0, lt=2**63, description="Seed of random weights. None: as in `learner`."
+        None,
+        ge=0,
+        lt=2**63,
+        description="Random seed of the initial weights. By default, learner.seed.",
     )
     optimizer: SftOptimizerSettings = pydantic.Field(default_factory=SftOptimizerSettings)
 
@@ -104,10 +110,10 @@ class SftStageRanks(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nproc_per_node: int | None = pydantic.Field(
-        None, ge=1, description="Ranks on each machine. None: as in `ranks`."
+        None, ge=1, description="Ranks per machine. By default, ranks.nproc_per_node."
     )
     threads: int | None = pydantic.Field(
-        None, ge=1, description="OpenMP threads of each rank. None: as in `ranks`."
+        None, ge=1, description="OpenMP threads per rank on a CPU. By default, ranks.threads."
     )
 
 
@@ -157,8 +163,8 @@ class SftSettings(DialogueTraining):
     serve: ServeSettings = pydantic.Field(default_factory=lambda: ServeSettings())
     page: bool = pydantic.Field(
         True,
-        description="Whether to serve a web page of the run, at serve.host and serve.port, or at "
-        "a free port if that one is taken.",
+        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
+        "if that one is taken.",
     )
 
 

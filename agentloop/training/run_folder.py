@@ -32,9 +32,9 @@ class RunSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    folder: Path = pydantic.Field(Path("runs"), description="Parent folder of all runs.")
+    folder: Path = pydantic.Field(Path("runs"), description="Folder that contains all runs.")
     name: str = pydantic.Field(
-        "", pattern=r"^[\w.-]*$", description="Name of this run; none: the time of its start."
+        "", pattern=r"^[\w.-]*$", description="Name of this run. By default, the time of its start."
     )
 
 
