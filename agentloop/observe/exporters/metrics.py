@@ -124,7 +124,7 @@ _STEP_GAUGES = (
     (
         "learner/grad_norm",
         "learner_gradient_norm",
-        "Gradient norm of the last update, before clipping.",
+        "Mean gradient norm of the last step's updates, before clipping.",
         1,
     ),
     ("learner/lr", "learner_learning_rate", "Learning rate of the last update.", 1),
