@@ -74,7 +74,7 @@ class RunDashboard:
         self._dashboard.board.steps.extend(steps)
 
     def on_start_event(self, event: Event) -> None:
-        """Show the metrics of a step of the supervised start. Its steps count by themselves, so
+        """Show the metrics of a step of supervised fine-tuning. Its steps count by themselves, so
         other readers of events, to whom they would be steps of the run, are not told."""
         if isinstance(event, Measured):
             self._dashboard.board.on_event(Measured(of_start(event.row)))

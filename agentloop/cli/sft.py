@@ -75,7 +75,7 @@ class DialogueTraining(pydantic.BaseModel):
 
 
 class SftStageLearner(pydantic.BaseModel):
-    """Settings of the learner in which a run's supervised start differs from its rollouts."""
+    """Settings of the learner in which a run's supervised fine-tuning differs from its rollouts."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -105,7 +105,7 @@ class SftStageLearner(pydantic.BaseModel):
 
 
 class SftStageRanks(pydantic.BaseModel):
-    """Settings of the ranks in which a run's supervised start differs from its rollouts."""
+    """Settings of the ranks in which a run's supervised fine-tuning differs from its rollouts."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
@@ -118,7 +118,7 @@ class SftStageRanks(pydantic.BaseModel):
 
 
 class SftStageSettings(pydantic.BaseModel):
-    """Settings of the supervised start of a training run; `learner` and `ranks` hold the rest."""
+    """Settings of a training run's supervised fine-tuning; `learner` and `ranks` hold the rest."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -133,7 +133,7 @@ class SftStageSettings(pydantic.BaseModel):
         return self
 
     def within(self, learner: RlLearnerSettings, ranks: RanksSettings) -> DialogueTraining:
-        """Return the settings of the start, completed by those of its run."""
+        """Return the settings of the fine-tuning, completed by those of its run."""
         usual = learner.model_dump(include=set(SftLearnerSettings.model_fields) - {"optimizer"})
         return DialogueTraining(
             data=self.data,
@@ -270,7 +270,7 @@ async def imitate(
 
 def how_to_go_on(command: str, path: Path) -> str:
     """Return the message for a stopped run: its newest checkpoint and how to continue."""
-    found = {path: "", path / "sft": " of the supervised start"}
+    found = {path: "", path / "sft": " of supervised fine-tuning"}
     steps = ((max(checkpoints_in(one), default=None), of) for one, of in found.items())
     newest = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
     return (

@@ -1,6 +1,6 @@
 """`agentloop train`: train a model on tasks by reinforcement learning.
 
-supervised start (optional) ──> stages of rollouts and learning ──> plots
+supervised fine-tuning (optional) ──> stages of rollouts and learning ──> plots
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ async def _run(
     scene: RunDashboard,
     progress: console.ProgressLine,
 ) -> None:
-    """Run the supervised start, if there is one, and the stages, with page and exporters."""
+    """Run the supervised fine-tuning, if there is one, and the stages, with page and exporters."""
     folder = scene.folder
     elsewhere = scene.exporters(
         settings.otel,

@@ -471,7 +471,7 @@ class FineTuning:
         said = "none" if loss is None else f"{loss:.4f}"
         report.show(
             RunStatus(
-                "supervised start",
+                "supervised fine-tuning",
                 step,
                 num_steps,
                 waits="The learner trains on the dialogues",
