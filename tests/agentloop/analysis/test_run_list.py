@@ -56,7 +56,7 @@ async def test_an_active_run_is_distinguished_from_a_stopped_one(tmp_path: Path)
     path = tmp_path / "run"
     async with RunFolder.open(path, TRAIN) as folder:
         folder.add_metrics(step(1))
-        assert summarize(path).state is RunState.GOING_ON
+        assert summarize(path).state is RunState.RUNNING
     assert summarize(path).state is RunState.STOPPED
     async with RunFolder.open(path):  # it was not disturbed
         pass
