@@ -232,7 +232,7 @@ def test_parts_never_import_a_composer() -> None:
             assert not {one for one in ours(name) if is_composer(one)}, name
 
 
-def test_what_people_see_is_imported_by_composers_alone() -> None:
+def test_only_composers_import_observe() -> None:
     for name in in_package("agentloop"):
         if not within(name, "agentloop.observe") and not is_composer(name):
             assert not {one for one in ours(name) if within(one, "agentloop.observe")}, name
@@ -327,7 +327,7 @@ def test_the_sandboxs_public_names() -> None:
         if not name.endswith("__main__") and not within(name, "agentloop.learner")
     ],
 )
-def test_what_a_module_offers_is_there(name: str) -> None:
+def test_names_in_all_exist(name: str) -> None:
     module = importlib.import_module(name)
     for one in getattr(module, "__all__", []):
         assert hasattr(module, one), f"{name}.{one}"

@@ -66,49 +66,69 @@ class CollapseSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    enabled: bool = pydantic.Field(True, description="Stop a run that has collapsed.")
-    window: int = pydantic.Field(9, ge=1, description="Number of steps in each median.")
+    enabled: bool = pydantic.Field(
+        True, description="Stop a run that has collapsed, at its last good checkpoint."
+    )
+    window: int = pydantic.Field(
+        9,
+        ge=1,
+        description="Number of steps in each running median. All rules below compare such medians.",
+    )
     patience: int = pydantic.Field(
-        10, ge=1, description="Bad steps in a row that count as a collapse."
+        10,
+        ge=1,
+        description="Number of consecutive steps that must violate a rule before the run counts as "
+        "collapsed.",
     )
     reward_fall: float = pydantic.Field(
-        0.5, gt=0, description="Collapse: the reward falls by more than this share of its best."
+        0.5,
+        gt=0,
+        description="Rule: the reward has fallen by more than this fraction of its best value.",
     )
-    reward_sag: float = pydantic.Field(
+    reward_decline: float = pydantic.Field(
         0.15,
         gt=0,
-        description="Decline: the reward falls by more than this share of its best; a collapse if "
-        "entropy, gradient norm or truncated rollouts have risen, too.",
+        description="The reward is declining if it has fallen by more than this fraction of its "
+        "best value. Only then do the rules about a rise (entropy, gradient norm, truncated "
+        "rollouts) apply.",
     )
     min_fall: float = pydantic.Field(
-        0.1, ge=0, description="Ignore a fall of the reward below this absolute value."
+        0.1,
+        ge=0,
+        description="A fall of the reward by less than this, in absolute terms, is ignored.",
     )
     reward_solved: float = pydantic.Field(
-        0.9, description="Ignore low entropy from this reward on."
+        0.9, description="Low entropy is ignored while the reward is at least this high."
     )
     entropy_low: float = pydantic.Field(
         0.02,
         ge=0,
         lt=1,
-        description="Entropy below this fraction of its maximum counts as collapsed; 0 disables.",
+        description="Rule: the entropy is below this fraction of its highest value. 0: never.",
     )
     entropy_high: float = pydantic.Field(
-        5.0, gt=1, description="Highest entropy, as a multiple of that at the best reward."
+        5.0,
+        gt=1,
+        description="Rule: the reward is declining and the entropy is above this multiple of its "
+        "value at the best reward.",
     )
     grad_norm_high: float = pydantic.Field(
         10.0,
         gt=1,
-        description="Highest gradient norm, as a multiple of that at the best reward. A step "
-        "skipped because of a non-finite norm counts as infinite.",
+        description="Rule: the reward is declining and the gradient norm is above this multiple of "
+        "its value at the best reward. A step skipped for a non-finite norm counts as infinite.",
     )
     truncated_rise: float = pydantic.Field(
         0.3,
         gt=0,
-        description="Highest rise of the share of truncated rollouts above that at the best "
-        "reward.",
+        description="Rule: the reward is declining and the share of truncated rollouts has risen "
+        "by more than this since the best reward.",
     )
     mismatch_max: float = pydantic.Field(
-        0.1, gt=0, description="Highest KL per token between the engine and the learner's policy."
+        0.1,
+        gt=0,
+        description="Rule: the KL divergence per token between engine and learner, in nats, is "
+        "above this.",
     )
 
 
@@ -218,7 +238,7 @@ class Collapse:
         bad = {rule: (name, why) for rule, name, why in self._rules(now)}
         for rule in self._bad.keys() - bad.keys():
             del self._bad[rule]
-        if not bad and not self._fell_by(now, self._settings.reward_sag):
+        if not bad and not self._fell_by(now, self._settings.reward_decline):
             self._last_good = self._steps[len(self._steps) // 2]
         return self._judge(step, bad, found)
 
@@ -260,7 +280,7 @@ class Collapse:
         if (mismatch := now.get(_MISMATCH, 0.0)) > s.mismatch_max:
             why = f"the KL between engine and policy is {mismatch:.3g} per token"
             yield Rule.MISMATCH, _MISMATCH, why
-        if not self._fell_by(now, s.reward_sag):
+        if not self._fell_by(now, s.reward_decline):
             return
         for rule, name, what, factor in (
             (Rule.ENTROPY_HIGH, _ENTROPY, "the entropy", s.entropy_high),

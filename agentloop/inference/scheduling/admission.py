@@ -135,19 +135,32 @@ class AdmissionSettings(pydantic.BaseModel):
         1.0,
         gt=0,
         le=2,
-        description="Fraction of the KV capacity that rollouts may use at their peak.",
+        description="Groups are admitted while the predicted peak of all rollouts in flight stays "
+        "below this fraction of the servers' KV capacity.",
     )
     growth: float = pydantic.Field(
-        0.01, ge=0, description="Increase of that fraction per period without retractions."
+        0.01,
+        ge=0,
+        description="After a cut, the fraction grows back by this much per period without "
+        "retractions.",
     )
     cut: float = pydantic.Field(
-        0.9, gt=0, lt=1, description="Factor applied to that fraction after a retraction."
+        0.9,
+        gt=0,
+        lt=1,
+        description="Factor by which the fraction is multiplied after SGLang retracted requests.",
     )
     period_s: float = pydantic.Field(
-        2.0, gt=0, description="Minimum time between changes, so that each can take effect."
+        2.0,
+        gt=0,
+        description="Minimum time between two changes of the fraction, so that each can take "
+        "effect.",
     )
     report_ttl_s: float = pydantic.Field(
-        15.0, gt=0, description="Without new reports of the servers for this long, nothing grows."
+        15.0,
+        gt=0,
+        description="The fraction does not grow if the servers' last load reports are older than "
+        "this.",
     )
 
 

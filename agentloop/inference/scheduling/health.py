@@ -57,10 +57,15 @@ class HealthSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     max_request_failures: int = pydantic.Field(
-        3, ge=1, description="Consecutive failed requests after which a server is considered dead."
+        3,
+        ge=1,
+        description="Number of consecutive failed requests after which a server is considered "
+        "dead.",
     )
     max_probe_failures: int = pydantic.Field(
-        3, ge=1, description="Consecutive failed probes after which a server is considered dead."
+        3,
+        ge=1,
+        description="Number of consecutive failed probes after which a server is considered dead.",
     )
 
 

@@ -104,27 +104,30 @@ class OtelSettings(pydantic.BaseModel):
 
     endpoint: str = pydantic.Field(
         "",
-        description="URL of a collector for OTLP over HTTP, such as http://127.0.0.1:4318; empty: "
-        "no traces. Set headers, such as a token, in the environment variable "
-        "OTEL_EXPORTER_OTLP_HEADERS.",
+        description="URL of a collector for OTLP over HTTP, such as http://127.0.0.1:4318. By "
+        "default, no traces are exported. Set headers, such as a token, in the environment "
+        "variable OTEL_EXPORTER_OTLP_HEADERS.",
     )
     content: bool = pydantic.Field(
-        False, description="Include prompts, model output and tool responses in traces."
+        False, description="Record prompts, model output and tool responses in traces."
     )
     max_content_chars: int = pydantic.Field(
-        16_384, ge=16, description="Maximum characters of one text; longer ones are cut off."
+        16_384,
+        ge=16,
+        description="Maximum length of a recorded text in characters; longer ones are truncated.",
     )
-    share: float = pydantic.Field(
+    sampling_ratio: float = pydantic.Field(
         1.0,
         gt=0,
         le=1,
-        description="Share of rollouts to trace, selected by a hash of their id. A `traceparent` "
-        "sent by the caller takes precedence.",
+        description="Fraction of rollouts to trace, chosen by a hash of their ids. The sampled "
+        "flag of a caller's `traceparent` takes precedence.",
     )
     timeout_s: float = pydantic.Field(
         10.0,
         gt=0,
-        description="Timeout of an export request, including retries; then its traces are dropped.",
+        description="Time limit of an export request, including retries; then its traces are "
+        "dropped.",
     )
 
     @pydantic.field_validator("endpoint")
@@ -297,7 +300,7 @@ class Traces:
                     self._add(*ended, scored=event)
 
     def _is_chosen(self, rollout_id: str) -> bool:
-        return zlib.crc32(rollout_id.encode()) < self._settings.share * 2**32
+        return zlib.crc32(rollout_id.encode()) < self._settings.sampling_ratio * 2**32
 
     def _add(
         self,

@@ -204,7 +204,9 @@ async def test_a_callers_trace_is_continued(flags: str) -> None:
     token = caller_span.set(CallerSpan.parse(f"00-{trace_id}-{span_id}-{flags}"))
     try:
         # The caller has decided whether it is traced, and not the rollout's id.
-        collector, _ = await exported(story.of_rollout(story.trajectory(), "1"), share=1e-9)
+        collector, _ = await exported(
+            story.of_rollout(story.trajectory(), "1"), sampling_ratio=1e-9
+        )
     finally:
         caller_span.reset(token)
     if flags == "00":
@@ -338,9 +340,9 @@ async def test_a_share_of_the_rollouts_is_traced() -> None:
         for number in range(200)
         for event in story.of_rollout(Trajectory(f"{number}-task.0", [1]))
     ]
-    collector, traces = await exported(events, share=0.25)
+    collector, traces = await exported(events, sampling_ratio=0.25)
     assert 20 < traces.num_sent < 80
-    again, _ = await exported(events, share=0.25)
+    again, _ = await exported(events, sampling_ratio=0.25)
     ids = [
         {attributes(span)["gen_ai.conversation.id"] for span in one.spans}
         for one in (collector, again)
