@@ -37,7 +37,6 @@ from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.replicas import Replica, Replicas, ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate
-from agentloop.inference.scheduling.health import HealthSettings
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
@@ -103,7 +102,6 @@ class RouterSettings(pydantic.BaseModel):
         "moves to another server.",
     )
     costs: Costs = pydantic.Field(default_factory=lambda: Costs())
-    health: HealthSettings = pydantic.Field(default_factory=HealthSettings)
     admission: AdmissionSettings = pydantic.Field(default_factory=AdmissionSettings)
 
 
@@ -150,7 +148,6 @@ class Router:
         )
         self.replicas = Replicas(
             self._ledger,
-            settings.health,
             probe_interval_s=settings.probe_interval_s,
             stall_timeout_s=settings.stall_timeout_s,
             on_capacity=self._use_capacity,

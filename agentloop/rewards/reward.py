@@ -84,9 +84,6 @@ class RewardSettings(pydantic.BaseModel):
     memory_mib: int = pydantic.Field(
         2048, ge=0, description="Memory that a check may allocate. 0: no limit."
     )
-    start_timeout_s: float = pydantic.Field(
-        60.0, gt=0, description="Time for a checking process to start and to import the function."
-    )
 
     @pydantic.field_validator("function")
     @classmethod
@@ -124,7 +121,6 @@ class Grader:
             self._settings.num_workers,
             preload=["math_verify:verify" if name == "math" else name],
             memory_mib=self._settings.memory_mib,
-            start_timeout_s=self._settings.start_timeout_s,
         )
         self._threads = anyio.CapacityLimiter(self._settings.num_workers)
         self._stack = AsyncExitStack()

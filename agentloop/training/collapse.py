@@ -23,7 +23,7 @@ False alarms are rare:
   runs of the small model. So these metrics count only together with a declining reward, and are
   compared with their values at the best reward, not at the start. The two rules that do not need a
   declining reward start counting again with each new best.
-- A fall of the reward counts only from `min_fall` on, since half of a tiny reward is noise. So
+- A fall of the reward counts only from 0.1 on, since half of a tiny reward is noise. So
   there is no alarm for a run that starts with no reward for long, nor for one that has solved all
   of its tasks.
 - Each stage starts from a clean state, since its tasks differ. A step that lacks a metric is
@@ -61,6 +61,10 @@ Row = Mapping[str, Any]
 """A row of metrics.jsonl."""
 
 
+_MIN_FALL = 0.1  # a smaller fall of the reward is noise
+_SOLVED = 0.9  # low entropy is expected from this reward on
+
+
 class CollapseSettings(pydantic.BaseModel):
     """Settings of the collapse detector. All thresholds apply to medians of the last steps."""
 
@@ -91,14 +95,6 @@ class CollapseSettings(pydantic.BaseModel):
         description="The reward is declining if it has fallen by more than this fraction of its "
         "best value. Only then do the rules about a rise (entropy, gradient norm, truncated "
         "rollouts) apply.",
-    )
-    min_fall: float = pydantic.Field(
-        0.1,
-        ge=0,
-        description="A fall of the reward by less than this, in absolute terms, is ignored.",
-    )
-    reward_solved: float = pydantic.Field(
-        0.9, description="Low entropy is ignored while the reward is at least this high."
     )
     entropy_low: float = pydantic.Field(
         0.02,
@@ -265,7 +261,7 @@ class Collapse:
 
     def _fell_by(self, now: Mapping[str, float], share: float) -> bool:
         fall = self._best - now[_REWARD]
-        return fall > max(share * abs(self._best), self._settings.min_fall)
+        return fall > max(share * abs(self._best), _MIN_FALL)
 
     def _rules(self, now: Mapping[str, float]) -> Iterator[tuple[Rule, str, str]]:
         """Yield (rule, metric, explanation) for each rule that this step violates."""
@@ -274,7 +270,7 @@ class Collapse:
         if self._fell_by(now, s.reward_fall):
             yield Rule.REWARD, _REWARD, reward
         entropy = now.get(_ENTROPY, math.nan)  # comparisons with it are false
-        if entropy < s.entropy_low * self._highest_entropy and now[_REWARD] < s.reward_solved:
+        if entropy < s.entropy_low * self._highest_entropy and now[_REWARD] < _SOLVED:
             why = f"the entropy fell from {self._highest_entropy:.3g} to {entropy:.3g}"
             yield Rule.ENTROPY_LOW, _ENTROPY, f"{why}, at a reward of {now[_REWARD]:.3g}"
         if (mismatch := now.get(_MISMATCH, 0.0)) > s.mismatch_max:

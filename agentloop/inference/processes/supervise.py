@@ -120,7 +120,7 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
     )
     unresponsive_s: PositiveFloat = Field(
         60.0,
-        description="Time after which a server that is dead for the router (router.health), "
+        description="Time after which a server that is dead for the router, "
         "although its process runs, is killed and restarted.",
     )
 

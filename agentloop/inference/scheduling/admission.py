@@ -126,6 +126,10 @@ class Forecast:
         return worst * self._width
 
 
+_CUT = 0.9  # the target is multiplied by this after SGLang has retracted requests
+_GROWTH = 0.01  # after a cut, the target grows back by this much per period without retractions
+
+
 class AdmissionSettings(pydantic.BaseModel):
     """Bounds on the KV capacity that the rollouts in flight may come to use."""
 
@@ -137,18 +141,6 @@ class AdmissionSettings(pydantic.BaseModel):
         le=2,
         description="Groups are admitted while the predicted peak of all rollouts in flight stays "
         "below this fraction of the servers' KV capacity.",
-    )
-    growth: float = pydantic.Field(
-        0.01,
-        ge=0,
-        description="After a cut, the fraction grows back by this much per period without "
-        "retractions.",
-    )
-    cut: float = pydantic.Field(
-        0.9,
-        gt=0,
-        lt=1,
-        description="Factor by which the fraction is multiplied after SGLang retracted requests.",
     )
     period_s: float = pydantic.Field(
         2.0,
@@ -187,9 +179,9 @@ class Admission:
         if now - self._changed_s < settings.period_s:
             return "hold"
         if self._num_retracted:
-            change, self.target = "cut", self.target * settings.cut
+            change, self.target = "cut", self.target * _CUT
         elif now - reported_s < settings.report_ttl_s and self.target < settings.target:
-            change, self.target = "grow", min(settings.target, self.target + settings.growth)
+            change, self.target = "grow", min(settings.target, self.target + _GROWTH)
         else:
             return "hold"
         self._changed_s, self._num_retracted = now, 0

@@ -56,6 +56,7 @@ __all__ = ["Attribute", "CallerSpan", "OtelLimits", "OtelSettings", "Traces", "c
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
 _BATCH_SPANS = 512  # per request, or slightly more, because traces are not split
+_MAX_CONTENT_CHARS = 16_384  # longer texts are truncated
 _PATH = "/v1/traces"
 _TRACEPARENT_RE = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _MADE_UP = (ToolCallStatus.UNKNOWN_TOOL, ToolCallStatus.MALFORMED)  # the model made up the name
@@ -110,11 +111,6 @@ class OtelSettings(pydantic.BaseModel):
     )
     content: bool = pydantic.Field(
         False, description="Record prompts, model output and tool responses in traces."
-    )
-    max_content_chars: int = pydantic.Field(
-        16_384,
-        ge=16,
-        description="Maximum length of a recorded text in characters; longer ones are truncated.",
     )
     sampling_ratio: float = pydantic.Field(
         1.0,
@@ -429,7 +425,7 @@ class Traces:
         return _Span(name, result.dispatched_s, result.ended_s, attributes)
 
     def _cut(self, text: str) -> str:
-        return valid_text(text[: self._settings.max_content_chars])
+        return valid_text(text[:_MAX_CONTENT_CHARS])
 
     # --- the thread -------------------------------------------------------------------------------
 

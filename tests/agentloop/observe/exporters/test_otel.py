@@ -23,6 +23,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from agentloop.errors import SettingsError
 from agentloop.events import Event, RolloutAbandoned, RolloutFinished, RolloutScored, RolloutStarted
+from agentloop.observe.exporters import otel
 from agentloop.observe.exporters.otel import (
     Attribute,
     CallerSpan,
@@ -271,13 +272,14 @@ async def test_content_is_sent_only_if_enabled() -> None:
 
 
 @pytest.mark.anyio
-async def test_long_and_strange_content_is_cut() -> None:
+async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "_MAX_CONTENT_CHARS", 20)
     record = story.trajectory()
     turn = record.turns[0]
     turn.text = "\ud800" + "x" * 1000
     turn.calls[0].arguments["code"] = 2**70
     turn.results[0] = ToolResult("c0", "python", ToolCallStatus.OK, "y" * 1000, 0, 0, 1)
-    collector, _ = await exported(story.of_rollout(record), content=True, max_content_chars=20)
+    collector, _ = await exported(story.of_rollout(record), content=True)
     _, first, call, *_ = map(attributes, collector.spans)
     text = json.loads(first["gen_ai.output.messages"])[0]["parts"][0]["content"]
     assert text == "?" + "x" * 19
