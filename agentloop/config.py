@@ -32,11 +32,18 @@ __all__ = ["describe_settings", "load_known", "load_settings", "to_toml", "with_
 _ENV_PREFIX = "AGENTLOOP_"
 # Old names of settings and sections. `sft` has sections of the same names, renamed alike.
 _RENAMED = {
+    "journal": "event_log",
     "start": "sft",
-    "loop.tasks_per_step": "loop.prompts_per_step",
+    "collapse.reward_sag": "collapse.reward_decline",
+    "learner.loss.ratio_to": "learner.loss.old_logprobs_from",
     "loop.enough_of_group": "loop.early_stop_at",
+    "loop.tasks_per_step": "loop.prompts_per_step",
+    "otel.share": "otel.sampling_ratio",
     "ranks.count": "ranks.nproc_per_node",
     "router.max_moves": "router.max_migrations",
+    "router.patience_s": "router.starvation_threshold_s",
+    "serve.stall_after_s": "serve.no_progress_s",
+    "sinks.to": "sinks.report_to",
     "weights.by": "weights.transport",
 }
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -388,6 +395,9 @@ def _toml_value(value: Any) -> str:
             return repr(value)
         case list() | tuple():
             return "[" + ", ".join(map(_toml_value, value)) + "]"
+        case dict():
+            pairs = (f"{json.dumps(key)} = {_toml_value(one)}" for key, one in value.items())
+            return "{" + ", ".join(pairs) + "}"
         case _:
             # TOML has the same escapes as JSON, but also requires one for DEL.
             return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -56,6 +56,8 @@ class RolloutStarted:
 
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
+    """A turn has started; it may have to wait until it is placed on a server."""
+
     rollout_id: str
     turn: int
 
@@ -102,6 +104,8 @@ class TokensSampled:
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
+    """The last token of a tool call has arrived and the call is dispatched, within its turn."""
+
     rollout_id: str
     turn: int
     call: ToolCall
@@ -109,6 +113,8 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class CallFinished:
+    """A tool call has its result."""
+
     rollout_id: str
     turn: int
     result: ToolResult
@@ -133,6 +139,8 @@ class TurnSampled:
 
 @dataclass(frozen=True, slots=True)
 class TurnFinished:
+    """A turn is complete: its last token has arrived and its tool calls have ended."""
+
     rollout_id: str
     turn: int
     record: Turn
@@ -140,6 +148,8 @@ class TurnFinished:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFinished:
+    """A rollout has ended; `trajectory` is complete."""
+
     rollout_id: str
     trajectory: Trajectory
     num_tokens: int | None = None  # as counted by an external endpoint, which reports no ids

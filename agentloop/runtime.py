@@ -82,22 +82,24 @@ class Settings(pydantic.BaseModel):
 
     model: str | None = pydantic.Field(
         None,
-        description="A model folder or hub name; none: the model of `servers`, or the small model "
-        "that ships with agentloop.",
+        description="Model folder or Hugging Face hub name. By default, the model of `servers`, or "
+        "without `servers` the small model that ships with agentloop.",
     )
     servers: list[str] = pydantic.Field(
         default_factory=list,
-        description="URLs of running SGLang servers; none: start as many as server.count says.",
+        description="URLs of running SGLang servers to use, such as http://gpu1:30000. By default, "
+        "server.count servers are started on this machine.",
     )
     tools: list[str] = pydantic.Field(
         default_factory=lambda: [PythonCode.name, JupyterCode.name],
-        description="Built-in tools of rollouts that do not name their own tools.",
+        description="Names of the built-in tools that a rollout gets if it does not bring its own; "
+        "[] for none.",
     )
     tool_timeout_s: float = pydantic.Field(
         4.0, gt=0, description="Time limit of one call of a built-in tool."
     )
     log_dir: Path | None = pydantic.Field(
-        None, description="Folder for the servers' logs; none: a temporary one."
+        None, description="Folder for the servers' logs. By default, a temporary one."
     )
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     server: ServerSettings = pydantic.Field(default_factory=ServerSettings)

@@ -107,10 +107,7 @@ FLEETS = {
     }.items()
     for data in ("forgets", "keeps")
 }  # fmt: skip
-_NARROW = [  # makes tickets wait, so that they can be lost
-    "router.admission.target=0.001",
-    "router.admission.growth=0",
-]
+_NARROW = ["router.admission.target=0.001"]  # makes tickets wait, so that they can be lost
 _VICTIMS = {"runtime": 5, "learner": 3, "server": 2}  # relative frequency
 _VICTIMS_OF_A_FLEET = {"redis": 5, "member": 2, "runtime": 2, "learner": 1}
 _OUTLIVED = ("redis", "member")  # killing these does not end the runtime

@@ -598,7 +598,7 @@ def router_settings(args: argparse.Namespace) -> RouterSettings:
     return defaults.model_copy(
         update={
             "reserve_tokens": max(1, round(defaults.reserve_tokens / args.scale)),
-            "patience_s": defaults.patience_s / args.scale,
+            "starvation_threshold_s": defaults.starvation_threshold_s / args.scale,
             "probe_interval_s": args.probe_s,
             "admission": AdmissionSettings(
                 period_s=AdmissionSettings().period_s / args.scale,
@@ -645,7 +645,7 @@ async def check(args: argparse.Namespace) -> str:
             params=params,
             costs=costs,
             admission=bench.router.admission,
-            patience_s=bench.router.patience_s,
+            starvation_threshold_s=bench.router.starvation_threshold_s,
             tick_s=args.probe_s,
             report_lag_s=0.0,
             budget=bench.budget,

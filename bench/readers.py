@@ -5,7 +5,7 @@
 
 The events are those of simulated rollouts (bench.watchers'), scored and in groups, with a row of
 metrics for every hundred of them. OpenTelemetry exports to a collector in another process, which
-accepts everything; the CPU time of its thread is part of "all threads", like the journal's.
+accepts everything; the CPU time of its thread is part of "all threads", like the event log's.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from agentloop.events import (
 )
 from agentloop.observe.board import Board
 from agentloop.observe.event_fanout import EventFanout
-from agentloop.observe.exporters.journal import Journal
+from agentloop.observe.exporters.event_log import EventLog
 from agentloop.observe.exporters.metrics import Metrics
 from agentloop.observe.exporters.otel import OtelLimits, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls
 from bench.watchers import rollout
 
-READERS = ("metrics", "stalls", "board", "journal", "otel", "sinks")
+READERS = ("metrics", "stalls", "board", "event_log", "otel", "sinks")
 _ROW = {"step": 1, "step_s": 1.0, **{f"learner/{number}": 0.5 for number in range(40)}}
 _TICK_S = 0.005
 
@@ -81,16 +81,16 @@ async def reader(name: str, folder: Path, collector: str) -> AsyncIterator[Emit]
             yield Stalls().on_event
         case "board":
             yield Board().on_event
-        case "journal":
-            async with Journal.open(folder) as journal:
-                yield journal.on_event
+        case "event_log":
+            async with EventLog.open(folder) as event_log:
+                yield event_log.on_event
         case "otel":
             settings = OtelLimits(endpoint=collector, close_s=60, max_waiting=100_000)
             async with Traces.open(settings, model="small", is_scored=True) as traces:
                 yield traces.on_event
             assert traces.num_dropped == 0
         case "sinks":
-            to = SinksSettings(to=("tensorboard",))
+            to = SinksSettings(report_to=("tensorboard",))
             async with Sinks.open(to, folder=folder, run_name="run", config={}) as sinks:
                 yield sinks.on_event
         case _:

@@ -142,7 +142,7 @@ class Options:
     costs: Costs = field(default_factory=Costs)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     quantile: float = 0.4
-    patience_s: float = 10.0
+    starvation_threshold_s: float = 10.0
     max_overtaken: int = 8
     tick_s: float = 1.0  # between two reports, and two updates of the ledger
     report_lag_s: float = 1.0
@@ -225,12 +225,17 @@ class Simulation:
             self.ledger.add(rank, options.params.capacity, options.params.max_running)
         ours = policy if policy in POLICIES else "kv"
         self.placement = make_policy(
-            ours, self.ledger, costs=options.costs, patience_s=options.patience_s, seed=seed
+            ours,
+            self.ledger,
+            costs=options.costs,
+            starvation_threshold_s=options.starvation_threshold_s,
+            seed=seed,
         )
         self.cache_aware = _CacheAware(options.num_servers) if policy == "cache_aware" else None
         self.holds_back = policy == "kv" or options.room
         self.queue: WaitQueue[_Rollout] = WaitQueue(
-            patience_s=options.patience_s, max_overtaken=options.max_overtaken
+            starvation_threshold_s=options.starvation_threshold_s,
+            max_overtaken=options.max_overtaken,
         )
         self.admission = Admission(options.admission, Forecast(longest=options.budget))
         self.now = 0.0

@@ -296,7 +296,7 @@ class Policy:
         clock = Clock(self.world)
         loss = self.settings.loss
         updates = parts(batch.groups.tolist(), self.settings.updates_per_batch)
-        if batch.old_logprobs is None and loss.ratio_to == "engine":
+        if batch.old_logprobs is None and loss.old_logprobs_from == "engine":
             batch = replace(batch, old_logprobs=batch.logprobs)
         elif batch.old_logprobs is None and len(updates) > 1:
             batch = replace(batch, old_logprobs=self.logprobs(batch))

@@ -33,61 +33,70 @@ class SandboxServeSettings(BaseSettings):
     )
 
     host: str = Field(
-        "127.0.0.1", description="Address to listen on; one other than loopback needs a token."
+        "127.0.0.1",
+        description="Address to listen on. Any address other than loopback requires a token.",
     )
-    port: int = Field(8010, ge=0, le=65_535, description="Port to listen on; 0: any free one.")
+    port: int = Field(8010, ge=0, le=65_535, description="Port to listen on. 0: any free port.")
     token: pydantic.SecretStr | None = Field(
-        None, description="Token that clients must send as `Authorization: Bearer ...`."
+        None,
+        description="Token that clients must send as `Authorization: Bearer TOKEN`. By default, "
+        "none.",
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Host names, besides its address, under which clients may reach the service. "
-        "With a token any name is allowed, and these are the sites whose pages may call it.",
+        description="Host names, besides its own address, under which clients may reach the "
+        "service. With a token any host name is accepted, and this only lists the sites whose "
+        "pages may call it.",
     )
     max_connections: int = Field(
         8192,
         ge=16,
-        description="Concurrent connections; fewer if the limit of open files is lower. A further "
-        "one replaces the one that has waited longest for a request.",
+        description="Maximum number of connections; fewer if the limit of open files is lower. A "
+        "new one replaces the one that has been idle for longest.",
     )
     max_requests: int = Field(
         4096,
         ge=1,
-        description="Concurrent requests, at most half of max_connections; further ones get 503 "
-        "and `Retry-After`.",
+        description="Maximum number of concurrent requests, at most half of max_connections; "
+        "further ones get 503 with `Retry-After`.",
     )
     max_links: int = Field(
-        64, ge=0, description="Concurrent connections of pools on other machines."
+        64, ge=0, description="Maximum number of connections from pools on other machines."
     )
-    max_body_mib: int = Field(64, ge=1, description="Largest size of a request's body.")
+    max_body_mib: int = Field(64, ge=1, description="Maximum size of a request body.")
     max_held_mib: int = Field(
-        1024, ge=1, description="Memory for all requests and links together; beyond it, 503."
+        1024,
+        ge=1,
+        description="Memory for all requests and links together; beyond it, requests get 503.",
     )
     io_timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="Time limit for a client to send a request's head or body, or to read a "
-        "response.",
+        60.0, gt=0, description="Time for a client to send a request or to accept a response."
     )
     idle_timeout_s: float = Field(
-        75.0, gt=0, description="Close a connection after this time without a request."
+        75.0, gt=0, description="A connection without a request for this long is closed."
     )
     session_idle_s: float = Field(
-        600.0, gt=0, description="Close a session after this time without a call."
+        600.0, gt=0, description="A session without a call for this long is closed."
     )
     session_wait_s: float = Field(
         0.0,
         ge=0,
-        description="Longest wait for a free session; then 503. 0: no wait.",
+        description="Time that a request may wait for a free session before it gets 503. 0: no "
+        "wait.",
     )
     max_waiting_sessions: int = Field(
-        256, ge=0, description="Requests that may wait for a session."
+        256, ge=0, description="Number of requests that may wait for a session."
     )
     code_judge_timeout_s: float = Field(
-        10.0, gt=0, le=3600, description="Wall time limit of Code Judge's submissions, in seconds."
+        10.0,
+        gt=0,
+        le=3600,
+        description="Wall time limit of a submission through Code Judge's routes.",
     )
     code_judge_chars: int = Field(
-        1000, ge=0, description="Characters of each stream in Code Judge's responses."
+        1000,
+        ge=0,
+        description="Characters of each output stream in responses of Code Judge's routes.",
     )
     pool: PoolSettings = Field(default_factory=PoolSettings)
 

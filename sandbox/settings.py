@@ -56,88 +56,101 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     )
     engines: list[str] = Field(
         default_factory=list,
-        description="Docker Engines: unix:///path or tcp://host:port. Empty: the local engine.",
+        description="Docker Engines to use, as unix:///path or tcp://host:port. By default, the "
+        "local engine.",
     )
     engine_certs: str = Field(
         default="",
-        description="Directory of ca.pem, cert.pem and key.pem for engines at tcp://. Empty: from "
-        "DOCKER_TLS_VERIFY and DOCKER_CERT_PATH, like Docker's client.",
+        description="Folder with ca.pem, cert.pem and key.pem for engines at tcp://. By default, "
+        "taken from DOCKER_TLS_VERIFY and DOCKER_CERT_PATH, as Docker's client does.",
     )
     hosts: list[str] = Field(
         default_factory=list,
-        description="Machines that run `agentloop.sandbox.serve`: http://host:port. With hosts, "
-        "calls run on this machine only if `backend` or `engines` is set.",
+        description="URLs (http://host:port) of machines that run `python -m "
+        "agentloop.sandbox.serve`. If set, calls run on this machine only if `backend` or "
+        "`engines` is set, too.",
     )
-    hosts_token: pydantic.SecretStr | None = Field(default=None, description="Token for the hosts.")
+    hosts_token: pydantic.SecretStr | None = Field(
+        default=None, description="Token that the hosts require."
+    )
     engine_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=120.0,
-        description="Time limit in seconds for an engine's first response.",
+        default=120.0, description="Time limit for an engine's first response."
     )
     image: str = Field(
         default="",
-        description="Image of the containers. Empty: the project's own, built if missing.",
+        description="Image of the containers. By default, the project's own, which is built if it "
+        "is missing.",
     )
     packages: list[str] = Field(
         default_factory=list,
         description="Packages for programs besides numpy, scipy and sympy, such as "
-        "math-verify==0.8.0. They are added to the project's own image; with local processes they "
-        "must already be installed.",
+        "math-verify==0.8.0. They are added to the project's own image; for local processes they "
+        "must be installed already.",
     )
     workers: Annotated[int, Field(ge=1)] = Field(
-        default_factory=default_workers, description="Containers (or local worker processes)."
+        default_factory=default_workers,
+        description="Number of containers, or of local worker processes. By default, one for every "
+        "two cores.",
     )
     slots_per_worker: Annotated[int, Field(ge=1, le=256)] = Field(
         default=4,
         description="Concurrent calls per worker. Further calls wait, first in, first out.",
     )
     sessions_per_worker: Annotated[int, Field(ge=0, le=256)] = Field(
-        default=32, description="Open sessions per worker. An idle one only costs memory."
+        default=32,
+        description="Open notebook sessions per worker. An idle session only costs memory.",
     )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
-        default=4.0, description="Wall time limit in seconds of calls that do not set their own."
+        default=4.0, description="Wall time limit of a call that does not set its own."
     )
     memory_mib: Annotated[int, Field(ge=128)] = Field(
         default=512,
-        description="Memory limit of all processes of one call together, including its directory. "
-        "A worker may use that per slot, and the same again for idle sessions, but no more than "
+        description="Memory limit of a call, for all of its processes and its directory together. "
+        "A worker's limit is that of its slots and as much again for idle sessions, but at most "
         "its share of three quarters of the machine's memory.",
     )
     scratch_mib: Annotated[int, Field(ge=1)] = Field(
-        default=32, description="Size of a call's writable directory, which is in memory."
+        default=32,
+        description="Size of a call's writable directory. It is in memory and counts towards "
+        "memory_mib.",
     )
     processes_per_call: Annotated[int, Field(ge=1)] = Field(
-        default=32, description="Processes and threads per call."
+        default=32, description="Maximum number of processes and threads of a call."
     )
     max_output_bytes: Annotated[int, Field(ge=1024)] = Field(
         default=1 << 20,
-        description="Largest output in bytes; a call that writes more ends with output_limit.",
+        description="Maximum output of a call; one that writes more ends with the status "
+        "output_limit.",
     )
     keep_output_bytes: Annotated[int, Field(ge=64, le=MAX_KEPT_BYTES)] = Field(
         default=64 * 1024,
-        description="Bytes kept of each stream, half from its start and half from its end.",
+        description="Bytes to return of each output stream, half from its start and half from its "
+        "end.",
     )
     max_code_bytes: Annotated[int, Field(ge=1024, le=32 << 20)] = Field(
-        default=8 << 20, description="Largest size of code and standard input together."
+        default=8 << 20, description="Maximum size of a call's code and standard input together."
     )
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         default=100_000,
-        description="Calls that may wait for a slot; further ones end as `overloaded`.",
+        description="Number of calls that may wait for a slot; further ones end with the status "
+        "overloaded.",
     )
     max_wait_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="Longest wait for a slot in seconds; then `overloaded`."
+        default=600.0,
+        description="Time that a call may wait for a slot; then it ends with the status "
+        "overloaded.",
     )
     recycle_after: Annotated[int, Field(ge=1)] = Field(
-        default=20_000, description="Number of calls after which a worker is replaced."
+        default=20_000, description="Number of calls after which a worker is replaced by a new one."
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=60.0,
-        description="Time limit for the start of a worker in seconds, without building the image.",
+        default=60.0, description="Time for a worker to start, not counting a build of the image."
     )
     preload: list[list[str]] = Field(
         default_factory=lambda: [["numpy"], ["numpy", "sympy"]],
-        description="Sets of modules that are imported ahead of calls. A call is forked from the "
-        "last set whose last module its code names, otherwise from a bare interpreter, which is "
-        "cheapest.",
+        description="Sets of modules to import in advance, so that calls start faster. A call is "
+        "forked from the last set whose last module its code mentions, otherwise from a bare "
+        "interpreter, which is cheapest.",
     )
 
     @pydantic.field_validator("packages")

@@ -40,7 +40,7 @@ def test_settings_that_are_named_exist(document: Path) -> None:
     sections = {key.rpartition(".")[0] for key in SETTINGS}
     first = "|".join({key.split(".")[0] for key in sections if key})
     named = re.findall(rf"`((?:{first})(?:\.[a-z]\w*)+)(?: ?=[^`]*)?`", document.read_text())
-    known, files = SETTINGS.keys() | sections, (".py", ".md", ".toml")
+    known, files = SETTINGS.keys() | sections, (".py", ".md", ".toml", ".jsonl")
     assert [key for key in named if key not in known and not key.endswith(files)] == []
 
 

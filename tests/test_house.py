@@ -62,8 +62,13 @@ def modules() -> dict[str, Path]:
     }
 
 
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text("utf-8"))
+
+
 def for_types_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def nodes(tree: ast.AST, *, with_types: bool) -> Iterator[ast.AST]:
@@ -83,7 +88,7 @@ def imports(name: str, *, with_types: bool = False) -> frozenset[str]:
     file = modules()[name]
     package = name if file.stem == "__init__" else name.rpartition(".")[0]
     found: set[str] = set()
-    for node in nodes(ast.parse(file.read_text("utf-8")), with_types=with_types):
+    for node in nodes(tree(name), with_types=with_types):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -232,12 +237,13 @@ def test_parts_never_import_a_composer() -> None:
             assert not {one for one in ours(name) if is_composer(one)}, name
 
 
-def test_what_people_see_is_imported_by_composers_alone() -> None:
+def test_only_composers_import_observe() -> None:
     for name in in_package("agentloop"):
         if not within(name, "agentloop.observe") and not is_composer(name):
             assert not {one for one in ours(name) if within(one, "agentloop.observe")}, name
 
 
+@pytest.mark.timeout(60)  # the first test here parses all modules
 def test_there_is_no_import_cycle() -> None:
     # The package itself names its public classes for the type checker, and imports them lazily.
     graph = {
@@ -327,7 +333,7 @@ def test_the_sandboxs_public_names() -> None:
         if not name.endswith("__main__") and not within(name, "agentloop.learner")
     ],
 )
-def test_what_a_module_offers_is_there(name: str) -> None:
+def test_names_in_all_exist(name: str) -> None:
     module = importlib.import_module(name)
     for one in getattr(module, "__all__", []):
         assert hasattr(module, one), f"{name}.{one}"
@@ -344,7 +350,7 @@ FRAGMENT = re.compile(
 
 def product() -> Iterator[tuple[str, ast.AST]]:
     for name in in_package("agentloop"):
-        for node in ast.walk(ast.parse(modules()[name].read_text("utf-8"))):
+        for node in ast.walk(tree(name)):
             yield name, node
 
 

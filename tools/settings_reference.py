@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pydantic
@@ -12,6 +11,7 @@ from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.sft import SftSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings
+from agentloop.models import SMALL
 from agentloop.runtime import Settings
 from agentloop.sandbox.serve_settings import SandboxServeSettings
 
@@ -19,12 +19,20 @@ __all__ = ["main", "reference"]
 
 PATH = Path(__file__).parents[1] / "docs" / "settings.md"
 _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
-    "agentloop serve": (Settings, "also of `agentloop chat`, and of `agentloop.Runtime`"),
-    "agentloop train": (TrainSettings, "besides those of `agentloop serve`"),
+    "agentloop serve": (Settings, "Also those of `agentloop chat` and of `agentloop.Runtime`."),
+    "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
     "agentloop sft": (SftSettings, ""),
-    "agentloop evaluate": (EvaluateSettings, "besides those of `agentloop serve`"),
-    "python -m agentloop.sandbox.serve": (SandboxServeSettings, ""),
+    "agentloop evaluate": (EvaluateSettings, "Besides those of `agentloop serve`."),
+    "python -m agentloop.sandbox.serve": (
+        SandboxServeSettings,
+        "Besides those of the section `sandbox` of `agentloop serve`, which are the section `pool` "
+        "here. In the environment as `SANDBOX_SECTION__KEY`.",
+    ),
 }
+# Defaults that depend on the machine.
+_SHOWN = {"sandbox.workers": "one per two cores"}
+
+Row = tuple[str, str, str]
 
 
 def reference() -> str:
@@ -38,25 +46,42 @@ def _lines() -> Iterator[str]:
     yield "Made from the code by `python -m tools.settings_reference`. A setting is given in a TOML"
     yield "file, as an override `section.key=value` on the command line, or in the environment as"
     yield "`AGENTLOOP_SECTION__KEY`; `agentloop COMMAND --list-settings` prints those of a command."
-    known: set[tuple[str, str, str]] = set()
-    for command, (model, more) in _COMMANDS.items():
-        rows = list(describe_settings(model))
-        yield from ("", f"## {command}", "")
-        if more:
-            yield from (f"{more[0].upper()}{more[1:]}.", "")
-        new = [row for row in rows if row not in known or command.startswith("python")]
-        if command in ("agentloop serve", "agentloop sft"):
-            new = rows
-        if command == "agentloop serve":
-            known |= set(rows)
-        for section, of_section in groupby(new, key=lambda row: row[0].rpartition(".")[0]):
-            if section:
-                yield from (f"### {section}", "")
-            yield from ("| setting | default | |", "|---|---|---|")
-            for name, default, description in of_section:
-                shown = f"`{default}`" if default else "none"
-                yield f"| `{name}` | {_cell(shown)} | {_cell(description)} |"
-            yield ""
+    yield ""
+    yield "Names end in their unit: `_s` is seconds, `_mib` is 2^20 bytes, `_tokens` is the model's"
+    yield 'tokens. For a setting whose default is none, "none" in a file restores the default.'
+    served = set(describe_settings(Settings))
+    for command, (model, note) in _COMMANDS.items():
+        yield from ("", f"## {command}")
+        if note:
+            yield from ("", note)
+        rows = describe_settings(model)
+        if issubclass(model, Settings) and model is not Settings:
+            rows = (row for row in rows if row not in served)
+        if model is SandboxServeSettings:
+            rows = (row for row in rows if not row[0].startswith("pool."))
+        yield from _sections(rows)
+
+
+def _sections(rows: Iterable[Row]) -> Iterator[str]:
+    by_section: dict[str, list[Row]] = {"": []}  # first: those without a section
+    for row in rows:
+        by_section.setdefault(row[0].rpartition(".")[0], []).append(row)
+    for section, found in by_section.items():
+        if not found:
+            continue
+        if section:
+            yield from ("", f"### {section}")
+        yield from ("", "| setting | default | meaning |", "|---|---|---|")
+        for name, default, description in found:
+            yield f"| `{name}` | {_cell(_default(name, default))} | {_cell(description)} |"
+
+
+def _default(name: str, value: str) -> str:
+    if name in _SHOWN:
+        return _SHOWN[name]
+    if value == f'"{SMALL}"':
+        return "the small model that ships with agentloop"
+    return f"`{value}`" if value else "none"
 
 
 def _cell(text: str) -> str:

@@ -52,17 +52,17 @@ class ChatSettings(pydantic.BaseModel):
 
     template: str | None = pydantic.Field(
         None,
-        description="A Jinja file, or its text, to use instead of the model's chat template. "
-        "Models trained with it are published with it.",
+        description="Jinja file, or the template's text, to use instead of the model's own chat "
+        "template. A model that is trained with it is published with it.",
     )
     end_token: str | None = pydantic.Field(
         None,
-        description="The token that ends an assistant's turn; default: the first control token "
-        "that the chat template writes after an assistant's message.",
+        description="Token that ends an assistant's turn. By default, the first control token that "
+        "the chat template writes after an assistant message.",
     )
     arguments: dict[str, Any] = pydantic.Field(
         default_factory=dict,
-        description="Extra variables of the chat template, such as enable_thinking = false for "
+        description="Extra variables for the chat template, such as enable_thinking = false for "
         "Qwen3.",
     )
 

@@ -65,33 +65,35 @@ class Budget(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    max_turns: int = pydantic.Field(10, ge=1, description="Maximum number of turns (generations).")
+    max_turns: int = pydantic.Field(10, ge=1, description="Maximum number of turns.")
     max_response_tokens: int = pydantic.Field(
         8192,
         ge=1,
-        description="Maximum number of tokens after the prompt, including tool responses.",
+        description="Maximum number of tokens after the prompt: sampled tokens and tool responses.",
     )
     max_sampled_tokens: int | None = pydantic.Field(
         None,
         ge=1,
-        description="Maximum number of sampled tokens over all turns; default: "
+        description="Maximum number of sampled tokens over all turns. By default, "
         "max_response_tokens.",
     )
     max_turn_tokens: int | None = pydantic.Field(
         None,
         ge=1,
-        description="Maximum number of sampled tokens in one turn; default: max_response_tokens.",
+        description="Maximum number of sampled tokens in one turn. By default, "
+        "max_response_tokens.",
     )
     max_tool_response_tokens: int = pydantic.Field(
         512,
         ge=8,
-        description="Maximum tokens of a tool response; the middle of a longer one is cut out.",
+        description="Maximum length of a tool response in tokens; the middle of a longer one is "
+        "cut out.",
     )
     timeout_s: float = pydantic.Field(
         600.0,
         gt=0,
-        description="Maximum wall time, including time spent in queues. A rollout that runs out of "
-        "it is scored if its own tool calls ran for half of it or more; else it has no reward.",
+        description="Maximum wall time, including waits. A rollout that runs out of it is scored "
+        "if its own tool calls took at least half of the time; otherwise it has no reward.",
     )
 
 

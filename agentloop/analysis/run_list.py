@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from agentloop.training.run_folder import checkpoints_in, is_going_on
+from agentloop.training.run_folder import checkpoints_in, is_active
 
 __all__ = ["RunKind", "RunState", "RunSummary", "Stages", "find_runs", "read_rows", "summarize"]
 
@@ -45,7 +45,7 @@ class RunKind(StrEnum):
 class RunState(StrEnum):
     """The state of a run."""
 
-    GOING_ON = "going on"  # locked by a process
+    RUNNING = "running"  # locked by a process
     ENDED = "ended"  # complete
     COLLAPSED = "collapsed"  # stopped by the collapse rules
     FAILED = "failed"  # ended by an error, which is in `problems`
@@ -277,8 +277,8 @@ def _stage(rows: Sequence[Row], stages: Stages) -> str:
 
 def _state(path: Path, kind: RunKind, where: _Where, problems: list[str]) -> RunState:
     try:
-        if is_going_on(path):
-            return RunState.GOING_ON
+        if is_active(path):
+            return RunState.RUNNING
     except OSError as error:
         problems.append(f".lock: {error.strerror or error}")
     last = _changed(path / "metrics.jsonl")

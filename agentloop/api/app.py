@@ -149,14 +149,14 @@ class AgentService:
     async def running(self) -> AsyncIterator[None]:
         """Run the background tasks of the service: page updates, stall detection and traces."""
         dashboard, chat, model = self._dashboard, self._runtime.chat, self._runtime.model_name
-        stall_after_s = self._settings.serve.stall_after_s
+        no_progress_s = self._settings.serve.no_progress_s
         traces = Traces.open(self._settings.otel, model=model, decode=chat.decode)
         async with (
             dashboard.exporting("traces", traces),
             dashboard.running(self._answer) as self._asks,
             task_group() as tasks,
         ):
-            tasks.start_soon(dashboard.stalls.watch, stall_after_s, self._servers_in_words)
+            tasks.start_soon(dashboard.stalls.watch, no_progress_s, self._servers_in_words)
             try:
                 yield
             finally:

@@ -23,33 +23,36 @@ class ServeSettings(pydantic.BaseModel):
 
     host: str = pydantic.Field(
         "127.0.0.1",
-        description="Address to listen on; an address other than loopback requires a token.",
+        description="Address to listen on. Any address other than loopback requires a token.",
     )
-    port: int = pydantic.Field(8000, ge=0, le=65_535, description="Port; 0 chooses a free one.")
+    port: int = pydantic.Field(
+        8000, ge=0, le=65_535, description="Port to listen on. 0: any free port."
+    )
     token: pydantic.SecretStr | None = pydantic.Field(
-        None, description="Token that callers must send as `Authorization: Bearer ...`."
+        None,
+        description="Token that clients must send as `Authorization: Bearer TOKEN`. By default, "
+        "none.",
     )
     control_token: pydantic.SecretStr | None = pydantic.Field(
         None,
-        description="Token that the page requires before it may pause, drain or cancel; default: a "
-        "random one, which is printed.",
+        description="Token that the page requires before it may pause, drain or cancel, or write a "
+        "checkpoint. By default, a random one, which is printed.",
     )
     allowed_hosts: list[str] = pydantic.Field(
         default_factory=list,
-        description="Host names, besides its own address, under which it may be called. With a "
-        "token any host name is accepted, and these are the sites whose pages may call it.",
+        description="Host names, besides its own address, under which clients may reach the "
+        "service. With a token any host name is accepted, and this only lists the sites whose "
+        "pages may call it.",
     )
     max_rollouts: int = pydantic.Field(
-        1024, ge=1, description="Maximum number of rollouts in flight; further requests are queued."
+        1024, ge=1, description="Maximum number of concurrent rollouts; further requests wait."
     )
-    stall_after_s: float = pydantic.Field(
+    no_progress_s: float = pydantic.Field(
         60.0, gt=0, description="Log what everyone is waiting for after this long without progress."
     )
     max_body_mib: int = pydantic.Field(8, ge=1, description="Maximum size of a request body.")
     io_timeout_s: float = pydantic.Field(
-        60.0,
-        gt=0,
-        description="Maximum time to wait for a client to send its body or read a response.",
+        60.0, gt=0, description="Time for a client to send its request or to accept a response."
     )
 
     @pydantic.model_validator(mode="after")

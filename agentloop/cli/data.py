@@ -3,7 +3,7 @@
 `prepare` converts local files of a well-known problem set into one JSONL file; nothing is
 downloaded. The number of rows is checked, so that a truncated file or the wrong language or year
 is noticed before a training run. `filter` drops the problems that a policy already solves.
-`teacher` writes dialogues for a supervised start.
+`teacher` writes dialogues for supervised fine-tuning.
 """
 
 from __future__ import annotations

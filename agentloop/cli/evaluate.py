@@ -65,8 +65,8 @@ class EvaluateSettings(Settings):
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
     page: bool = pydantic.Field(
         True,
-        description="Whether to serve a web page of the run, at serve.host and serve.port, or at "
-        "a free port if that one is taken.",
+        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
+        "if that one is taken.",
     )
 
 
@@ -238,7 +238,7 @@ async def _open_sampler(
     async with Runtime(logged, progress=progress) as runtime:
         scene.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
-            tg.start_soon(scene.stalls.watch, s.serve.stall_after_s)
+            tg.start_soon(scene.stalls.watch, s.serve.no_progress_s)
             run_group = partial(runtime.run_group, on_event=scene.emit, with_text=False)
             model = s.model or (runtime.router.model_path if s.servers else None)
             agent = Agent(run_group, runtime.router.wait_for_capacity)

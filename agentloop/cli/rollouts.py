@@ -44,14 +44,15 @@ class RolloutsSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     model: str | None = pydantic.Field(
-        None, description="The model's folder on this machine; none: the trainer's path."
+        None, description="Folder of the model on this machine. By default, the trainer's path."
     )
     servers: list[str] = pydantic.Field(
         default_factory=list,
-        description="URLs of running SGLang servers; none: start as many as server.count says.",
+        description="URLs of running SGLang servers to use, such as http://gpu1:30000. By default, "
+        "server.count servers are started on this machine.",
     )
     log_dir: Path | None = pydantic.Field(
-        None, description="Folder for the servers' logs; none: a temporary one."
+        None, description="Folder for the servers' logs. By default, a temporary one."
     )
     server: ServerSettings = pydantic.Field(default_factory=ServerSettings)
     router: RouterSettings = pydantic.Field(default_factory=RouterSettings)

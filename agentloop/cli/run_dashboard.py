@@ -24,7 +24,7 @@ from agentloop.events import Emit, Event, Measured
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.archive import read_group, read_rollout
 from agentloop.observe.dashboard import Dashboard, Exporter
-from agentloop.observe.exporters.journal import Journal, JournalSettings
+from agentloop.observe.exporters.event_log import EventLog, EventLogSettings
 from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources
@@ -74,7 +74,7 @@ class RunDashboard:
         self._dashboard.board.steps.extend(steps)
 
     def on_start_event(self, event: Event) -> None:
-        """Show the metrics of a step of the supervised start. Its steps count by themselves, so
+        """Show the metrics of a step of supervised fine-tuning. Its steps count by themselves, so
         other readers of events, to whom they would be steps of the run, are not told."""
         if isinstance(event, Measured):
             self._dashboard.board.on_event(Measured(of_start(event.row)))
@@ -85,11 +85,11 @@ class RunDashboard:
         otel: OtelSettings,
         *,
         model: str,
-        journal: JournalSettings | None = None,
+        event_log: EventLogSettings | None = None,
         sinks: SinksSettings | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[None]:
-        """Pass events to the configured exporters: traces, the journal and sinks such as wandb.
+        """Pass events to the configured exporters: traces, the event log and sinks such as wandb.
 
         Raises:
             SettingsError: a package that an exporter needs is not installed.
@@ -100,8 +100,8 @@ class RunDashboard:
                 otel, model=model, run=path.name, is_scored=True, decode=self._decoded
             )
         }
-        if journal is not None and journal.enabled:
-            opened["journal"] = Journal.open(path, journal)
+        if event_log is not None and event_log.enabled:
+            opened["event_log"] = EventLog.open(path, event_log)
         if sinks is not None:
             opened["sinks"] = Sinks.open(
                 sinks, folder=path, run_name=path.name, config=config or {}

@@ -75,44 +75,50 @@ class DialogueTraining(pydantic.BaseModel):
 
 
 class SftStageLearner(pydantic.BaseModel):
-    """Settings of the learner in which a run's supervised start differs from its rollouts."""
+    """Settings of the learner in which a run's supervised fine-tuning differs from its rollouts."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     init: Literal["pretrained", "random"] = pydantic.Field(
         "pretrained",
-        description="random: initialize the weights at random with `learner.seed` or `seed`, "
-        "using only the folder's configuration and tokenizer.",
+        description="Initial weights. pretrained: the model's. random: random weights (seed: "
+        "`seed`, or learner.seed); only the folder's configuration and tokenizer are used.",
     )
     config: dict[str, Any] = pydantic.Field(
         default_factory=dict,
-        description="With init = random: values to change in the folder's config.json, such as "
-        "num_hidden_layers.",
+        description="With init = random: values that replace those of the folder's config.json, "
+        "such as num_hidden_layers.",
     )
     micro_batch_tokens: int | None = pydantic.Field(
-        None, ge=2, description="Tokens per forward pass of a rank. None: as in `learner`."
+        None,
+        ge=2,
+        description="Maximum number of tokens in a forward pass of a rank. By default, "
+        "learner.micro_batch_tokens.",
     )
     seed: int | None = pydantic.Field(
-        None, ge=0, lt=2**63, description="Seed of random weights. None: as in `learner`."
+        None,
+        ge=0,
+        lt=2**63,
+        description="Random seed of the initial weights. By default, learner.seed.",
     )
     optimizer: SftOptimizerSettings = pydantic.Field(default_factory=SftOptimizerSettings)
 
 
 class SftStageRanks(pydantic.BaseModel):
-    """Settings of the ranks in which a run's supervised start differs from its rollouts."""
+    """Settings of the ranks in which a run's supervised fine-tuning differs from its rollouts."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nproc_per_node: int | None = pydantic.Field(
-        None, ge=1, description="Ranks on each machine. None: as in `ranks`."
+        None, ge=1, description="Ranks per machine. By default, ranks.nproc_per_node."
     )
     threads: int | None = pydantic.Field(
-        None, ge=1, description="OpenMP threads of each rank. None: as in `ranks`."
+        None, ge=1, description="OpenMP threads per rank on a CPU. By default, ranks.threads."
     )
 
 
 class SftStageSettings(pydantic.BaseModel):
-    """Settings of the supervised start of a training run; `learner` and `ranks` hold the rest."""
+    """Settings of a training run's supervised fine-tuning; `learner` and `ranks` hold the rest."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -127,7 +133,7 @@ class SftStageSettings(pydantic.BaseModel):
         return self
 
     def within(self, learner: RlLearnerSettings, ranks: RanksSettings) -> DialogueTraining:
-        """Return the settings of the start, completed by those of its run."""
+        """Return the settings of the fine-tuning, completed by those of its run."""
         usual = learner.model_dump(include=set(SftLearnerSettings.model_fields) - {"optimizer"})
         return DialogueTraining(
             data=self.data,
@@ -157,8 +163,8 @@ class SftSettings(DialogueTraining):
     serve: ServeSettings = pydantic.Field(default_factory=lambda: ServeSettings())
     page: bool = pydantic.Field(
         True,
-        description="Whether to serve a web page of the run, at serve.host and serve.port, or at "
-        "a free port if that one is taken.",
+        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
+        "if that one is taken.",
     )
 
 
@@ -264,7 +270,7 @@ async def imitate(
 
 def how_to_go_on(command: str, path: Path) -> str:
     """Return the message for a stopped run: its newest checkpoint and how to continue."""
-    found = {path: "", path / "sft": " of the supervised start"}
+    found = {path: "", path / "sft": " of supervised fine-tuning"}
     steps = ((max(checkpoints_in(one), default=None), of) for one, of in found.items())
     newest = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
     return (

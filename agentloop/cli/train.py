@@ -1,6 +1,6 @@
 """`agentloop train`: train a model on tasks by reinforcement learning.
 
-supervised start (optional) ──> stages of rollouts and learning ──> plots
+supervised fine-tuning (optional) ──> stages of rollouts and learning ──> plots
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
-from agentloop.observe.exporters.journal import JournalSettings
+from agentloop.observe.exporters.event_log import EventLogSettings
 from agentloop.observe.exporters.sinks import SinksSettings
 from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
@@ -94,12 +94,12 @@ class TrainSettings(Settings):
     watchdog: WatchdogSettings = pydantic.Field(default_factory=lambda: WatchdogSettings())
     fleet: FleetSettings = pydantic.Field(default_factory=lambda: FleetSettings())
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
-    journal: JournalSettings = pydantic.Field(default_factory=lambda: JournalSettings())
+    event_log: EventLogSettings = pydantic.Field(default_factory=lambda: EventLogSettings())
     sinks: SinksSettings = pydantic.Field(default_factory=lambda: SinksSettings())
     page: bool = pydantic.Field(
         True,
-        description="Whether to serve a web page of the run, at serve.host and serve.port, or at "
-        "a free port if that one is taken.",
+        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
+        "if that one is taken.",
     )
 
     def as_one_stage(self) -> TrainSettings:
@@ -180,12 +180,12 @@ async def _run(
     scene: RunDashboard,
     progress: console.ProgressLine,
 ) -> None:
-    """Run the supervised start, if there is one, and the stages, with page and exporters."""
+    """Run the supervised fine-tuning, if there is one, and the stages, with page and exporters."""
     folder = scene.folder
     elsewhere = scene.exporters(
         settings.otel,
         model=Path(settings.model or SMALL).name,
-        journal=settings.journal,
+        event_log=settings.event_log,
         sinks=settings.sinks,
         config=settings.model_dump(mode="json"),
     )

@@ -43,24 +43,31 @@ class EndpointSettings(pydantic.BaseModel):
 
     url: str = pydantic.Field(
         "",
-        description='Base URL of the API, such as "http://127.0.0.1:8000/v1"; empty: use our own '
-        "agent loop.",
+        description="Base URL of an OpenAI-compatible API to evaluate, such as "
+        "http://127.0.0.1:8000/v1. By default, the model is evaluated with our own agent loop.",
     )
-    model: str = pydantic.Field("", description="Name of the model; empty: the only one there is.")
+    model: str = pydantic.Field(
+        "", description="Name of the endpoint's model. By default, the only one that it has."
+    )
     api_key: pydantic.SecretStr | None = pydantic.Field(
-        None, description="API key; set it in the environment: AGENTLOOP_ENDPOINT__API_KEY."
+        None,
+        description="API key of the endpoint. Set it in the environment: "
+        "AGENTLOOP_ENDPOINT__API_KEY.",
     )
     max_concurrent: int = pydantic.Field(
         32, ge=1, description="Maximum number of requests in flight."
     )
-    timeout_s: float = pydantic.Field(1800.0, gt=0, description="Time limit for one request.")
+    timeout_s: float = pydantic.Field(1800.0, gt=0, description="Time limit of one request.")
     max_tries: int = pydantic.Field(
-        5, ge=1, description="Maximum number of attempts if the endpoint is busy, failing or slow."
+        5,
+        ge=1,
+        description="Number of attempts at a request if the endpoint is busy, failing or slow.",
     )
     backoff_s: float = pydantic.Field(
         1.0,
         gt=0,
-        description="Maximum delay before the second attempt; doubles with each further one.",
+        description="Maximum delay before the second attempt; it doubles with each further "
+        "attempt.",
     )
     max_backoff_s: float = pydantic.Field(
         120.0,
@@ -68,7 +75,8 @@ class EndpointSettings(pydantic.BaseModel):
         description="Maximum delay before any attempt, even if the endpoint asks for more.",
     )
     token_limit: Literal["max_tokens", "max_completion_tokens"] = pydantic.Field(
-        "max_tokens", description="Name of the parameter for budget.max_response_tokens."
+        "max_tokens",
+        description="Name of the request parameter that carries budget.max_response_tokens.",
     )
 
     @pydantic.field_validator("url")

@@ -48,16 +48,15 @@ class EvaluationSettings(pydantic.BaseModel):
         16, ge=1, le=4096, description="Samples per task: the k of avg@k."
     )
     num_tasks: int = pydantic.Field(
-        0,
-        ge=0,
-        description="Number of tasks, drawn with tasks.seed; 0: all, or 64 of a generator.",
+        0, ge=0, description="Number of tasks, drawn with tasks.seed. 0: all, or 64 of a generator."
     )
     pass_at: list[pydantic.PositiveInt] = pydantic.Field(
         default_factory=list,
-        description="Values of k to report pass@k for; default: powers of 2 up to num_samples.",
+        description="Values of k for which to report pass@k. By default, the powers of 2 up to "
+        "num_samples.",
     )
     retries: int = pydantic.Field(
-        2, ge=0, description="Number of times a sample without a reward is repeated."
+        2, ge=0, description="Number of times that a sample without a reward is repeated."
     )
     confidence: float = pydantic.Field(
         0.95, gt=0, lt=1, description="Confidence level of the intervals."

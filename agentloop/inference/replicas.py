@@ -26,7 +26,7 @@ from anyio.abc import TaskGroup
 
 from agentloop.errors import ServerError, ServerUnavailable
 from agentloop.inference.ranks import DataParallelRank
-from agentloop.inference.scheduling.health import Health, HealthSettings, ServerState
+from agentloop.inference.scheduling.health import Health, ServerState
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.sglang.client import ServerInfo, SGLangServer
 
@@ -125,7 +125,6 @@ class Replicas:
     def __init__(
         self,
         ledger: KVLedger,
-        health: HealthSettings,
         *,
         probe_interval_s: float,
         stall_timeout_s: float,
@@ -140,7 +139,6 @@ class Replicas:
                 become impossible.
         """
         self._ledger = ledger
-        self._health = health
         self._probe_interval_s = probe_interval_s
         self._stall_timeout_s = stall_timeout_s
         self._on_capacity = on_capacity
@@ -203,7 +201,7 @@ class Replicas:
         self._on_capacity()  # requests that only it could serve must not wait any longer
 
     async def _connect(self, server: SGLangServer) -> Replica:
-        replica = Replica(server, await server.info(), Health(self._health))
+        replica = Replica(server, await server.info(), Health())
         if self._weights is not None:
             replica.health.weights_missed()  # its weights are unknown
         return replica

@@ -37,7 +37,6 @@ from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.replicas import Replica, Replicas, ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
 from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate
-from agentloop.inference.scheduling.health import HealthSettings
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
@@ -65,32 +64,44 @@ class RouterSettings(pydantic.BaseModel):
         "kv", "static", "round_robin", "least_requests", "power_of_two", "sticky_least_loaded"
     ] = pydantic.Field(
         "kv",
-        description="How the server of a turn is chosen. kv: the cheapest one whose KV cache has "
-        "capacity; the others are for comparison and never wait.",
+        description="How a server is chosen for each turn. kv: the lowest estimated cost, among "
+        "servers whose KV cache has capacity. The others exist for comparison; they count requests "
+        "and never wait.",
     )
     wait_timeout_s: float = pydantic.Field(
-        600.0, gt=0, description="Time after which a request that waits for KV capacity fails."
+        600.0, gt=0, description="Time that a turn may wait for KV capacity before it fails."
     )
-    patience_s: float = pydantic.Field(
-        10.0, gt=0, description="Time after which a waiting request is no longer overtaken."
+    starvation_threshold_s: float = pydantic.Field(
+        10.0,
+        gt=0,
+        description="Smaller requests may overtake a waiting one until it has waited for this "
+        "long. From then on, it may also evict the KV cache of rollouts that are running a tool.",
     )
     max_waiting: int = pydantic.Field(
         65_536, ge=1, description="Maximum number of waiting requests; further ones are refused."
     )
     max_migrations: int = pydantic.Field(
-        4, ge=0, description="How often a turn may move to another server after a failure."
+        4,
+        ge=0,
+        description="Number of times that a turn may move to another server after a failure; one "
+        "more failure ends its rollout, without a reward.",
     )
     reserve_tokens: int = pydantic.Field(
-        256, ge=1, description="KV tokens reserved for a turn's growth before lengths are known."
+        256,
+        ge=1,
+        description="KV tokens to reserve for what a turn will generate, until enough turns have "
+        "ended to predict it.",
     )
     probe_interval_s: float = pydantic.Field(
-        1.0, gt=0, description="Time between two probes of a server's health and load."
+        1.0, gt=0, description="Interval between probes of a server's health and load."
     )
     stall_timeout_s: float = pydantic.Field(
-        120.0, gt=0, description="Time without data after which a stream counts as broken."
+        120.0,
+        gt=0,
+        description="Time without data after which a token stream counts as broken; its turn then "
+        "moves to another server.",
     )
     costs: Costs = pydantic.Field(default_factory=lambda: Costs())
-    health: HealthSettings = pydantic.Field(default_factory=HealthSettings)
     admission: AdmissionSettings = pydantic.Field(default_factory=AdmissionSettings)
 
 
@@ -123,16 +134,20 @@ class Router:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
         self._policy = make_policy(
-            settings.policy, self._ledger, costs=settings.costs, patience_s=settings.patience_s
+            settings.policy,
+            self._ledger,
+            costs=settings.costs,
+            starvation_threshold_s=settings.starvation_threshold_s,
         )
-        self._queue: WaitQueue[_Request] = WaitQueue(patience_s=settings.patience_s)
+        self._queue: WaitQueue[_Request] = WaitQueue(
+            starvation_threshold_s=settings.starvation_threshold_s
+        )
         self._gate = GroupGate(
             Admission(settings.admission, Forecast(longest=longest)),
             capacity=lambda: self.replicas.capacity,
         )
         self.replicas = Replicas(
             self._ledger,
-            settings.health,
             probe_interval_s=settings.probe_interval_s,
             stall_timeout_s=settings.stall_timeout_s,
             on_capacity=self._use_capacity,

@@ -1,1 +1,1 @@
-"""Metrics, traces, journals and the web page, all fed by events. Imported by composers only."""
+"""Metrics, traces, event logs and the web page, all fed by events. Imported by composers only."""

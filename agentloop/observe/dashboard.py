@@ -2,7 +2,7 @@
 
 events ──> emit ──┬─> board, stalls ──> live ──> page      /
                   ├─> metrics                              /metrics
-                  └─> exporters: traces, journal, sinks
+                  └─> exporters: traces, event log, sinks
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Dashboard", "Exporter"]
 
 
 class Exporter(Protocol):
-    """A reader of events that may drop some: `Traces`, `Journal` or `Sinks`."""
+    """A reader of events that may drop some: `Traces`, `EventLog` or `Sinks`."""
 
     def on_event(self, event: Event) -> None: ...
 

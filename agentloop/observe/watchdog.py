@@ -47,8 +47,8 @@ class WatchdogSettings(pydantic.BaseModel):
     give_up_s: float = pydantic.Field(
         7200.0,
         ge=0,
-        description="End the run after this long without progress; 0: never. Should exceed other "
-        "deadlines, such as loop.step_timeout_s, whose errors are more specific.",
+        description="End the run after this long without progress. 0: never. It should be longer "
+        "than other deadlines, such as loop.step_timeout_s, whose errors are more specific.",
     )
 
 

@@ -69,24 +69,22 @@ class RewardSettings(pydantic.BaseModel):
 
     function: str = pydantic.Field(
         "math",
-        description='"math": numbers exactly, the rest by math-verify; '
-        '"exact": numbers and equal text; or "module:function" of (trajectory, task).',
+        description="How rollouts are scored. math: compare numbers exactly and other answers with "
+        "math-verify; exact: compare numbers exactly and other answers as text; module:function: "
+        "call your own function of (trajectory, task).",
     )
     num_workers: int = pydantic.Field(
-        2, ge=1, description="Processes in which answers are checked, at most."
+        2, ge=1, description="Maximum number of processes that check answers."
     )
-    timeout_s: float = pydantic.Field(10.0, gt=0, description="For one check.")
+    timeout_s: float = pydantic.Field(10.0, gt=0, description="Time limit of one check.")
     retries: int = pydantic.Field(
         1,
         ge=0,
-        description="How often a check that hung, crashed or raised is made again. An answer that "
-        "breaks math-verify twice is wrong; so there it is made again at least once.",
+        description="Number of times that a check which hung, crashed or raised is repeated. With "
+        "math-verify it is repeated at least once; an answer that breaks it again is wrong.",
     )
     memory_mib: int = pydantic.Field(
-        2048, ge=0, description="What a check may allocate, in MiB; 0: no limit."
-    )
-    start_timeout_s: float = pydantic.Field(
-        60.0, gt=0, description="For a process to start and to import what it calls."
+        2048, ge=0, description="Memory that a check may allocate. 0: no limit."
     )
 
     @pydantic.field_validator("function")
@@ -125,7 +123,6 @@ class Grader:
             self._settings.num_workers,
             preload=["math_verify:verify" if name == "math" else name],
             memory_mib=self._settings.memory_mib,
-            start_timeout_s=self._settings.start_timeout_s,
         )
         self._threads = anyio.CapacityLimiter(self._settings.num_workers)
         self._stack = AsyncExitStack()

@@ -79,42 +79,54 @@ class TasksSettings(pydantic.BaseModel):
         "reasoning_gym",
     ] = pydantic.Field(
         "arithmetic",
-        description="A generator (arithmetic, symbolic, or the environment's own), files (jsonl, "
-        "parquet in verl's columns), a Hugging Face data set, or families of reasoning-gym.",
+        description="Source of tasks: a generator (arithmetic, symbolic, or the environment's "
+        "own), files (jsonl, or parquet with verl's columns), a Hugging Face data set "
+        "(huggingface) or puzzles of reasoning-gym (reasoning_gym). By default, the environment's "
+        "if it makes tasks, otherwise arithmetic.",
     )
     paths: list[Path] = pydantic.Field(
-        default_factory=list, description="Files to read, for the kinds jsonl and parquet."
+        default_factory=list, description="Files to read, with kind = jsonl or parquet."
     )
-    name: str = pydantic.Field("", description="Hugging Face data set: a hub name or a folder.")
-    config: str = pydantic.Field("", description="Configuration of the data set.")
-    split: str = pydantic.Field("train", description="Split of the data set.")
+    name: str = pydantic.Field(
+        "", description="With kind = huggingface: hub name or local folder of the data set."
+    )
+    config: str = pydantic.Field(
+        "", description="With kind = huggingface: configuration (subset) of the data set."
+    )
+    split: str = pydantic.Field(
+        "train", description="With kind = huggingface: split of the data set."
+    )
     families: list[str] = pydantic.Field(
-        default_factory=list, description="Families of reasoning-gym puzzles, such as chain_sum."
+        default_factory=list,
+        description="With kind = reasoning_gym: families of puzzles, such as chain_sum.",
     )
     size: int = pydantic.Field(
-        500, ge=1, description="Number of tasks of each reasoning-gym family."
+        500, ge=1, description="With kind = reasoning_gym: number of tasks of each family."
     )
     levels: list[int] = pydantic.Field(
         default_factory=lambda: [1],
         min_length=1,
-        description="Levels of a generator, used in rotation.",
+        description="With kind = arithmetic or symbolic: difficulty levels of the problems, used "
+        "in turn.",
     )
-    seed: int = pydantic.Field(0, description="Random seed of shuffling and of generators.")
+    seed: int = pydantic.Field(0, description="Random seed of generators and of shuffling.")
     shuffle: bool = pydantic.Field(
-        True, description="Shuffle in each epoch; otherwise keep the order of the file."
+        True, description="Shuffle the tasks in each epoch. false: keep the order of the source."
     )
     held_out: float = pydantic.Field(
         0.0,
         ge=0,
-        description="Problems kept for evaluation: a share (below 1) or a number. A generator "
-        "holds out that share, or an eighth, of its problems and evaluates on at most that number, "
-        "or 256.",
+        description="Tasks to hold out for evaluation: below 1 a fraction, otherwise a number. For "
+        "a generator, a fraction says how many of its problems are never trained on (default: an "
+        "eighth), and a number how many of those to evaluate (default: 256). 0: none.",
     )
     template: str = pydantic.Field(
-        "{problem}", description="Prompt template for a problem that is plain text."
+        "{problem}",
+        description="Prompt for problems that are plain text; {problem} is replaced by the "
+        "problem.",
     )
     system: str = pydantic.Field(
-        "", description="System message before a problem that is plain text."
+        "", description="System message before problems that are plain text. By default, none."
     )
 
     @pydantic.model_validator(mode="after")

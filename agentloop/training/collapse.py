@@ -23,7 +23,7 @@ False alarms are rare:
   runs of the small model. So these metrics count only together with a declining reward, and are
   compared with their values at the best reward, not at the start. The two rules that do not need a
   declining reward start counting again with each new best.
-- A fall of the reward counts only from `min_fall` on, since half of a tiny reward is noise. So
+- A fall of the reward counts only from 0.1 on, since half of a tiny reward is noise. So
   there is no alarm for a run that starts with no reward for long, nor for one that has solved all
   of its tasks.
 - Each stage starts from a clean state, since its tasks differ. A step that lacks a metric is
@@ -61,54 +61,70 @@ Row = Mapping[str, Any]
 """A row of metrics.jsonl."""
 
 
+_MIN_FALL = 0.1  # a smaller fall of the reward is noise
+_SOLVED = 0.9  # low entropy is expected from this reward on
+
+
 class CollapseSettings(pydantic.BaseModel):
     """Settings of the collapse detector. All thresholds apply to medians of the last steps."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    enabled: bool = pydantic.Field(True, description="Stop a run that has collapsed.")
-    window: int = pydantic.Field(9, ge=1, description="Number of steps in each median.")
+    enabled: bool = pydantic.Field(
+        True, description="Stop a run that has collapsed, at its last good checkpoint."
+    )
+    window: int = pydantic.Field(
+        9,
+        ge=1,
+        description="Number of steps in each running median. All rules below compare such medians.",
+    )
     patience: int = pydantic.Field(
-        10, ge=1, description="Bad steps in a row that count as a collapse."
+        10,
+        ge=1,
+        description="Number of consecutive steps that must violate a rule before the run counts as "
+        "collapsed.",
     )
     reward_fall: float = pydantic.Field(
-        0.5, gt=0, description="Collapse: the reward falls by more than this share of its best."
+        0.5,
+        gt=0,
+        description="Rule: the reward has fallen by more than this fraction of its best value.",
     )
-    reward_sag: float = pydantic.Field(
+    reward_decline: float = pydantic.Field(
         0.15,
         gt=0,
-        description="Decline: the reward falls by more than this share of its best; a collapse if "
-        "entropy, gradient norm or truncated rollouts have risen, too.",
-    )
-    min_fall: float = pydantic.Field(
-        0.1, ge=0, description="Ignore a fall of the reward below this absolute value."
-    )
-    reward_solved: float = pydantic.Field(
-        0.9, description="Ignore low entropy from this reward on."
+        description="The reward is declining if it has fallen by more than this fraction of its "
+        "best value. Only then do the rules about a rise (entropy, gradient norm, truncated "
+        "rollouts) apply.",
     )
     entropy_low: float = pydantic.Field(
         0.02,
         ge=0,
         lt=1,
-        description="Entropy below this fraction of its maximum counts as collapsed; 0 disables.",
+        description="Rule: the entropy is below this fraction of its highest value. 0: never.",
     )
     entropy_high: float = pydantic.Field(
-        5.0, gt=1, description="Highest entropy, as a multiple of that at the best reward."
+        5.0,
+        gt=1,
+        description="Rule: the reward is declining and the entropy is above this multiple of its "
+        "value at the best reward.",
     )
     grad_norm_high: float = pydantic.Field(
         10.0,
         gt=1,
-        description="Highest gradient norm, as a multiple of that at the best reward. A step "
-        "skipped because of a non-finite norm counts as infinite.",
+        description="Rule: the reward is declining and the gradient norm is above this multiple of "
+        "its value at the best reward. A step skipped for a non-finite norm counts as infinite.",
     )
     truncated_rise: float = pydantic.Field(
         0.3,
         gt=0,
-        description="Highest rise of the share of truncated rollouts above that at the best "
-        "reward.",
+        description="Rule: the reward is declining and the share of truncated rollouts has risen "
+        "by more than this since the best reward.",
     )
     mismatch_max: float = pydantic.Field(
-        0.1, gt=0, description="Highest KL per token between the engine and the learner's policy."
+        0.1,
+        gt=0,
+        description="Rule: the KL divergence per token between engine and learner, in nats, is "
+        "above this.",
     )
 
 
@@ -218,7 +234,7 @@ class Collapse:
         bad = {rule: (name, why) for rule, name, why in self._rules(now)}
         for rule in self._bad.keys() - bad.keys():
             del self._bad[rule]
-        if not bad and not self._fell_by(now, self._settings.reward_sag):
+        if not bad and not self._fell_by(now, self._settings.reward_decline):
             self._last_good = self._steps[len(self._steps) // 2]
         return self._judge(step, bad, found)
 
@@ -245,7 +261,7 @@ class Collapse:
 
     def _fell_by(self, now: Mapping[str, float], share: float) -> bool:
         fall = self._best - now[_REWARD]
-        return fall > max(share * abs(self._best), self._settings.min_fall)
+        return fall > max(share * abs(self._best), _MIN_FALL)
 
     def _rules(self, now: Mapping[str, float]) -> Iterator[tuple[Rule, str, str]]:
         """Yield (rule, metric, explanation) for each rule that this step violates."""
@@ -254,13 +270,13 @@ class Collapse:
         if self._fell_by(now, s.reward_fall):
             yield Rule.REWARD, _REWARD, reward
         entropy = now.get(_ENTROPY, math.nan)  # comparisons with it are false
-        if entropy < s.entropy_low * self._highest_entropy and now[_REWARD] < s.reward_solved:
+        if entropy < s.entropy_low * self._highest_entropy and now[_REWARD] < _SOLVED:
             why = f"the entropy fell from {self._highest_entropy:.3g} to {entropy:.3g}"
             yield Rule.ENTROPY_LOW, _ENTROPY, f"{why}, at a reward of {now[_REWARD]:.3g}"
         if (mismatch := now.get(_MISMATCH, 0.0)) > s.mismatch_max:
             why = f"the KL between engine and policy is {mismatch:.3g} per token"
             yield Rule.MISMATCH, _MISMATCH, why
-        if not self._fell_by(now, s.reward_sag):
+        if not self._fell_by(now, s.reward_decline):
             return
         for rule, name, what, factor in (
             (Rule.ENTROPY_HIGH, _ENTROPY, "the entropy", s.entropy_high),

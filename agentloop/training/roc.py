@@ -81,27 +81,34 @@ class RocSettings(pydantic.BaseModel):
 
     form: Literal["paper", "released"] = pydantic.Field(
         "paper",
-        description='"paper" samples as in its equations; "released" selects as its code does.',
+        description="Form of Resample-on-Correct. paper: sample as in the paper's equations; "
+        "released: select as in the authors' code.",
     )
     down_sample_to_n: int = pydantic.Field(
-        16, description="Rollouts to keep of each group; 0 or less keeps all."
+        16, description="Rollouts of each group to train on. 0 or less: all."
     )
     reject_equal_reward: bool = pydantic.Field(
-        True, description="Reject groups whose rewards are all equal, since their advantages are 0."
+        True,
+        description="Do not train on groups whose rewards are all equal, because their advantages "
+        "are 0.",
     )
     roc_error_ratio: bool = pydantic.Field(
-        True, description="Penalise correct rollouts for failed tool calls, or for making none."
+        True,
+        description="Prefer correct rollouts with few failed tool calls; one without any call "
+        "counts as bad.",
     )
     roc_answer_format: bool = pydantic.Field(
-        True, description="Penalise correct rollouts without an answer tag or with several."
+        True, description="Prefer correct rollouts with exactly one answer tag."
     )
     min_zero_reward_trace_num: int = pydantic.Field(
         -1,
-        description="Minimum number of wrong rollouts to keep, if there are that many. The paper "
-        "has no minimum, and keeps none if only one rollout of a group is wrong; its code uses 2.",
+        description="Minimum number of wrong rollouts to keep, if there are that many; -1: none, "
+        "as in the paper, where a single wrong rollout of a group is never kept. The authors' code "
+        "uses 2.",
     )
     min_non_zero_reward_trace_num: int = pydantic.Field(
-        -1, description="Minimum number of correct rollouts to keep, if there are that many."
+        -1,
+        description="Minimum number of correct rollouts to keep, if there are that many; -1: none.",
     )
 
     @pydantic.model_validator(mode="after")

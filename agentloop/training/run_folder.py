@@ -21,7 +21,7 @@ import pydantic
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.plain_json import dumps, loads
 
-__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_going_on"]
+__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_active"]
 
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
@@ -32,9 +32,9 @@ class RunSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    folder: Path = pydantic.Field(Path("runs"), description="Parent folder of all runs.")
+    folder: Path = pydantic.Field(Path("runs"), description="Folder that contains all runs.")
     name: str = pydantic.Field(
-        "", pattern=r"^[\w.-]*$", description="Name of this run; none: the time of its start."
+        "", pattern=r"^[\w.-]*$", description="Name of this run. By default, the time of its start."
     )
 
 
@@ -280,7 +280,7 @@ def _checkpoints(run: Path) -> list[tuple[int, Path]]:
     return found
 
 
-def is_going_on(run: Path) -> bool:
+def is_active(run: Path) -> bool:
     """Return whether a process has locked the run in a folder, without disturbing it.
 
     Raises:
@@ -320,7 +320,7 @@ async def _locked(path: Path) -> AsyncIterator[None]:
     file = _lock_file(path)
     is_locked = False
     try:
-        # A run's lock is exclusive; `is_going_on` takes a shared one for a moment.
+        # A run's lock is exclusive; `is_active` takes a shared one for a moment.
         with anyio.move_on_after(_LOCK_WAIT_S):
             while not (is_locked := _has(file, fcntl.LOCK_EX)) and _has(file, fcntl.LOCK_SH):
                 fcntl.flock(file, fcntl.LOCK_UN)

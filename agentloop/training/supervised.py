@@ -65,25 +65,28 @@ class DialoguesSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     paths: list[Path] = pydantic.Field(
-        default_factory=list, description="JSONL files of dialogues (messages and tools)."
+        default_factory=list,
+        description="JSONL files of dialogues, one object with `messages` and optional `tools` per "
+        "line.",
     )
     teacher: int = pydantic.Field(
         0,
         ge=0,
-        description="Number of additional synthetic arithmetic dialogues with frequent, corrected "
-        "mistakes (as from `agentloop data teacher`).",
+        description="Number of synthetic arithmetic dialogues to add, as `agentloop data teacher` "
+        "writes them. The teacher is noisy: half of its tool calls fail, and a third of its "
+        "answers are right.",
     )
     levels: list[int] = pydantic.Field(
         default_factory=lambda: [2],
         min_length=1,
-        description="Difficulty levels of the teacher's problems.",
+        description="Difficulty levels of the synthetic dialogues' problems.",
     )
-    seed: int = pydantic.Field(0, ge=0, description="Seed of the teacher's dialogues.")
+    seed: int = pydantic.Field(0, ge=0, description="Random seed of the synthetic dialogues.")
     max_tool_response_tokens: int = pydantic.Field(
         512,
         ge=8,
-        description="Longer tool responses are cut in the middle. Set it to the value of "
-        "budget.max_tool_response_tokens of the rollouts that follow.",
+        description="Maximum length of a tool response in tokens; the middle of a longer one is "
+        "cut out. Use the value of budget.max_tool_response_tokens of later rollouts.",
     )
 
     def require_files(self) -> None:
@@ -108,19 +111,29 @@ class SupervisedSettings(pydantic.BaseModel):
     batch_tokens: int = pydantic.Field(
         131_072, ge=2, description="Tokens per optimizer step, including prompts."
     )
-    lr: float = pydantic.Field(5e-6, ge=0, lt=1, description="Learning rate after the warm-up.")
-    warmup: float = pydantic.Field(
-        0.04, ge=0, le=1, description="Share of the steps with linear warm-up of the learning rate."
+    lr: float = pydantic.Field(
+        5e-6,
+        ge=0,
+        lt=1,
+        description="Peak learning rate, reached after the warm-up; then a cosine decay to 0.",
     )
-    seed: int = pydantic.Field(0, ge=0, description="Seed of the order in each epoch.")
+    warmup: float = pydantic.Field(
+        0.04,
+        ge=0,
+        le=1,
+        description="Fraction of the steps in which the learning rate rises linearly from 0.",
+    )
+    seed: int = pydantic.Field(
+        0, ge=0, description="Random seed of the order of dialogues in each epoch."
+    )
     checkpoint_every: int = pydantic.Field(
         100,
         ge=0,
         description="Steps between checkpoints, from which a lost learner or a stopped run "
-        "resumes; 0: none.",
+        "resumes. 0: none.",
     )
     step_timeout_s: float = pydantic.Field(
-        3600.0, gt=0, description="Time limit of one request to the learner."
+        3600.0, gt=0, description="Time limit of one request to the learner, such as a step."
     )
 
 
@@ -458,7 +471,7 @@ class FineTuning:
         said = "none" if loss is None else f"{loss:.4f}"
         report.show(
             RunStatus(
-                "supervised start",
+                "supervised fine-tuning",
                 step,
                 num_steps,
                 waits="The learner trains on the dialogues",

@@ -119,7 +119,7 @@ def test_an_override_needs_no_quotes(override: str, model: str) -> None:
         (["wing.flag=maybe", "server.port=x"], "server.port: .*; wing.flag: "),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_source(overrides: list[str], said: str) -> None:
+def test_errors_name_the_setting_and_its_source(overrides: list[str], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         load_settings(Everything, overrides=overrides)
 
@@ -163,7 +163,7 @@ def test_a_file_stands_on_those_that_it_extends(tmp_path: Path) -> None:
     assert load_settings(Everything, [top, under]).server.port == 9
 
 
-def test_what_two_files_extend_lies_below_both(tmp_path: Path) -> None:
+def test_a_shared_base_is_overridden_by_both_files(tmp_path: Path) -> None:
     file(tmp_path, "base.toml", "server.port = 1")
     first = file(tmp_path, "first.toml", 'extends = "base.toml"\nserver.port = 2')
     second = file(tmp_path, "second.toml", 'extends = "base.toml"\nwing.flag = true')
@@ -189,9 +189,7 @@ def test_what_two_files_extend_lies_below_both(tmp_path: Path) -> None:
         ('[server]\nextends = "bad.toml"', r"top\.toml: unknown setting 'server\.extends'"),
     ],
 )
-def test_what_is_wrong_with_an_extended_file_is_said_of_it(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_an_error_in_an_extended_file_names_that_file(tmp_path: Path, text: str, said: str) -> None:
     file(tmp_path, "around.toml", 'extends = "./top.toml"')
     file(tmp_path, "bad.toml", "server.prot = 1")
     file(tmp_path, "worse.toml", 'server.port = "x"')
@@ -234,7 +232,7 @@ def test_a_section_that_is_wrong_as_a_whole_shows_no_token() -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["serve.max_rollouts=7"]])
-def test_of_a_section_that_is_wrong_as_a_whole_what_is_named_is_blamed(more: list[str]) -> None:
+def test_an_error_of_a_section_blames_the_keys_that_it_names(more: list[str]) -> None:
     class Served(pydantic.BaseModel):
         serve: ServeSettings
 
@@ -243,7 +241,7 @@ def test_of_a_section_that_is_wrong_as_a_whole_what_is_named_is_blamed(more: lis
         load_settings(Served, overrides=given)
 
 
-def test_where_no_key_is_named_all_of_the_section_may_be_at_fault(tmp_path: Path) -> None:
+def test_an_error_without_keys_blames_all_sources_of_the_section(tmp_path: Path) -> None:
     one = file(tmp_path, "one.toml", "[server]\ntoken = 'x'")
     with pytest.raises(SettingsError, match=r"\(from .*one\.toml, override 'server\.port'\)$"):
         load_settings(Everything, [one], ["server.port=13"])

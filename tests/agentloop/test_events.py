@@ -56,7 +56,7 @@ async def test_a_reader_that_lags_finds_adjacent_tokens_joined() -> None:
     assert read[3:] == [tokens(7, 1), tokens(8, 2)]
 
 
-async def test_what_came_before_an_error_is_read_first() -> None:
+async def test_events_before_an_error_are_read_first() -> None:
     feed = Feed()
     feed(tokens(1))
     feed.close(ValueError("gone"))
@@ -73,5 +73,5 @@ async def test_a_reader_that_is_cancelled_can_come_back() -> None:
     assert await anext(feed) == tokens(1)
 
 
-def test_nobody_has_to_read() -> None:
+def test_events_can_be_ignored() -> None:
     ignore(tokens(1))

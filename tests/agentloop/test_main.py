@@ -125,7 +125,7 @@ def test_a_question_is_found_wherever_it_stands(
         (["What", "serve.port=1", "is"], "expected one question, in quotes, not 'What', 'is'"),
     ],
 )
-def test_what_is_no_question_is_said(
+def test_an_invalid_question_is_an_error(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -63,7 +63,7 @@ class Thing:
 
 
 @pytest.mark.parametrize("more", [1, 2**70, "\ud800"])
-def test_what_is_not_plain_is_written_alike_whatever_stands_beside_it(more: Any) -> None:
+def test_other_types_are_written_alike_in_any_context(more: Any) -> None:
     thing = Thing(Colour.RED, date(2026, 11, 22), (more, {1: {1j}, (1, 2): None}))
     told = {"colour": "red", "when": "2026-11-22", "more": [more, {"1": "{1j}", "(1, 2)": None}]}
     assert loads(dumps(thing)) == told
@@ -79,7 +79,7 @@ def test_nesting_is_kept_as_deep_as_python_can(depth: int) -> None:
     assert loads(dumps(value)) == value
 
 
-def test_what_cannot_be_written_or_read_is_a_value_error() -> None:
+def test_json_that_cannot_be_written_or_read_is_a_value_error() -> None:
     value: Any = []
     for _ in range(200_000):
         value = [value]

@@ -204,7 +204,7 @@ def test_the_release(option: str, name: str, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("word", ["0.8", "AIME 2024", "256 characters", "Checkpoints", "2,048"])
-def test_what_is_other_than_in_the_release_is_said(word: str) -> None:
+def test_differences_from_the_release_are_listed(word: str) -> None:
     head, _, _ = (FOLDER / "release-8gpu.toml").read_text().partition("\nextends")
     assert word in head
 

@@ -402,7 +402,7 @@ async def small_server(
 
 
 @pytest.mark.parametrize("pause", PAUSES)
-async def test_what_runs_goes_on_under_the_new_weights(
+async def test_running_turns_continue_with_the_new_weights(
     all_started: Started, sglang_url: str, tmp_path: Path, pause: Pause
 ) -> None:
     """No turn is lost, each token has the version that it was sampled under, and no later turn is

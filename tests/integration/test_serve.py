@@ -118,7 +118,7 @@ def test_openais_client_streams_it(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_ends_an_answer_sooner_or_later(http: httpx.Client, stream: bool) -> None:
+def test_stop_sequences_end_an_answer(http: httpx.Client, stream: bool) -> None:
     """By tokens that SGLang samples: across their borders, and beyond the end of a turn."""
 
     def ask(**fields: object) -> tuple[str, str, int]:

@@ -45,7 +45,7 @@ def wandb_anew() -> Iterator[None]:
 
 async def told(sink: str, folder: Path, rows: Sequence[dict[str, Any]] = ROWS) -> None:
     settings = SinksLimits.model_validate(
-        {"to": [sink], "project": "agentloop-test", "close_s": 120}
+        {"report_to": [sink], "project": "agentloop-test", "close_s": 120}
     )
     async with Sinks.open(settings, folder=folder, run_name="a run", config=CONFIG) as sinks:
         for row in rows:
@@ -125,7 +125,7 @@ async def test_wandb_without_a_key_says_so(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    settings = SinksLimits(to=("wandb",), close_s=120)
+    settings = SinksLimits(report_to=("wandb",), close_s=120)
     async with Sinks.open(settings, folder=tmp_path, run_name="a run", config={}):
         pass
     assert "wandb gets no metrics" in caplog.text

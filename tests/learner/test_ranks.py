@@ -355,7 +355,7 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
     loss."""
     make_batch().save(tmp_path / "without")
     make_batch(ref_logprobs=make_batch().logprobs).save(tmp_path / "batch")
-    loss = LossSettings(ratio_to="engine", kl_coef=0.1)
+    loss = LossSettings(old_logprobs_from="engine", kl_coef=0.1)
     settings = SETTINGS.model_copy(update={"loss": loss})
     (tmp_path / "settings.json").write_text(settings.model_dump_json())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

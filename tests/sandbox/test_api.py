@@ -56,7 +56,7 @@ def test_values_are_counted_in_whatever_pieces_they_come(
 
 
 @given(st.binary())
-def test_what_is_no_json_is_counted_too(text: bytes) -> None:
+def test_values_are_also_counted_in_invalid_json(text: bytes) -> None:
     assert 0 <= ValueCounter().feed(text) <= len(text)
 
 

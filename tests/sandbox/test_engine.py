@@ -150,7 +150,9 @@ KEY = ConnectionKey("box", 2376, True, True, None, None, None)
         (errno.EHOSTUNREACH, SandboxUnavailable, "No route to host; is it installed"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(code: int, kind: type[Exception], says: str) -> None:
+def test_connection_errors_are_explained_in_words(
+    code: int, kind: type[Exception], says: str
+) -> None:
     inner = aiohttp.ClientConnectorError(KEY, OSError(code, os.strerror(code)))
     error = _unavailable("tcp://box:2376", wrapped(inner))
     assert type(error) is kind

@@ -137,7 +137,7 @@ def test_packages_are_checked(settings: dict[str, object], says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_what_is_installed_here() -> None:
+def test_missing_packages_of_this_python_are_found() -> None:
     wanted = ["anyio", "anyio>=4", "anyio<1", "no-such-package"]
     assert not_installed(wanted) == ["anyio<1", "no-such-package"]
 

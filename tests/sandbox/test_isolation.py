@@ -78,7 +78,7 @@ async def test_a_pool_without_a_wall_does_not_start_unless_told_to(
 
 
 @given(st.dictionaries(st.sampled_from([*WEAK, "uid "]), st.text() | st.just("no: x")))
-def test_what_is_missing(layers: Mapping[str, str]) -> None:
+def test_missing_isolation_layers_are_found(layers: Mapping[str, str]) -> None:
     told = missing_walls(layers)
     assert len(told) == sum(
         text == "no" or (text.startswith("no") and not (text[2].isalnum() or text[2] == "_"))

@@ -92,7 +92,7 @@ async def test_a_call_over_its_memory_takes_nobody_with_it(pool: Pool) -> None:
     assert pool.stats()["replaced"] == replaced
 
 
-async def test_what_a_cell_left_running_counts_with_the_next(pool: Pool) -> None:
+async def test_processes_that_a_cell_left_running_count_with_the_next(pool: Pool) -> None:
     bomb = (
         "import os, time\nfor _ in range(6):\n  if os.fork() == 0:\n"
         f"    {take(120).splitlines()[0]}\n    time.sleep(600)"

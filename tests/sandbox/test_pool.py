@@ -815,7 +815,7 @@ async def test_a_session_keeps_its_seed(pool: Pool) -> None:
               {"code": "1", "timeout_s": 0}, {"code": "1", "timeout_s": 1e20},
               {"code": "1", "timeout_s": float("nan")}]
 )  # fmt: skip
-async def test_what_is_no_call_is_refused_and_costs_no_slot(
+async def test_invalid_calls_are_refused_and_take_no_slot(
     pool: Pool, given: dict[str, Any]
 ) -> None:
     with pytest.raises((TypeError, ValueError)):

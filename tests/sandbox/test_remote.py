@@ -234,7 +234,7 @@ async def test_a_session_lost_with_its_worker_on_a_host_is_nobodys_doing() -> No
         assert session.lost_by is LostBy.INFRASTRUCTURE
 
 
-async def test_after_a_cell_that_was_given_up_on_a_host_the_next_is_told_so() -> None:
+async def test_after_a_cancelled_cell_on_a_host_the_session_is_lost() -> None:
     async with host() as there, over(there) as pool, pool.session() as session:
         await session.run("1")
         async with anyio.create_task_group() as group:

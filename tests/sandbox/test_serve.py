@@ -279,7 +279,7 @@ async def test_a_body_that_cannot_be_decoded(
     assert not caplog.records
 
 
-async def test_what_is_no_http_has_its_answer_and_is_not_logged(
+async def test_a_malformed_request_gets_400_and_is_not_logged(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, port = client.url.removeprefix("http://").split(":")
@@ -323,7 +323,7 @@ async def test_too_many_requests_are_refused(pool: Pool) -> None:
 FEW_SEATS = BARE.model_copy(update={"sessions_per_worker": 1})
 
 
-async def test_where_no_session_is_free_it_is_said_at_once() -> None:
+async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
     async with Pool(FEW_SEATS) as pool, service(pool) as client:
         assert (await client.post("/v1/sessions"))[0] == 201
         async with client.http.post(client.url + "/v1/sessions") as response:

@@ -65,7 +65,7 @@ async def test_wrong_and_lost_answers_are_counted() -> None:
     assert figures["errors"] == {"OSError('gone')": 25, "overloaded": 25}
 
 
-async def test_what_does_not_end_is_lost() -> None:
+async def test_calls_that_do_not_end_count_as_lost() -> None:
     async def never(code: str) -> Answer:
         await anyio.sleep_forever()
         raise AssertionError

@@ -95,7 +95,7 @@ async def test_a_cell_of_an_unknown_session_does_not_run() -> None:
         assert not link.lost.is_set()
 
 
-async def test_after_a_cell_that_was_given_up_the_next_is_told_so_and_nobody_else(
+async def test_after_a_cancelled_cell_only_its_session_is_lost(
     pool: Pool,
 ) -> None:
     async with pool.session() as other, pool.session() as session:
@@ -139,7 +139,7 @@ async def test_a_session_that_was_closed_is_lost_by_its_caller(pool: Pool) -> No
     assert await lost_by(session) is LostBy.CALLER
 
 
-async def test_what_is_known_of_sessions_goes_with_them(pool: Pool) -> None:
+async def test_closed_sessions_are_forgotten(pool: Pool) -> None:
     link = pool._queue.workers[0].link
     for code in ("1", "import os; os._exit(0)"):
         async with pool.session() as session:

@@ -22,7 +22,7 @@ from agentloop.analysis.run_list import RunState, RunSummary, find_runs, summari
 __all__ = ["main"]
 
 _STYLES = {
-    str(RunState.GOING_ON): "green",
+    str(RunState.RUNNING): "green",
     str(RunState.STOPPED): "yellow",
     str(RunState.COLLAPSED): "red",
     str(RunState.FAILED): "red",

@@ -62,55 +62,66 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
     """Settings of our own servers, which listen on loopback."""
 
     count: PositiveInt = Field(
-        1, description="Number of servers, each with its own copy of the model."
+        1, description="Number of SGLang servers to start, each with its own copy of the model."
     )
     port: int = Field(
         0,
         ge=0,
         le=65_535,
-        description="Port of the first server, the others follow; 0 finds free ones.",
+        description="Port of the first server; the others use the ports after it. 0: any free "
+        "ports.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda if there is an accelerator, else cpu."
+        "auto",
+        description="Device of the servers. auto: cuda if this machine has a GPU, otherwise cpu.",
     )
     dtype: str | None = Field(
         None,
-        description="Type of weights and KV cache; none: float32 on a CPU, the model's on a GPU.",
+        description="Data type of weights and KV cache. By default, float32 on a CPU and the "
+        "model's own on a GPU.",
     )
     max_total_tokens: PositiveInt | None = Field(
-        None, description="Size of the KV cache in tokens; none: as many as fit."
+        None, description="Size of each KV cache in tokens. By default, as many as fit into memory."
     )
-    tp_size: PositiveInt = Field(1, description="Tensor parallelism: GPUs per data-parallel rank.")
+    tp_size: PositiveInt = Field(
+        1, description="Tensor parallelism: number of GPUs that share one copy of the model."
+    )
     dp_size: PositiveInt = Field(
         1,
-        description="Data-parallel ranks per server, each with its own copy of the model and KV "
-        "cache.",
+        description="Data parallelism: copies of the model per server, each with its own KV cache. "
+        "A server takes tp_size * dp_size GPUs.",
     )
     threads: PositiveInt = Field(
-        1, description="OpenMP threads per server on a CPU; more only help if cores are idle."
+        1,
+        description="OpenMP threads per server on a CPU. More than 1 only helps if cores are idle.",
     )
     extra_args: tuple[str, ...] = Field(
-        (), description="Additional options of SGLang, at the end of its command line."
+        (),
+        description="Further command-line options for SGLang, appended to those that agentloop "
+        "sets.",
     )
     start_timeout_s: PositiveFloat = Field(
-        300.0, description="Maximum time from the start until a server is ready."
+        300.0,
+        description="Time for a server to become ready, including loading the model; then starting "
+        "it fails.",
     )
     stop_timeout_s: float | None = Field(
         None,
         ge=0,
-        description="Time between asking a server to end and killing it; none: 0 on a CPU, where "
-        "there is nothing to release, and 15 on a GPU.",
+        description="Time that a server gets to end before it is killed. By default, 0 on a CPU, "
+        "where there is nothing to release, and 15 on a GPU.",
     )
 
     max_restarts: int = Field(
         3,
         ge=0,
-        description="Maximum number of restarts of a server in ten minutes, before it is given up.",
+        description="Number of restarts of a server within ten minutes; if it dies again, it is "
+        "given up.",
     )
     unresponsive_s: PositiveFloat = Field(
         60.0,
-        description="Time after which a server that is dead although its process lives is killed "
-        "and restarted.",
+        description="Time after which a server that is dead for the router, "
+        "although its process runs, is killed and restarted.",
     )
 
     @field_validator("extra_args")

@@ -126,6 +126,10 @@ class Forecast:
         return worst * self._width
 
 
+_CUT = 0.9  # the target is multiplied by this after SGLang has retracted requests
+_GROWTH = 0.01  # after a cut, the target grows back by this much per period without retractions
+
+
 class AdmissionSettings(pydantic.BaseModel):
     """Bounds on the KV capacity that the rollouts in flight may come to use."""
 
@@ -135,19 +139,20 @@ class AdmissionSettings(pydantic.BaseModel):
         1.0,
         gt=0,
         le=2,
-        description="Fraction of the KV capacity that rollouts may use at their peak.",
-    )
-    growth: float = pydantic.Field(
-        0.01, ge=0, description="Increase of that fraction per period without retractions."
-    )
-    cut: float = pydantic.Field(
-        0.9, gt=0, lt=1, description="Factor applied to that fraction after a retraction."
+        description="Groups are admitted while the predicted peak of all rollouts in flight stays "
+        "below this fraction of the servers' KV capacity.",
     )
     period_s: float = pydantic.Field(
-        2.0, gt=0, description="Minimum time between changes, so that each can take effect."
+        2.0,
+        gt=0,
+        description="Minimum time between two changes of the fraction, so that each can take "
+        "effect.",
     )
     report_ttl_s: float = pydantic.Field(
-        15.0, gt=0, description="Without new reports of the servers for this long, nothing grows."
+        15.0,
+        gt=0,
+        description="The fraction does not grow if the servers' last load reports are older than "
+        "this.",
     )
 
 
@@ -174,9 +179,9 @@ class Admission:
         if now - self._changed_s < settings.period_s:
             return "hold"
         if self._num_retracted:
-            change, self.target = "cut", self.target * settings.cut
+            change, self.target = "cut", self.target * _CUT
         elif now - reported_s < settings.report_ttl_s and self.target < settings.target:
-            change, self.target = "grow", min(settings.target, self.target + settings.growth)
+            change, self.target = "grow", min(settings.target, self.target + _GROWTH)
         else:
             return "hold"
         self._changed_s, self._num_retracted = now, 0

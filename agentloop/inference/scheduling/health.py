@@ -16,11 +16,10 @@ restarted it with its initial weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
-import pydantic
-
-__all__ = ["Health", "HealthSettings", "ServerState"]
+__all__ = ["Health", "HealthLimits", "ServerState"]
 
 
 class ServerState(StrEnum):
@@ -51,17 +50,16 @@ class ServerState(StrEnum):
         return self in (ServerState.HEALTHY, ServerState.SUSPECT, ServerState.STALE)
 
 
-class HealthSettings(pydantic.BaseModel):
-    """Limits after which a failing server is considered dead."""
+@dataclass(frozen=True, slots=True)
+class HealthLimits:
+    """Limits after which a failing server is considered dead.
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    Attributes:
+        max_request_failures, max_probe_failures: consecutive failures.
+    """
 
-    max_request_failures: int = pydantic.Field(
-        3, ge=1, description="Consecutive failed requests after which a server is considered dead."
-    )
-    max_probe_failures: int = pydantic.Field(
-        3, ge=1, description="Consecutive failed probes after which a server is considered dead."
-    )
+    max_request_failures: int = 3
+    max_probe_failures: int = 3
 
 
 class Health:
@@ -71,8 +69,8 @@ class Health:
     weights have no versions (there is no training), every server counts as having the current ones.
     """
 
-    def __init__(self, settings: HealthSettings | None = None) -> None:
-        self._settings = settings or HealthSettings()
+    def __init__(self, limits: HealthLimits | None = None) -> None:
+        self._limits = limits or HealthLimits()
         self.state = ServerState.HEALTHY
         self.num_request_failures = 0
         self.num_probe_failures = 0
@@ -83,9 +81,7 @@ class Health:
         if self.state is ServerState.RESTARTING:  # a request to the previous process
             return self.state
         self.num_request_failures += 1
-        return self._failed(
-            reason, self.num_request_failures >= self._settings.max_request_failures
-        )
+        return self._failed(reason, self.num_request_failures >= self._limits.max_request_failures)
 
     def request_succeeded(self) -> ServerState:
         """Record that a stream ended normally."""
@@ -95,7 +91,7 @@ class Health:
     def probe_failed(self, reason: str) -> ServerState:
         """Record that the server did not report ready in time; a starting server need not."""
         self.num_probe_failures += 1
-        return self._failed(reason, self.num_probe_failures >= self._settings.max_probe_failures)
+        return self._failed(reason, self.num_probe_failures >= self._limits.max_probe_failures)
 
     def probe_succeeded(self, *, has_weights: bool) -> ServerState:
         """Record that the server is ready; `has_weights` says whether its weights are current.

@@ -35,16 +35,21 @@ class Costs(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     prefill_s_per_token: float = pydantic.Field(
-        1e-4, gt=0, description="Prefill time per prompt token that is not cached."
+        1e-4,
+        gt=0,
+        description="Cost model of router.policy = kv: prefill time per prompt token that is not "
+        "cached. Only the proportions of these four costs matter.",
     )
     step_s: float = pydantic.Field(
-        0.015, gt=0, description="Fixed part of the time of a decoding step."
+        0.015, gt=0, description="Time of a decoding step, apart from the parts below."
     )
     step_s_per_sequence: float = pydantic.Field(
-        5e-5, ge=0, description="Time that each sequence of the batch adds to a step."
+        5e-5, ge=0, description="Time that each sequence of the batch adds to a decoding step."
     )
     step_s_per_token: float = pydantic.Field(
-        5e-8, ge=0, description="Time that each token of their contexts adds to a step."
+        5e-8,
+        ge=0,
+        description="Time that each token of the batch's contexts adds to a decoding step.",
     )
 
 
@@ -71,13 +76,13 @@ class KVPolicy(PlacementPolicy):
         ledger: KVLedger,
         *,
         costs: Costs | None = None,
-        patience_s: float = 10.0,
+        starvation_threshold_s: float = 10.0,
         seed: int = 0,
     ) -> None:
-        """Create a policy; `patience_s` is the wait after which a turn may evict parked tokens."""
+        """Create a policy; after a wait of `starvation_threshold_s` a turn may evict parked KV."""
         super().__init__(ledger, seed=seed)
         self._costs = costs or Costs()
-        self._patience_s = patience_s
+        self._starvation_threshold_s = starvation_threshold_s
 
     def _choose(
         self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
@@ -107,7 +112,7 @@ class KVPolicy(PlacementPolicy):
         """
         costs, group, num_tokens = self._costs, request.group, request.num_tokens
         expected = min(request.budget, self._ledger.predictor.remaining(group))
-        is_impatient = waited_s > self._patience_s
+        is_impatient = waited_s > self._starvation_threshold_s
         # The cost of this turn's decoding: the fixed part of its steps, the time that each other
         # sequence and each of their tokens add to them, and the time that it adds to others' steps.
         prefill = costs.prefill_s_per_token

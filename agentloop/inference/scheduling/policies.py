@@ -17,16 +17,18 @@ def make_policy(
     ledger: KVLedger,
     *,
     costs: Costs | None = None,
-    patience_s: float = 10.0,
+    starvation_threshold_s: float = 10.0,
     seed: int = 0,
 ) -> PlacementPolicy:
-    """Create a policy; `costs` and `patience_s` are those of `kv`, `seed` breaks ties.
+    """Create a policy; `costs` and `starvation_threshold_s` are those of `kv`, `seed` breaks ties.
 
     Raises:
         ValueError: There is no such policy.
     """
     if name == KVPolicy.name:
-        return KVPolicy(ledger, costs=costs, patience_s=patience_s, seed=seed)
+        return KVPolicy(
+            ledger, costs=costs, starvation_threshold_s=starvation_threshold_s, seed=seed
+        )
     if name in GATEWAY_POLICIES:
         return GATEWAY_POLICIES[name](ledger, seed=seed)
     raise ValueError(f"no policy {name!r}: choose one of {', '.join(POLICIES)}")

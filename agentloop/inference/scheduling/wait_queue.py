@@ -5,8 +5,8 @@
 
 Groups go in the order of their start; within a group the longest expected request goes first,
 because the group is done when its last one ends. A request that does not fit may be overtaken by
-smaller ones, but not forever: once it has waited for `patience_s`, requests behind it wait until
-enough capacity has become free.
+smaller ones, but not forever: once it has waited for `starvation_threshold_s`, requests behind it
+wait until enough capacity has become free.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Waiting(Generic[T]):
 class WaitQueue(Generic[T]):
     """A priority queue; only `place` removes requests that were placed."""
 
-    def __init__(self, *, patience_s: float = 10.0, max_overtaken: int = 8) -> None:
+    def __init__(self, *, starvation_threshold_s: float = 10.0, max_overtaken: int = 8) -> None:
         """`max_overtaken` bounds the requests tried per call that do not fit, and so the work."""
-        self._patience_s = patience_s
+        self._starvation_threshold_s = starvation_threshold_s
         self._max_overtaken = max_overtaken
         self._priorities: list[tuple[int, int, float, str]] = []
         self._waiting: dict[str, Waiting[T]] = {}
@@ -87,7 +87,10 @@ class WaitQueue(Generic[T]):
                 continue
             num_stuck += 1
             index += 1
-            if num_stuck >= self._max_overtaken or now - waiting.since_s >= self._patience_s:
+            if (
+                num_stuck >= self._max_overtaken
+                or now - waiting.since_s >= self._starvation_threshold_s
+            ):
                 break
         return num_placed
 

@@ -17,23 +17,33 @@ class Sampling(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     temperature: float = pydantic.Field(
-        1.0, ge=0, le=100, description="Sampling temperature; 0: greedy."
+        1.0, ge=0, le=100, description="Sampling temperature. 0: greedy."
     )
     top_p: float = pydantic.Field(
-        1.0, gt=0, le=1, description="Probability mass of nucleus sampling."
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling: sample from the most likely tokens that have this "
+        "probability together.",
     )
     # A number beyond 32 bits would crash the server.
     top_k: int = pydantic.Field(
         -1,
         ge=-1,
         le=1 << 30,
-        description="Number of most likely tokens to sample from; -1 or 0: all.",
+        description="Number of most likely tokens to sample from. -1 or 0: all.",
     )
     min_p: float = pydantic.Field(
-        0.0, ge=0, le=1, description="Minimum probability relative to the most likely token."
+        0.0,
+        ge=0,
+        le=1,
+        description="Minimum probability of a token, relative to that of the most likely one.",
     )
     seed: int | None = pydantic.Field(
-        None, ge=0, lt=1 << 63, description="Random seed, if the server supports it."
+        None,
+        ge=0,
+        lt=1 << 63,
+        description="Random seed. SGLang only uses it with deterministic inference.",
     )
 
     def of_group(self, name: str) -> Sampling:

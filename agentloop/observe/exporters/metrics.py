@@ -124,7 +124,7 @@ _STEP_GAUGES = (
     (
         "learner/grad_norm",
         "learner_gradient_norm",
-        "Gradient norm of the last update, before clipping.",
+        "Mean gradient norm of the last step's updates, before clipping.",
         1,
     ),
     ("learner/lr", "learner_learning_rate", "Learning rate of the last update.", 1),
@@ -155,14 +155,18 @@ _STEP_GAUGES = (
 )
 # Keys in the rows of steps that are summed: key, metric, help.
 _SUMMED = (
-    ("num_learned", "learned_rollouts", "Rollouts that were trained on."),
-    ("learner/num_tokens", "learned_tokens", "Sampled tokens that were trained on."),
-    ("num_groups_rejected", "rejected_groups", "Groups of which no rollout was selected."),
-    ("num_groups_replaced", "replaced_groups", "Groups that were replaced by another one."),
+    ("num_learned", "trained_samples", "Samples that were trained on."),
+    ("learner/num_tokens", "trained_tokens", "Sampled tokens that were trained on."),
+    ("num_groups_rejected", "rejected_groups", "Groups of which no sample was selected."),
+    (
+        "num_groups_replaced",
+        "replaced_groups",
+        "Groups that dynamic sampling replaced by another one.",
+    ),
     ("learner/skipped", "skipped_updates", "Updates skipped because gradients were not finite."),
-    ("step_s", "step_seconds", "Time of training steps, including all waits."),
+    ("step_s", "step_seconds", "Duration of training steps, including all waits."),
 )
-_PHASES = {"wait_s": "wait", "learn_s": "learn", "hand_over_s": "load"}
+_PHASES = {"wait_s": "wait", "learn_s": "learn", "hand_over_s": "sync"}
 
 
 class Metrics:
@@ -321,8 +325,8 @@ class Metrics:
         self._groups_started = self._counter("groups_started", "Groups that started.")
         self._groups = self._counter(
             "groups",
-            "Groups that ended, by whether they can be trained on, have a reward and were rolled "
-            "out.",
+            "Groups that ended, with or without a learning signal, without any reward, or not "
+            "rolled out.",
             "outcome",
         )
         self._group_reward = self._histogram(
@@ -335,14 +339,14 @@ class Metrics:
         self._summed = {key: self._counter(name, text) for key, name, text in _SUMMED}
         self._phase_s = self._counter(
             "step_phase_seconds",
-            "Time of steps, by phase: waiting for rollouts, learning, loading weights.",
+            "Time of training steps, by phase: waiting for rollouts, learning, weight sync.",
             "phase",
         )
         self._load_s = self._histogram(
-            "weights_load_seconds", "Time for the servers to load new weights.", _LONG_SECONDS
+            "weight_sync_seconds", "Duration of a weight sync.", _LONG_SECONDS
         )
         self._loads = self._counter(
-            "weights_server_loads", "Weight loads of single servers.", "outcome"
+            "weight_loads", "Servers that loaded new weights, or failed to.", "outcome"
         )
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -416,7 +420,7 @@ class _EventCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
-            "agentloop_sampled_tokens", "Tokens sampled.", value=self._num_tokens()
+            "agentloop_sampled_tokens", "Sampled tokens.", value=self._num_tokens()
         )
         for key, name, text, unit in _STEP_GAUGES:
             if (value := _number(self._rows.get(key))) is not None:
@@ -450,13 +454,13 @@ class _StateCollector(Collector):
         self._dropped = dropped
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("waiting_requests", "Requests queued for capacity.", self._num_waiting())
+        yield _gauge("waiting_requests", "Requests that wait for KV capacity.", self._num_waiting())
         yield from self._of_servers()
         if self._sandbox is not None and (stats := self._sandbox()):
             yield from _of_sandbox(stats)
         if self._still_s is not None:
             text = "Time without progress while something is waiting."
-            yield _gauge("still_seconds", text, self._still_s())
+            yield _gauge("no_progress_seconds", text, self._still_s())
         if self._queue is not None:
             num_groups, num_bytes = self._queue()
             yield _gauge("queue_groups", "Finished groups that wait for the learner.", num_groups)
@@ -468,7 +472,7 @@ class _StateCollector(Collector):
             num = self._num_refused()
             yield CounterMetricFamily("agentloop_refused_requests", text, value=num)
         if self._dropped:
-            text = "Items that a slow reader of events dropped: lines, traces, rows."
+            text = "Items (lines, traces, rows) that a slow reader of events dropped."
             family = CounterMetricFamily("agentloop_reader_dropped", text, labels=["reader"])
             for reader, num_dropped in self._dropped.items():
                 family.add_metric([reader], num_dropped())
@@ -481,8 +485,10 @@ class _StateCollector(Collector):
             "kv_held_tokens": "Tokens in the server's KV cache that belong to running requests.",
             "kv_reserved_tokens": "Tokens in the server's KV cache reserved for running requests "
             "to grow.",
-            "kv_parked_tokens": "Tokens in the server's KV cache of rollouts that run a tool.",
-            "kv_cached_tokens": "Reusable tokens in the server's KV cache, of finished turns.",
+            "kv_parked_tokens": "Tokens in the server's KV cache of rollouts that are running a "
+            "tool.",
+            "kv_cached_tokens": "Tokens in the server's KV cache of finished turns, which can be "
+            "reused or evicted.",
             "kv_capacity_tokens": "Capacity of the server's KV cache.",
             "policy_version": "Version of the server's weights.",
         }
@@ -514,7 +520,7 @@ def _of_sandbox(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("sandbox_workers", "Sandbox workers that accept calls.", stats["workers"])
     yield _gauge("sandbox_slots", "Maximum number of concurrent sandbox calls.", stats["slots"])
     yield _gauge("sandbox_busy_slots", "Running sandbox calls.", stats["busy"])
-    yield _gauge("sandbox_waiting_calls", "Sandbox calls queued for a slot.", stats["waiting"])
+    yield _gauge("sandbox_waiting_calls", "Sandbox calls that wait for a slot.", stats["waiting"])
     yield _gauge("sandbox_sessions", "Open notebook sessions in the sandbox.", stats["sessions"])
     text = "Sandbox workers replaced because they were lost or had reached their call limit."
     yield CounterMetricFamily("agentloop_sandbox_replaced_workers", text, value=stats["replaced"])

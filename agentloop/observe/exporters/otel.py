@@ -56,6 +56,7 @@ __all__ = ["Attribute", "CallerSpan", "OtelLimits", "OtelSettings", "Traces", "c
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
 _BATCH_SPANS = 512  # per request, or slightly more, because traces are not split
+_MAX_CONTENT_CHARS = 16_384  # longer texts are truncated
 _PATH = "/v1/traces"
 _TRACEPARENT_RE = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _MADE_UP = (ToolCallStatus.UNKNOWN_TOOL, ToolCallStatus.MALFORMED)  # the model made up the name
@@ -104,27 +105,25 @@ class OtelSettings(pydantic.BaseModel):
 
     endpoint: str = pydantic.Field(
         "",
-        description="URL of a collector for OTLP over HTTP, such as http://127.0.0.1:4318; empty: "
-        "no traces. Set headers, such as a token, in the environment variable "
-        "OTEL_EXPORTER_OTLP_HEADERS.",
+        description="URL of a collector for OTLP over HTTP, such as http://127.0.0.1:4318. By "
+        "default, no traces are exported. Set headers, such as a token, in the environment "
+        "variable OTEL_EXPORTER_OTLP_HEADERS.",
     )
     content: bool = pydantic.Field(
-        False, description="Include prompts, model output and tool responses in traces."
+        False, description="Record prompts, model output and tool responses in traces."
     )
-    max_content_chars: int = pydantic.Field(
-        16_384, ge=16, description="Maximum characters of one text; longer ones are cut off."
-    )
-    share: float = pydantic.Field(
+    sampling_ratio: float = pydantic.Field(
         1.0,
         gt=0,
         le=1,
-        description="Share of rollouts to trace, selected by a hash of their id. A `traceparent` "
-        "sent by the caller takes precedence.",
+        description="Fraction of rollouts to trace, chosen by a hash of their ids. The sampled "
+        "flag of a caller's `traceparent` takes precedence.",
     )
     timeout_s: float = pydantic.Field(
         10.0,
         gt=0,
-        description="Timeout of an export request, including retries; then its traces are dropped.",
+        description="Time limit of an export request, including retries; then its traces are "
+        "dropped.",
     )
 
     @pydantic.field_validator("endpoint")
@@ -297,7 +296,7 @@ class Traces:
                     self._add(*ended, scored=event)
 
     def _is_chosen(self, rollout_id: str) -> bool:
-        return zlib.crc32(rollout_id.encode()) < self._settings.share * 2**32
+        return zlib.crc32(rollout_id.encode()) < self._settings.sampling_ratio * 2**32
 
     def _add(
         self,
@@ -426,7 +425,7 @@ class Traces:
         return _Span(name, result.dispatched_s, result.ended_s, attributes)
 
     def _cut(self, text: str) -> str:
-        return valid_text(text[: self._settings.max_content_chars])
+        return valid_text(text[:_MAX_CONTENT_CHARS])
 
     # --- the thread -------------------------------------------------------------------------------
 

@@ -46,13 +46,14 @@ class SinksSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    to: tuple[SinkName, ...] = pydantic.Field(
+    report_to: tuple[SinkName, ...] = pydantic.Field(
         (),
-        description="Any of tensorboard, trackio and wandb. Their accounts and servers are "
-        "configured through their own environment variables.",
+        description="Where to send the run's metrics besides its folder: any of tensorboard, "
+        "trackio and wandb. Accounts and servers are configured by their own environment "
+        "variables.",
     )
     project: str = pydantic.Field(
-        "agentloop", min_length=1, description="Project name for trackio and wandb."
+        "agentloop", min_length=1, description="Project name in trackio and wandb."
     )
 
 
@@ -123,7 +124,7 @@ class Sinks:
             SettingsError: The package of a sink is not installed; the message names the extra.
         """
         make, limits = make or _make, SinksLimits.of(settings)
-        by_name: dict[str, Sink] = {name: make(name, limits, folder) for name in settings.to}
+        by_name: dict[str, Sink] = {name: make(name, limits, folder) for name in settings.report_to}
         sinks = cls(by_name, max_waiting=limits.max_waiting, close_s=limits.close_s)
         plain = masked(config)
         for worker in sinks._workers:
@@ -279,10 +280,10 @@ def _make(name: SinkName, settings: SinksLimits, folder: Path) -> Sink:
         case "tensorboard":
             return _TensorBoard(folder / "tensorboard")
         case "trackio":
-            require(name, {name: "sinks.to"})
+            require(name, {name: "sinks.report_to"})
             return _Trackio(settings.project)
         case "wandb":
-            require(name, {name: "sinks.to"})
+            require(name, {name: "sinks.report_to"})
             return _Wandb(settings.project, folder, 0.8 * settings.close_s)
 
 

@@ -40,38 +40,41 @@ class RanksSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nproc_per_node: int = pydantic.Field(
-        1, ge=1, description="Ranks on each machine, one process each."
+        1, ge=1, description="Ranks (processes) per machine; on GPUs, one per GPU."
     )
     launcher: Literal["processes", "torchrun", "deepspeed"] = pydantic.Field(
         "processes",
-        description="Launcher of the ranks. processes: agentloop itself, on this machine only; "
-        "torchrun; deepspeed: DeepSpeed's launcher.",
+        description="What starts the ranks. processes: agentloop itself, on this machine only; "
+        "torchrun or deepspeed: that launcher, on one machine or several.",
     )
     nodes: int = pydantic.Field(
         1,
         ge=1,
-        description="Number of machines. With torchrun, logs/learner-nodes.txt lists the commands "
-        "to start on the others; with deepspeed, `hostfile` names them. All of them must share "
-        "run.folder at the same path.",
+        description="Number of machines. With torchrun, start the commands in "
+        "logs/learner-nodes.txt on the others; with deepspeed, ranks.hostfile lists them. All of "
+        "them must see run.folder at the same path.",
     )
     hostfile: Path | None = pydantic.Field(
-        None, description="DeepSpeed's hostfile: a line `NAME slots=N` per machine, this one first."
+        None,
+        description="DeepSpeed's hostfile: a line `NAME slots=N` for each machine, this one first.",
     )
     address: str = pydantic.Field(
-        "", description="This machine's address for other nodes' ranks; with one node, loopback."
+        "",
+        description="Address of this machine for the ranks of other machines; required with "
+        "several. By default, loopback.",
     )
     port: int = pydantic.Field(
-        0, ge=0, lt=65_536, description="Port of the rendezvous at rank 0; 0: any free port."
+        0, ge=0, lt=65_536, description="Port of the rendezvous at rank 0. 0: any free port."
     )
     threads: int = pydantic.Field(1, ge=1, description="OpenMP threads per rank on a CPU.")
     start_timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="Time for all ranks to become ready."
+        300.0, gt=0, description="Time for all ranks to become ready; then starting them fails."
     )
     max_restarts: int = pydantic.Field(
         3,
         ge=0,
-        description="Restarts in ten minutes after a rank has died. The ranks then load the newest "
-        "checkpoint and repeat the steps since then.",
+        description="Number of restarts of the learner within ten minutes after a rank died. The "
+        "ranks load the newest checkpoint and repeat the steps since then.",
     )
 
     @pydantic.model_validator(mode="after")

@@ -30,35 +30,41 @@ class RlLossSettings(pydantic.BaseModel):
 
     kind: Literal["grpo", "gspo", "cispo"] = pydantic.Field(
         "grpo",
-        description="grpo: token-level ratios; gspo: sequence-level ratios; cispo: clipped "
-        "importance weights.",
+        description="Objective. grpo: PPO's clip with token-level ratios; gspo: the same with "
+        "sequence-level ratios; cispo: policy gradient with clipped, detached importance weights.",
     )
     aggregate: Aggregate | None = pydantic.Field(
         None,
-        description="Averaging of the token losses: within each group, over the whole batch, or "
-        "within each sequence. None: sequence for gspo, otherwise group.",
+        description="What the token losses are averaged over first: the tokens of a group, of the "
+        "whole batch, or of a sequence. By default, sequence for gspo, otherwise group.",
     )
     clip_low: float = pydantic.Field(
-        0.2, ge=0, description="Ratios are clipped at 1 - clip_low (for gspo, try 3e-4)."
+        0.2, ge=0, description="Ratios are clipped below at 1 - clip_low; for gspo, try 3e-4."
     )
     clip_high: float = pydantic.Field(
-        0.28, ge=0, description="Ratios are clipped at 1 + clip_high (for gspo, try 4e-4)."
+        0.28, ge=0, description="Ratios are clipped above at 1 + clip_high; for gspo, try 4e-4."
     )
     dual_clip: float | None = pydantic.Field(
-        None, gt=1, description="Upper bound of the ratio if the advantage is negative; often 3."
+        None,
+        gt=1,
+        description="Upper bound of the ratio for negative advantages (dual-clip PPO), often 3. By "
+        "default, none.",
     )
-    ratio_to: Literal["learner", "engine"] = pydantic.Field(
+    old_logprobs_from: Literal["learner", "engine"] = pydantic.Field(
         "learner",
-        description="Reference of the ratio if the batch has no old_logprobs: the learner's "
-        "log-probabilities before the step, or the engine's.",
+        description="Log-probabilities in the denominator of the ratio. learner: the learner's "
+        "before the step, which takes another forward pass if updates_per_batch is above 1; "
+        "engine: those that the servers reported with the tokens.",
     )
     tis_cap: float = pydantic.Field(
         2.0,
         ge=0,
-        description="Upper bound of the importance weight between engine and learner (truncated "
-        "importance sampling); 0: no weight.",
+        description="Truncated importance sampling: upper bound of the importance weight between "
+        "engine and learner. 0: no importance weight.",
     )
-    entropy_coef: float = pydantic.Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
+    entropy_coef: float = pydantic.Field(
+        0.0, ge=0, description="Coefficient of the entropy bonus. 0: none."
+    )
 
     @pydantic.field_validator("clip_low")
     @classmethod
@@ -79,7 +85,9 @@ class LossSettings(RlLossSettings):
     # A wider type than that of the field it replaces: also cross-entropy, regardless of rewards.
     kind: Literal["grpo", "gspo", "cispo", "sft"] = "grpo"  # type: ignore[assignment]
     kl_coef: float = pydantic.Field(
-        0.0, ge=0, description="Coefficient of the KL to the batch's ref_logprobs."
+        0.0,
+        ge=0,
+        description="Coefficient of the KL divergence to the batch's ref_logprobs. 0: none.",
     )
 
 
@@ -88,22 +96,30 @@ class SftOptimizerSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    betas: tuple[_Decay, _Decay] = pydantic.Field((0.9, 0.999), description="AdamW's decay rates.")
+    betas: tuple[_Decay, _Decay] = pydantic.Field(
+        (0.9, 0.999), description="AdamW's betas: decay rates of its moments."
+    )
     eps: float = pydantic.Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = pydantic.Field(
-        0.0, ge=0, description="AdamW's weight decay, for matrices only, not norms and biases."
+        0.0,
+        ge=0,
+        description="AdamW's weight decay. It is applied to matrices, not to norms and biases.",
     )
     max_grad_norm: float = pydantic.Field(
-        1.0, ge=0, description="Clip gradients to this norm; 0: never."
+        1.0,
+        ge=0,
+        description="Maximum norm of the gradients; larger ones are scaled down. 0: no clipping.",
     )
 
 
 class OptimizerSettings(SftOptimizerSettings):
     """Settings of AdamW."""
 
-    lr: float = pydantic.Field(1e-6, ge=0, lt=1, description="Learning rate after the warm-up.")
+    lr: float = pydantic.Field(
+        1e-6, ge=0, lt=1, description="Learning rate; constant after the warm-up."
+    )
     warmup_steps: int = pydantic.Field(
-        20, ge=0, description="Steps of linear warm-up of the learning rate."
+        20, ge=0, description="Number of updates in which the learning rate rises linearly from 0."
     )
 
 
@@ -116,14 +132,16 @@ class LoraSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    rank: int = pydantic.Field(0, ge=0, description="Rank of the adapters; 0: train all weights.")
+    rank: int = pydantic.Field(
+        0, ge=0, description="Rank of the LoRA adapters. 0: no LoRA, train all weights."
+    )
     alpha: float = pydantic.Field(
         32.0, gt=0, description="The adapters' output is scaled by alpha / rank."
     )
     targets: tuple[str, ...] = pydantic.Field(
         (),
-        description="Linear layers that get adapters, by the ends of their names, such as q_proj; "
-        "none: all but the output layer.",
+        description="Linear layers that get adapters, by the ends of their names, such as q_proj. "
+        "By default, all but the output layer.",
     )
 
 
@@ -134,62 +152,76 @@ class TrainingSettings(pydantic.BaseModel):
 
     zero_stage: Literal[1, 2, 3] = pydantic.Field(
         2,
-        description="ZeRO stage: shard the optimizer (1), also the gradients (2), also the weights "
-        "(3).",
+        description="DeepSpeed's ZeRO stage. 1: shard the optimizer's state; 2: also the "
+        "gradients; 3: also the weights.",
     )
     offload: Literal["none", "optimizer", "optimizer+parameters"] = pydantic.Field(
         "none",
-        description="Offload to the host's memory: the optimizer's state and step, or also the "
-        "weights, which needs zero_stage = 3.",
+        description="What to keep in the host's memory. optimizer: the optimizer's state, and its "
+        "step runs on the CPU; optimizer+parameters: also the weights, which needs zero_stage = 3.",
     )
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
-        "float32", description="Compute dtype. The optimizer always keeps float32 weights."
+        "float32",
+        description="Data type of the forward and backward pass. The optimizer always keeps "
+        "float32 weights.",
     )
     attention: str = pydantic.Field(
         "packed",
-        description="packed: torch's attention, one sample at a time; otherwise an implementation "
-        "of transformers on packed samples: flash_attention_2, or sdpa (slow, for comparison).",
+        description="Attention over packed samples. packed: torch's scaled_dot_product_attention, "
+        "one sample at a time. Otherwise an implementation of transformers: flash_attention_2, or "
+        "sdpa (slow, for comparison).",
     )
     activation_checkpointing: bool = pydantic.Field(
-        False, description="Recompute activations in the backward pass: less memory, more time."
+        False,
+        description="Recompute activations in the backward pass, which takes less memory and more "
+        "time.",
     )
     micro_batch_tokens: int = pydantic.Field(
         16_384,
         ge=2,
-        description="Tokens per forward pass of a rank. Gradients are accumulated over the "
-        "micro-batches of a batch. Longer samples are skipped and counted.",
+        description="Maximum number of tokens in a forward pass of a rank; gradients are "
+        "accumulated over the micro-batches of a batch. Longer samples are left out and counted in "
+        "num_too_long.",
     )
     head_chunk_tokens: int = pydantic.Field(
-        1024, ge=1, description="Tokens whose logits are computed at a time."
+        1024,
+        ge=1,
+        description="Number of tokens whose logits are computed at once. Fewer take less memory.",
     )
     peak_tflops: float = pydantic.Field(
         0.0,
         ge=0,
-        description="Peak performance of a device in TFLOP/s, for the metric mfu; 0: determined "
-        "by the device's name, if known and dtype is bfloat16.",
+        description="Peak performance of one device in TFLOP/s, for the metric mfu. 0: looked up "
+        "by the device's name, if it is known and dtype is bfloat16.",
     )
     publish_dtype: Literal["float32", "bfloat16"] = pydantic.Field(
-        "bfloat16", description="Dtype of published weights."
+        "bfloat16", description="Data type of the weights that the servers get."
     )
     keep_checkpoints: int = pydantic.Field(
-        3, ge=0, description="Number of checkpoints to keep; 0: all."
+        3, ge=0, description="Number of checkpoints to keep, the newest ones. 0: all."
     )
     max_skipped_steps: int = pydantic.Field(
         3,
         ge=1,
-        description="End training after this many steps in a row with non-finite gradients.",
+        description="Number of consecutive steps with non-finite gradients, which are skipped, "
+        "after which training ends.",
     )
     collective_timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="Timeout of collectives: a rank that is late by this is lost."
+        300.0,
+        gt=0,
+        description="Timeout of collective operations; a rank that is later than this counts as "
+        "lost.",
     )
     seed: int = pydantic.Field(
         0,
         ge=0,
         lt=2**63,
-        description="Seed of random weights, and of dropout if the model has any.",
+        description="Random seed of random weights, and of dropout if the model has any.",
     )
     deepspeed: dict[str, Any] = pydantic.Field(
-        default_factory=dict, description="DeepSpeed configuration, merged in last."
+        default_factory=dict,
+        description="Further DeepSpeed configuration. It takes precedence over what agentloop "
+        "sets.",
     )
     lora: LoraSettings = pydantic.Field(default_factory=LoraSettings)
 
@@ -207,7 +239,10 @@ class RlLearnerSettings(TrainingSettings):
     """Settings of a learner that trains on rollouts; it starts from the servers' model."""
 
     updates_per_batch: int = pydantic.Field(
-        1, ge=1, description="Optimizer steps per batch, among which its groups are divided."
+        1,
+        ge=1,
+        description="Optimizer steps per batch, each on its share of the batch's groups (PPO's "
+        "mini-batches).",
     )
     loss: RlLossSettings = pydantic.Field(default_factory=RlLossSettings)
     optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
@@ -218,13 +253,13 @@ class SftLearnerSettings(TrainingSettings):
 
     init: Literal["pretrained", "random"] = pydantic.Field(
         "pretrained",
-        description="random: initialize the weights at random with `seed`, using only the "
-        "folder's configuration and tokenizer.",
+        description="Initial weights. pretrained: the model's. random: random weights, drawn with "
+        "`seed`; only the folder's configuration and tokenizer are used.",
     )
     config: dict[str, Any] = pydantic.Field(
         default_factory=dict,
-        description="With init = random: values to change in the folder's config.json, such as "
-        "num_hidden_layers.",
+        description="With init = random: values that replace those of the folder's config.json, "
+        "such as num_hidden_layers.",
     )
     optimizer: SftOptimizerSettings = pydantic.Field(default_factory=SftOptimizerSettings)
 
@@ -248,7 +283,10 @@ class LearnerSettings(SftLearnerSettings):
         "folder's.",
     )
     updates_per_batch: int = pydantic.Field(
-        1, ge=1, description="Optimizer steps per batch, among which its groups are divided."
+        1,
+        ge=1,
+        description="Optimizer steps per batch, each on its share of the batch's groups (PPO's "
+        "mini-batches).",
     )
     temperature: float = pydantic.Field(
         1.0, gt=0, description="The engine's sampling temperature, applied to log-probabilities."

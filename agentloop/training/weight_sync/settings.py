@@ -19,48 +19,53 @@ class WeightsSettings(pydantic.BaseModel):
 
     transport: Literal["disk", "group"] = pydantic.Field(
         "disk",
-        description="Transport. disk: a folder that the learner writes and every server reads; "
-        "group: a broadcast in a process group of the learner and the servers (gloo or NCCL).",
+        description="How new weights reach the servers. disk: through a folder that the learner "
+        "writes and every server reads; group: by a broadcast in a process group (gloo or NCCL) of "
+        "the learner and the servers.",
     )
     pause: Pause = pydantic.Field(
         "retract",
-        description="Treatment of turns in progress. retract: recompute their KV cache, so that "
-        "each token's log-probability is that of its version. in_place: continue at once with "
-        "the KV cache of the old weights; the engine's log-probabilities are still those that "
-        "tokens were sampled with, but no version of the weights reproduces them. New turns never "
-        "use old KV. in_place needs server.extra_args = ['--disable-overlap-schedule'].",
+        description="What happens to running requests when weights change. retract: SGLang "
+        "recomputes their KV cache, so each token's log-probability is that of its policy version. "
+        "in_place: they continue with the KV cache of the old weights, so no version reproduces "
+        "their log-probabilities; needs server.extra_args = ['--disable-overlap-schedule']. New "
+        "turns never use old KV caches.",
     )
     folder: Path | None = pydantic.Field(
         None,
-        description="With disk: folder for the newest weights while a run is active, in a "
-        "subfolder for each run; none: the run's own folder. /dev/shm is in memory, for servers "
-        "on this machine.",
+        description="With disk: folder for published weights, in which each run has a subfolder "
+        "while it is active. By default, the run's own folder. /dev/shm keeps weights in memory, "
+        "for servers on this machine.",
     )
     timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="Time for a server to load new weights, or else it is stale."
+        300.0,
+        gt=0,
+        description="Time for a server to load new weights. A server that takes longer is stale, "
+        "and gets no requests.",
     )
     verify: bool = pydantic.Field(
         True,
-        description="Compare the checksum of each of a server's tensors with the learner's, if "
-        "the expected one is known (docs/learner.md). false: only compare servers with each "
-        "other, which proves nothing for a single server.",
+        description="Compare the checksum of each tensor of a server with the learner's, if the "
+        "expected one is known (docs/learner.md). false: only compare servers with each other, "
+        "which proves nothing for a single server.",
     )
     address: str | None = pydantic.Field(
         None,
-        description="With group: the learner's address as seen from all servers; none: 127.0.0.1, "
-        "if all of them are on loopback.",
+        description="With group: address of the learner as seen by all servers. By default, "
+        "127.0.0.1, if all of them are on loopback.",
     )
     port: int = pydantic.Field(
-        0, ge=0, le=65_535, description="With group: port of the rendezvous; 0: any free port."
+        0, ge=0, le=65_535, description="With group: port of the rendezvous. 0: any free port."
     )
     backend: Literal["auto", "gloo", "nccl"] = pydantic.Field(
         "auto",
-        description="With group: auto is nccl for a learner on GPUs, otherwise gloo. NCCL cannot "
-        "be used if a server and the learner share a GPU.",
+        description="With group: communication backend. auto: nccl for a learner on GPUs, "
+        "otherwise gloo. NCCL does not work if a server and the learner share a GPU.",
     )
     group_timeout_s: float = pydantic.Field(
         60.0,
         gt=0,
-        description="With group: the group fails if a member keeps the others waiting for longer; "
-        "must be below learner.collective_timeout_s.",
+        description="With group: time for which a member may keep the others waiting; then the "
+        "group fails and the sync is repeated without that member. Must be below "
+        "learner.collective_timeout_s.",
     )

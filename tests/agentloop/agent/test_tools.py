@@ -434,6 +434,6 @@ async def yields_later() -> Any:
 
 
 @pytest.mark.parametrize("function", [yields, yields_later])
-def test_a_generator_is_no_tool(function: Any) -> None:
+def test_a_generator_is_not_a_tool(function: Any) -> None:
     with pytest.raises(RequestError, match="yields"):
         Tools([function])

@@ -87,7 +87,7 @@ def test_every_token_is_counted_once(found: list[list[Sampled]], share: float) -
 
 
 @given(rollouts)
-def test_where_a_token_is_highest_it_stands(found: list[list[Sampled]]) -> None:
+def test_the_reported_position_of_the_highest_entropy_is_right(found: list[list[Sampled]]) -> None:
     for kind, figures in analyze(found, 1.0).kinds.items():
         for token in figures.tokens:
             at = token.highest

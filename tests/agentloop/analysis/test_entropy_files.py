@@ -137,13 +137,13 @@ async def test_each_token_gets_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_where_nothing_was_sampled_nobody_is_asked(tmp_path: Path) -> None:
+async def test_the_learner_is_not_asked_if_nothing_was_sampled(tmp_path: Path) -> None:
     rollouts = read_rollouts(group(tmp_path, Trajectory("1.0", [1, 2], [])))
     assert await score(Learner(), rollouts, tmp_path, timeout_s=5) == GroupScores([[]], 0.0)
 
 
 @pytest.mark.anyio
-async def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
+async def test_entropies_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     rollouts = read_rollouts(group(tmp_path, rollout()))
     with pytest.raises(LearnerError, match="not finite"):
         await score(Learner(entropy=float("nan")), rollouts, tmp_path, timeout_s=5)
@@ -181,7 +181,9 @@ def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[RecordedRoll
     ]
 
 
-def test_what_is_of_others_is_not_taken(tmp_path: Path, rollouts: list[RecordedRollout]) -> None:
+def test_entropies_of_other_weights_or_rollouts_are_not_used(
+    tmp_path: Path, rollouts: list[RecordedRollout]
+) -> None:
     folder = EntropyFolder(tmp_path)
     folder.keep(1, rollouts, ORIGIN, GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
     other = Origin("/weights/2", "other weights there", "2", 1.0)
@@ -193,7 +195,7 @@ def test_what_is_of_others_is_not_taken(tmp_path: Path, rollouts: list[RecordedR
 
 @pytest.mark.parametrize("name", ["group-0000001.jsonl", "about.json"])
 @pytest.mark.parametrize("damage", [b"", b"[1]\n", b"{", b'{"1": {}}', b'{"id": "1.0"}\n'])
-def test_what_is_damaged_is_found_anew(
+def test_damaged_entropies_are_computed_again(
     tmp_path: Path, rollouts: list[RecordedRollout], name: str, damage: bytes
 ) -> None:
     folder = EntropyFolder(tmp_path)

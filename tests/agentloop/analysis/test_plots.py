@@ -75,7 +75,7 @@ def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
     ]
 
 
-def test_of_a_single_run_it_is_told_where_the_time_goes(tmp_path: Path) -> None:
+def test_the_parts_of_a_steps_time_are_plotted_for_a_single_run(tmp_path: Path) -> None:
     one, other = run(tmp_path / "one", steps(3)), run(tmp_path / "other", steps(3))
     parts = {"waiting for rollouts", "learning", "loading weights"}
     plot_runs([one], tmp_path / "a.svg", what=["times"])
@@ -84,7 +84,7 @@ def test_of_a_single_run_it_is_told_where_the_time_goes(tmp_path: Path) -> None:
     assert not parts & set(words(tmp_path / "b.svg"))
 
 
-def test_one_draws_what_one_asks_for(tmp_path: Path) -> None:
+def test_the_requested_metrics_are_plotted(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(3, **{"learner/grad_norm": 0.1}))
     out = tmp_path / "plots.svg"
     plot_runs([folder], out, what=["learner/grad_norm", "reward"])
@@ -115,7 +115,7 @@ def test_the_same_runs_give_the_same_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_hidden", "$x^2$", "a$b$", "<&>", "\u8dd1"])
-def test_a_name_is_no_markup(tmp_path: Path, name: str) -> None:
+def test_a_name_is_not_read_as_markup(tmp_path: Path, name: str) -> None:
     plot_runs([run(tmp_path / name, steps(1))], tmp_path / "plots.svg", what=["reward"])
     assert name in {word.strip() for word in words(tmp_path / "plots.svg")}
 

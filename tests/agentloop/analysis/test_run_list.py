@@ -52,11 +52,11 @@ def later(path: Path, than: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_run_that_goes_on_is_told_from_one_that_does_not(tmp_path: Path) -> None:
+async def test_an_active_run_is_distinguished_from_a_stopped_one(tmp_path: Path) -> None:
     path = tmp_path / "run"
     async with RunFolder.open(path, TRAIN) as folder:
         folder.add_metrics(step(1))
-        assert summarize(path).state is RunState.GOING_ON
+        assert summarize(path).state is RunState.RUNNING
     assert summarize(path).state is RunState.STOPPED
     async with RunFolder.open(path):  # it was not disturbed
         pass
@@ -131,7 +131,7 @@ def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -
     assert summarize(path).state is RunState.STOPPED
 
 
-def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path: Path) -> None:
+def test_a_resumed_run_no_longer_counts_as_ended(tmp_path: Path) -> None:
     path = made(tmp_path / "run", TRAIN, step(1))
     RunFolder(path).end()
     assert summarize(path).state is RunState.ENDED
@@ -178,7 +178,7 @@ def test_an_evaluation_is_told_by_its_tasks(tmp_path: Path) -> None:
         ("metrics.jsonl", b'[1]\n\xff\n{"step": 2}\n', "line 1 and 1 more cannot be read"),
     ],
 )
-def test_what_is_damaged_is_told_beside_what_is_not(
+def test_damaged_files_are_reported_and_the_others_summarized(
     tmp_path: Path, name: str, damage: bytes | None, problem: str
 ) -> None:
     path = made(tmp_path / "run", TRAIN, step(1), step(2))

@@ -80,14 +80,14 @@ def test_progress_without_a_terminal_is_a_line_once(capsys: pytest.CaptureFixtur
     assert err.split() == ["Starting", "Loading", "Ready"]
 
 
-def test_what_is_over_soon_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_operation_prints_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLine("Counting", after_s=1e6) as progress:
         progress("Counting on")
         progress.say("Halfway")
     assert capsys.readouterr().err == "Halfway\n"
 
 
-def test_what_takes_long_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_operation_prints_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()  # capsys loses what another thread writes while it is read
     monkeypatch.setattr(sys, "stderr", written)
     with ProgressLine("Counting", after_s=0.001) as progress:
@@ -144,7 +144,7 @@ def test_printable_text_is_one_line_of_text(text: str) -> None:
     assert found == text or not text.isprintable()
 
 
-def test_on_a_terminal_a_panel_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_panel_with_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")

@@ -41,9 +41,7 @@ def test_files_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert next(source).answer == "0"
 
 
-def test_what_was_done_is_told_to_scripts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_output_says_what_was_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = jsonl(tmp_path / "1.jsonl", [*rows(30), *rows(1)]), tmp_path / "out.jsonl"
     command = ["data", "prepare", "aime-2025", file, "--out", str(out), "--any-count", "--json"]
     assert main(command) == 0

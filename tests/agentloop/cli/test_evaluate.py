@@ -115,7 +115,7 @@ def test_without_a_terminal_the_table_is_plain_text(
     assert "2 of 2 tasks, avg@4 0.500" in err
 
 
-def test_what_is_missing_is_told_and_resuming_takes_it_alone(
+def test_missing_samples_are_reported_and_only_they_are_resumed(
     fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.script = deque([Answer(503)] * 3)
@@ -214,7 +214,7 @@ def test_a_run_of_that_name_is_not_written_over(
 
 
 @pytest.mark.anyio
-async def test_where_it_stands_is_shown(tmp_path: Path) -> None:
+async def test_progress_is_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "1", "2")
     progress = Said()
     async with FakeEndpoint().serving() as fake:
@@ -269,7 +269,7 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
         (["--tasks", "a.jsonl", "--tasks", "b.parquet"], "--tasks: give files of one kind"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(
+def test_invalid_settings_are_refused_by_name(
     overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(overrides) == 2
@@ -324,7 +324,7 @@ def trained(tmp_path: Path) -> Path:
     return run
 
 
-def test_of_a_training_run_it_takes_what_an_evaluation_needs(
+def test_an_evaluation_of_a_run_uses_the_runs_settings(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--run", str(trained), "--dry-run", "evaluate.num_samples=2"]) == 0
@@ -341,7 +341,9 @@ def test_files_are_measured_in_place_of_what_the_run_holds_out(
     assert "tasks      3, of mine" in capsys.readouterr().out
 
 
-def test_of_what_is_no_run_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--run", str(tmp_path), "--dry-run"]) == 2
     assert "config.toml" in capsys.readouterr().err
 

@@ -47,12 +47,12 @@ def lives(folder: Path) -> list[str]:
     return (folder / "lives").read_text().splitlines()
 
 
-def test_what_ends_by_itself_has_ended(tmp_path: Path) -> None:
+def test_a_child_that_ends_by_itself_is_not_restarted(tmp_path: Path) -> None:
     assert run(tmp_path, deaths=0, max_restarts=3, arguments=["a=1"]) == (7, "")
     assert lives(tmp_path) == ["a=1"]
 
 
-def test_what_is_killed_goes_on_with_its_run(tmp_path: Path) -> None:
+def test_a_killed_child_is_restarted_and_resumes_its_run(tmp_path: Path) -> None:
     status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=["a=1"])
     assert status == 7
     assert lives(tmp_path) == ["a=1", *[f"--resume {tmp_path / 'run'}"] * 2]
@@ -87,7 +87,7 @@ def test_a_control_token_that_was_told_is_kept(
     assert (tmp_path / "tokens").read_text().splitlines() == ["sesame"] * 2
 
 
-def test_who_asks_for_the_end_after_the_childs_is_heard(
+def test_a_request_to_end_after_the_childs_death_is_obeyed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Died:
@@ -106,7 +106,7 @@ def test_who_asks_for_the_end_after_the_childs_is_heard(
     assert said == ["Ended by SIGKILL; continue with: agentloop train --resume run"]
 
 
-def test_one_that_is_killed_as_it_is_started_again_goes_on_as_well(tmp_path: Path) -> None:
+def test_a_child_that_is_killed_while_restarting_is_restarted_again(tmp_path: Path) -> None:
     (tmp_path / "once").touch()
     status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=[])
     assert status == 7
@@ -143,7 +143,7 @@ def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_who_waits_passes_signals_on_and_leaves_nobody(tmp_path: Path, number: int) -> None:
+def test_the_parent_forwards_signals_and_leaves_no_process(tmp_path: Path, number: int) -> None:
     child = """
 import os, signal
 ends = (signal.SIGTERM, signal.SIGINT)
@@ -162,7 +162,7 @@ os._exit(128 + number)
         assert process.wait(20) == (-number if number == signal.SIGKILL else 128 + number)
 
 
-def test_who_asks_it_to_end_does_not_see_it_again(tmp_path: Path) -> None:
+def test_a_child_that_was_asked_to_end_is_not_restarted(tmp_path: Path) -> None:
     """A second signal may arrive when an ending interpreter no longer handles it."""
     child = f"""
 import os, signal, sys, time

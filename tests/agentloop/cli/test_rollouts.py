@@ -54,7 +54,7 @@ def test_each_setting_of_a_runtime_is_the_machines_or_the_recipes() -> None:
         (["sampling.temperature=2"], "sampling"),  # the trainer's
     ],
 )
-def test_what_it_cannot_start_with_is_named(
+def test_settings_with_which_it_cannot_start_are_named(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

@@ -219,7 +219,7 @@ async def test_before_the_loop_is_there_it_cannot_be_controlled(tmp_path: Path) 
             assert body["error"].startswith("rollout: ")
 
 
-async def test_what_people_ask_of_it_is_done(tmp_path: Path) -> None:
+async def test_control_requests_are_carried_out(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         at.begin()
         for what in ("pause", "resume", "drain", "checkpoint"):
@@ -236,7 +236,7 @@ async def test_what_people_ask_of_it_is_done(tmp_path: Path) -> None:
         assert frame["sandbox"]["backend"] == "process"
 
 
-async def test_what_is_drained_begins_no_groups_again(tmp_path: Path) -> None:
+async def test_a_draining_run_cannot_be_resumed_by_control(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         at.begin()
         _, body = await at.post("/api/control", {"do": "resume"})
@@ -257,7 +257,7 @@ async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
         assert (status, body["error"]) == (400, "do: the learner was busy for 0.02 s")
 
 
-async def test_what_was_done_stays_to_be_seen_when_its_parts_have_left(tmp_path: Path) -> None:
+async def test_rollouts_stay_visible_after_the_runtime_is_gone(tmp_path: Path) -> None:
     events: list[Any] = []
     async with scene(tmp_path, readers=[events.append]) as at:
         at.begin()
@@ -275,7 +275,7 @@ async def test_what_was_done_stays_to_be_seen_when_its_parts_have_left(tmp_path:
     assert [type(event) for event in events] == [RolloutStarted, RolloutAbandoned]
 
 
-async def test_who_asks_as_the_run_ends_is_told_so(tmp_path: Path) -> None:
+async def test_a_question_at_the_end_of_a_run_gets_an_error(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         at.begin()
         at.runtime.begins = False

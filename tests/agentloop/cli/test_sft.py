@@ -51,7 +51,7 @@ def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ('data.paths=["gone.jsonl"]', "gone.jsonl: No such file"),
     ],
 )
-def test_what_is_wrong_is_named_before_anything_starts(
+def test_invalid_settings_are_named_before_anything_starts(
     setting: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sft", 'data.paths=["x.jsonl"]', setting]) == 2
@@ -159,7 +159,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.anyio
 @pytest.mark.real
 @pytest.mark.timeout(900)
-async def test_what_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+async def test_a_killed_run_resumes_with_equal_losses_and_weights(tmp_path: Path) -> None:
     """An undisturbed run and one whose process is killed, and that then loses a rank, have
     equal losses and weights."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
@@ -225,7 +225,7 @@ def pid_of_rank_1(logs: Path) -> int:
 
 
 @pytest.mark.anyio
-async def test_who_stops_a_run_is_told_how_it_goes_on(
+async def test_a_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command resumes with the run's settings, some of which may be changed."""
@@ -252,7 +252,7 @@ async def test_who_stops_a_run_is_told_how_it_goes_on(
     )
 
 
-def test_what_is_no_run_is_not_gone_on_with(
+def test_a_folder_that_is_not_a_run_is_not_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sft", "--resume", str(tmp_path)]) == 2

@@ -118,7 +118,7 @@ def test_missing_packages_are_named_before_anything_starts(
     assert "missing    torch (the learner)" in capsys.readouterr().out
 
 
-def test_restarts_are_no_negative_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--restarts", "-1"])
     assert "--restarts: must be at least 0, not -1" in capsys.readouterr().err
@@ -138,7 +138,7 @@ def run_at(path: Path, *overrides: str) -> TrainSettings:
         ("loop.seed=9", 7, "--from: no checkpoint"),
     ],
 )
-async def test_what_is_refused_leaves_the_run_as_it_was(
+async def test_a_refused_resume_leaves_the_run_unchanged(
     tmp_path: Path, override: str, from_step: int | None, named: str
 ) -> None:
     settings = run_at(tmp_path)
@@ -328,7 +328,7 @@ async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: 
 @pytest.mark.parametrize(
     ("step", "there"), [(None, "no checkpoint yet"), (7, "a checkpoint of step 7")]
 )
-async def test_who_stops_a_run_is_told_how_it_goes_on(
+async def test_a_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, played_rank: Path, step: int | None, there: str
 ) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)

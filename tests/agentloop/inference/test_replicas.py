@@ -10,7 +10,7 @@ import pytest
 from agentloop.errors import ServerUnavailable
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.replicas import Replicas
-from agentloop.inference.scheduling.health import HealthSettings, ServerState
+from agentloop.inference.scheduling.health import ServerState
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
@@ -28,7 +28,6 @@ class Watched:
         self.retracted: list[int] = []
         self.replicas = Replicas(
             self.ledger,
-            HealthSettings(),
             probe_interval_s=0.01,
             stall_timeout_s=60.0,
             on_capacity=self._on_capacity,

@@ -133,7 +133,7 @@ def test_integers_are_decided_exactly(left: int, right: int) -> None:
     assert same_number(str(left), f"{right:,}") is (left == right)
 
 
-def test_what_is_not_decided_is_left_to_math_verify() -> None:
+def test_undecided_answers_are_left_to_math_verify() -> None:
     assert same_number("1/3", "0.333333") is None
     assert same_number("5", "x = 5") is None
     assert same_number("x+1", "x+1") is True
@@ -209,7 +209,7 @@ async def test_infrastructure_has_no_reward(grader: Grader) -> None:
     assert "the server died" in found.reason
 
 
-async def test_what_a_person_cancelled_has_no_reward_whoever_gives_it(grader: Grader) -> None:
+async def test_a_cancelled_rollout_has_no_reward_from_any_grader(grader: Grader) -> None:
     cancelled = rollout(r"\boxed{5}", reason=StopReason.CANCELLED)
     assert await grader.score(cancelled, task()) == Reward(None, None, "it was cancelled")
     async with Grader(RewardSettings(function="exact"), lambda trajectory, task: 1.0) as other:
@@ -239,7 +239,7 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
         ("hangs", "raises", None, "on the reference answer it fails, too"),
     ],
 )
-async def test_whose_fault_a_failed_check_is(
+async def test_a_failed_check_is_attributed_to_its_cause(
     monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
 ) -> None:
     monkeypatch.setattr("agentloop.rewards.reward._VERIFIED", FRAGILE)
@@ -296,7 +296,7 @@ async def test_processes_are_used_again() -> None:
         assert first.value != os.getpid()
 
 
-async def test_what_a_function_may_say() -> None:
+async def test_values_that_a_reward_function_may_return() -> None:
     async with scoring("says") as grader:
         assert (await grader.score(rollout(), task("none"))).value is None
         assert (await grader.score(rollout(), task("true"))).value == 1.0
@@ -465,7 +465,7 @@ async def test_puzzles_are_scored_in_the_sandbox(said: Said, value: float | None
 
 
 @pytest.mark.parametrize("how", [status for status in CallStatus if status is not CallStatus.OK])
-async def test_what_ends_before_the_answer_is_scored_is_not_its_doing(how: CallStatus) -> None:
+async def test_a_sandbox_failure_before_scoring_is_not_the_answers_fault(how: CallStatus) -> None:
     pool = FakePool(how, how, gets_far=False)
     async with Grader(RewardSettings(function="exact"), pool=cast(Any, pool)) as grader:
         found = await grader.score(rollout("<answer>1+1</answer>"), task("7", reasoning_gym=PUZZLE))

@@ -152,7 +152,7 @@ def test_each_rule_finds_its_own(rule: Rule, bad: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "alone", [{"entropy": 2.0}, {"gradient": 3.0}, {"truncated": 0.5}, {"skipped": 1}]
 )
-def test_what_a_run_that_learns_may_do(alone: dict[str, Any]) -> None:
+def test_a_learning_run_may_change_these_metrics(alone: dict[str, Any]) -> None:
     """These metrics count only together with a declining reward."""
     assert not judged(series(200, lambda step: row(step, 0.6, **(alone if step > 100 else {}))))
 
@@ -206,7 +206,7 @@ def test_a_reward_that_never_moves(reward: float | None) -> None:
     assert not judged(series(300, lambda step: row(step, reward, entropy=None)))
 
 
-def test_one_that_begins_at_nothing_for_long() -> None:
+def test_a_run_that_starts_without_reward_for_long_is_not_a_collapse() -> None:
     """Rewards are rare, so half of their mean is insignificant."""
     draw = random.Random(0)
     rows = series(300, lambda step: row(step, max(0.0, draw.gauss(0.01, 0.02))))
@@ -236,7 +236,7 @@ def test_a_step_without_the_metric_neither_counts_nor_clears() -> None:
     assert verdict.step == 2 * (SETTINGS.window + SETTINGS.patience - 1) - 1
 
 
-# What cannot be a collapse, however it is arranged: the reward within reward_sag of its best, the
+# What cannot be a collapse in any order: the reward within reward_decline of its best, the
 # entropy above entropy_low of its highest, the mismatch below its bound.
 HARMLESS = st.builds(
     row,
@@ -303,7 +303,7 @@ def test_a_stage_begins_with_a_clean_sheet() -> None:
     assert not judged([*before, *({**one, "stage": "2"} for one in after)])
 
 
-def test_a_run_that_goes_on_remembers() -> None:
+def test_a_resumed_run_reaches_the_same_verdict() -> None:
     rows = the_papers()
     verdict = judged(rows)
     assert verdict is not None
@@ -312,7 +312,7 @@ def test_a_run_that_goes_on_remembers() -> None:
         assert next(found for one in rows[cut:] if (found := collapse.seen(one))) == verdict
 
 
-def test_what_was_undone_counts_for_nothing() -> None:
+def test_undone_steps_are_ignored() -> None:
     """After a collapse and a resume from step 500 there is no alarm, although the file has both
     histories."""
     rows = the_papers()

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import example, given, settings
 
 from agentloop.errors import RunFolderError, SettingsError
-from agentloop.training.run_folder import RunFolder, RunSettings, is_going_on
+from agentloop.training.run_folder import RunFolder, RunSettings, is_active
 from agentloop.trajectory import ToolCall, Trajectory, Turn
 from tests import emitted
 
 
-def test_what_a_model_may_write_can_be_written_down(tmp_path: Path) -> None:
+def test_anything_that_a_model_emits_can_be_stored(tmp_path: Path) -> None:
     """A rollout with integers of any size must not end the run."""
     call = ToolCall("c", "python", {"n": 10**40}, "", 0, 1)
     one = Trajectory("t", [1], [Turn(calls=[call])])
@@ -38,7 +38,7 @@ def test_what_a_model_may_write_can_be_written_down(tmp_path: Path) -> None:
 @given(raw=emitted.calls, more=emitted.plain_data)
 @example('{"name": "f", "arguments": {"n": ' + "9" * 4300 + "}}", None)
 @example('{"name": "f", "arguments": {"n": [1e999, 99999999999999999999]}}', None)
-def test_what_a_model_emits_is_read_as_it_was_written(raw: str, more: Any) -> None:
+def test_stored_rollouts_are_read_back_unchanged(raw: str, more: Any) -> None:
     rows = [{"trajectory": emitted.rollout(raw), "answer": more}, {"task": "b"}]
     with TemporaryDirectory() as path:
         folder = RunFolder(Path(path) / "run", "")
@@ -158,29 +158,29 @@ async def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> 
 
 
 @pytest.mark.anyio
-async def test_a_run_that_goes_on_is_nobody_elses(tmp_path: Path) -> None:
-    async with RunFolder.open(tmp_path / "run", "mine") as going_on:
+async def test_an_active_run_cannot_be_opened_again(tmp_path: Path) -> None:
+    async with RunFolder.open(tmp_path / "run", "mine") as active:
         for config in ("yours", None):
             with pytest.raises(RunFolderError, match=r"run\.name: .* is active"):
                 async with RunFolder.open(tmp_path / "run", config):
                     pass
-        assert (going_on.path / "config.toml").read_text() == "mine"
+        assert (active.path / "config.toml").read_text() == "mine"
 
 
 @pytest.mark.anyio
-async def test_who_asks_whether_a_run_goes_on_disturbs_nobody(tmp_path: Path) -> None:
+async def test_asking_whether_a_run_is_active_does_not_lock_it(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    assert not is_going_on(path)
+    assert not is_active(path)
     async with RunFolder.open(path, ""):
-        assert is_going_on(path)
-    assert not is_going_on(path)
+        assert is_active(path)
+    assert not is_active(path)
 
 
 @pytest.mark.anyio
 async def test_opening_waits_for_a_process_that_only_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`is_going_on` has the lock for a moment, in which a run may be resumed."""
+    """`is_active` has the lock for a moment, in which a run may be resumed."""
     path = RunFolder(tmp_path / "run", "").path
 
     async def let_go(_: float) -> None:
@@ -190,7 +190,7 @@ async def test_opening_waits_for_a_process_that_only_asks(
     with (path / ".lock").open("w") as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)
         async with RunFolder.open(path):
-            assert is_going_on(path)
+            assert is_active(path)
 
 
 @pytest.mark.anyio
@@ -208,15 +208,15 @@ async def test_waiting_for_the_lock_has_a_limit_and_can_be_cancelled(
         with pytest.raises(RunFolderError, match="is active"):
             async with RunFolder.open(path):
                 pass
-    assert not is_going_on(path)
+    assert not is_active(path)
 
 
 @pytest.mark.anyio
-async def test_a_run_whose_start_came_to_something_is_one(tmp_path: Path) -> None:
+async def test_a_run_with_steps_of_fine_tuning_exists(tmp_path: Path) -> None:
     async with RunFolder(tmp_path / "run", "seed = 1\n").within("sft") as start:
         start.add_metrics({"step": 1})
         assert (start.path / "config.toml").read_text() == "seed = 1\n"
-        assert is_going_on(start.path)
+        assert is_active(start.path)
     with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
         async with RunFolder.open(tmp_path / "run", ""):
             pass

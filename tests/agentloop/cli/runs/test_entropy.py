@@ -159,7 +159,7 @@ def test_text_and_what_follows_a_result_are_told_apart(
     assert len(told(capsys, str(run), "--tokens", "1")["kinds"]["call"]["tokens"]) == 1
 
 
-def test_what_was_found_is_not_asked_for_again(
+def test_known_entropies_are_not_computed_again(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (str(run), "--weights", str(run / "weights" / "5"))
@@ -224,7 +224,7 @@ def test_an_evaluation_is_scored_by_its_model(
         (["{run}", "ranks.counts=2"], "unknown setting 'ranks.counts'"),
     ],
 )
-def test_what_cannot_be_is_named(
+def test_invalid_arguments_are_named(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
     told = [argument.format(run=run) for argument in arguments]

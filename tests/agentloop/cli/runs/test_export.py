@@ -177,7 +177,7 @@ def test_bfloat16_is_rounded_to_the_nearest_and_to_even(tmp_path: Path) -> None:
     assert np.isnan(cast(float("nan")))
 
 
-def test_what_is_not_what_was_published_is_refused(run: Path, tmp_path: Path) -> None:
+def test_weights_that_differ_from_the_published_ones_are_refused(run: Path, tmp_path: Path) -> None:
     weights = run / "weights" / "9" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1

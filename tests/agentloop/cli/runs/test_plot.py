@@ -29,7 +29,7 @@ def test_without_a_place_there_are_both_kinds_here(
     assert (run.parent / "plots.svg").read_text().startswith("<?xml")
 
 
-def test_damage_is_told_and_the_rest_is_drawn(
+def test_damage_is_reported_and_the_rest_is_plotted(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (run / "metrics.jsonl").open("a") as file:

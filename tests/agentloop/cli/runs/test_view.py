@@ -42,7 +42,7 @@ def bodies(html: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("there", ["nothing", "folder", "file", "folder for config"])
-def test_where_no_run_is_it_is_said(
+def test_a_folder_without_a_run_is_an_error(
     tmp_path: Path, there: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

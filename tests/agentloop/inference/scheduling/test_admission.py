@@ -115,8 +115,13 @@ def test_admitted_groups_fit_at_their_peak(capacity: int, size: int, num_prompt:
     assert made.num_in_flight == 1 or held <= capacity
 
 
-def test_a_retraction_cuts_the_target_which_then_grows_back() -> None:
-    made = admission(cut=0.5, growth=0.1)
+def test_a_retraction_cuts_the_target_which_then_grows_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "agentloop.inference.scheduling.admission"
+    monkeypatch.setattr(f"{module}._CUT", 0.5)
+    monkeypatch.setattr(f"{module}._GROWTH", 0.1)
+    made = admission()
     made.start()
     capacity = math.ceil(made.forecast.peak(4))  # needed for another group of four
     assert made.may_start(capacity, 4)

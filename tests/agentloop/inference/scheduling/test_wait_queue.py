@@ -19,7 +19,7 @@ class Room(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: WaitQueue[int] = WaitQueue(patience_s=5.0, max_overtaken=3)
+        self.queue: WaitQueue[int] = WaitQueue(starvation_threshold_s=5.0, max_overtaken=3)
         self.plain: dict[str, Waiting[int]] = {}
         self.now = 0.0
         self.count = 0
@@ -101,7 +101,7 @@ def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
 def test_a_large_request_is_overtaken_only_for_a_limited_time(small: list[int], big: int) -> None:
     """An endless stream of small requests never leaves 10 tokens free at once, until none may
     overtake."""
-    room: WaitQueue[int] = WaitQueue(patience_s=10.0)
+    room: WaitQueue[int] = WaitQueue(starvation_threshold_s=10.0)
     room.enter(waiting("big", 0, big, since_s=0.0))
     running: list[tuple[float, int]] = [(0.5, 5)]
     placed_s = None

@@ -67,7 +67,7 @@ def fed(events: Sequence[Event] = ()) -> Metrics:
         still_s=lambda: 12.5,
         queue=lambda: (3, 4096),
         num_refused=lambda: 9,
-        dropped={"journal": lambda: 8},
+        dropped={"event_log": lambda: 8},
     )
     for event in events:
         metrics.on_event(event)
@@ -174,14 +174,14 @@ def test_a_run_is_counted() -> None:
         'agentloop_group_rollouts_total{choice="dropped"}': 1,
         "agentloop_group_mean_reward_sum": 0.5,
         "agentloop_policy_version": 7,
-        "agentloop_weights_load_seconds_sum": 1.25,
-        'agentloop_weights_server_loads_total{outcome="loaded"}': 1,
-        'agentloop_weights_server_loads_total{outcome="failed"}': 1,
+        "agentloop_weight_sync_seconds_sum": 1.25,
+        'agentloop_weight_loads_total{outcome="loaded"}': 1,
+        'agentloop_weight_loads_total{outcome="failed"}': 1,
         "agentloop_steps_total": 1,
         "agentloop_train_step": 1,
         'agentloop_mean_reward{tasks="trained"}': 0.5,
         'agentloop_mean_reward{tasks="held_out"}': 0.75,
-        "agentloop_learned_rollouts_total": 2,
+        "agentloop_trained_samples_total": 2,
         "agentloop_step_seconds_total": 6,
         'agentloop_step_phase_seconds_total{phase="wait"}': 3,
         "agentloop_learner_peak_memory_bytes": 2 * 2**30,
@@ -195,12 +195,12 @@ def test_other_state_is_queried_at_each_scrape() -> None:
     assert seen["agentloop_sandbox_waiting_calls"] == 3
     assert seen['agentloop_sandbox_calls_total{status="timeout"}'] == 1
     assert seen["agentloop_sandbox_replaced_workers_total"] == 5
-    assert seen["agentloop_still_seconds"] == 12.5
+    assert seen["agentloop_no_progress_seconds"] == 12.5
     assert seen["agentloop_queue_groups"] == 3
     assert seen["agentloop_queue_bytes"] == 4096
     assert seen["agentloop_refused_requests_total"] == 9
     assert seen['agentloop_server_policy_version{server="http://a"}'] == 7
-    assert seen['agentloop_reader_dropped_total{reader="journal"}'] == 8
+    assert seen['agentloop_reader_dropped_total{reader="event_log"}'] == 8
 
 
 def test_missing_parts_have_no_metrics() -> None:
@@ -230,7 +230,7 @@ def test_steps_add_up_and_the_last_one_is_shown() -> None:
     seen = values(metrics)
     assert seen["agentloop_steps_total"] == 2
     assert seen["agentloop_step_seconds_total"] == 6
-    assert seen["agentloop_learned_rollouts_total"] == 3
+    assert seen["agentloop_trained_samples_total"] == 3
     assert seen["agentloop_train_step"] == 2
     assert seen["agentloop_learner_entropy_nats"] == 0.25
 

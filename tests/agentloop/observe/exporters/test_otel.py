@@ -23,6 +23,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from agentloop.errors import SettingsError
 from agentloop.events import Event, RolloutAbandoned, RolloutFinished, RolloutScored, RolloutStarted
+from agentloop.observe.exporters import otel
 from agentloop.observe.exporters.otel import (
     Attribute,
     CallerSpan,
@@ -204,7 +205,9 @@ async def test_a_callers_trace_is_continued(flags: str) -> None:
     token = caller_span.set(CallerSpan.parse(f"00-{trace_id}-{span_id}-{flags}"))
     try:
         # The caller has decided whether it is traced, and not the rollout's id.
-        collector, _ = await exported(story.of_rollout(story.trajectory(), "1"), share=1e-9)
+        collector, _ = await exported(
+            story.of_rollout(story.trajectory(), "1"), sampling_ratio=1e-9
+        )
     finally:
         caller_span.reset(token)
     if flags == "00":
@@ -269,13 +272,14 @@ async def test_content_is_sent_only_if_enabled() -> None:
 
 
 @pytest.mark.anyio
-async def test_long_and_strange_content_is_cut() -> None:
+async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "_MAX_CONTENT_CHARS", 20)
     record = story.trajectory()
     turn = record.turns[0]
     turn.text = "\ud800" + "x" * 1000
     turn.calls[0].arguments["code"] = 2**70
     turn.results[0] = ToolResult("c0", "python", ToolCallStatus.OK, "y" * 1000, 0, 0, 1)
-    collector, _ = await exported(story.of_rollout(record), content=True, max_content_chars=20)
+    collector, _ = await exported(story.of_rollout(record), content=True)
     _, first, call, *_ = map(attributes, collector.spans)
     text = json.loads(first["gen_ai.output.messages"])[0]["parts"][0]["content"]
     assert text == "?" + "x" * 19
@@ -338,9 +342,9 @@ async def test_a_share_of_the_rollouts_is_traced() -> None:
         for number in range(200)
         for event in story.of_rollout(Trajectory(f"{number}-task.0", [1]))
     ]
-    collector, traces = await exported(events, share=0.25)
+    collector, traces = await exported(events, sampling_ratio=0.25)
     assert 20 < traces.num_sent < 80
-    again, _ = await exported(events, share=0.25)
+    again, _ = await exported(events, sampling_ratio=0.25)
     ids = [
         {attributes(span)["gen_ai.conversation.id"] for span in one.spans}
         for one in (collector, again)

@@ -21,7 +21,7 @@ from agentloop.observe.exporters.sinks import Sink, Sinks, SinksLimits, SinksSet
 from tests.agentloop.observe import story
 from tests.support import eventually
 
-BOTH = SinksLimits(to=("trackio", "wandb"), close_s=15, max_waiting=3)
+BOTH = SinksLimits(report_to=("trackio", "wandb"), close_s=15, max_waiting=3)
 
 
 class Fake:
@@ -188,9 +188,10 @@ async def test_a_package_that_is_missing_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
-    settings = SinksSettings.model_validate({"to": [name]})
+    settings = SinksSettings.model_validate({"report_to": [name]})
     with pytest.raises(
-        SettingsError, match=rf"{name} \(sinks\.to\) is not installed: .*agentloop-rl\[{name}\]"
+        SettingsError,
+        match=rf"{name} \(sinks\.report_to\) is not installed: .*agentloop-rl\[{name}\]",
     ):
         async with Sinks.open(settings, folder=tmp_path, run_name="", config={}):
             pass
@@ -199,7 +200,7 @@ async def test_a_package_that_is_missing_is_named(
 
 def test_an_unknown_sink_is_rejected() -> None:
     with pytest.raises(pydantic.ValidationError, match=r"to\.0"):
-        SinksSettings.model_validate({"to": ["prometheus"]})
+        SinksSettings.model_validate({"report_to": ["prometheus"]})
 
 
 # --- secrets --------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ def records(data: bytes) -> list[bytes]:
 async def test_tensorboard_files_contain_the_values(
     tmp_path: Path, parse: Callable[[bytes], Any]
 ) -> None:
-    settings = SinksSettings(to=("tensorboard",))
+    settings = SinksSettings(report_to=("tensorboard",))
     async with Sinks.open(settings, folder=tmp_path, run_name="a-run", config={}) as sinks:
         sinks.on_event(Measured({"step": 1, "reward": 0.5, "learner/loss": -1.5}))
         sinks.on_event(Measured({"step": 2**40, "reward": 1e300, "ä": 3}))

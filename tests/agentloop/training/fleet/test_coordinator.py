@@ -202,7 +202,7 @@ async def test_a_result_beyond_the_bound_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("error", [RequestError("no such tool"), PromptTooLong("too long")])
-async def test_what_is_wrong_with_a_task_travels_back_by_its_name(
+async def test_a_tasks_error_keeps_its_type_over_the_fleet(
     redis: RedisServer, tmp_path: Path, error: RequestError
 ) -> None:
     settings, player = settings_for(redis), Player("one")
@@ -215,7 +215,7 @@ async def test_what_is_wrong_with_a_task_travels_back_by_its_name(
 
 
 @pytest.mark.parametrize("how", ["raises", "broken"])
-async def test_infrastructure_is_no_result_but_anothers_ticket(
+async def test_an_infrastructure_failure_gives_the_ticket_to_another_runtime(
     redis: RedisServer, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.training.fleet.worker._RETRY_S", 0.05)
@@ -326,9 +326,7 @@ async def test_redis_is_killed_and_nothing_is_lost_or_double(tmp_path: Path, kee
             await until(partial(left, settings), [0, 0])  # what was rolled out twice goes, too
 
 
-async def test_what_redis_lost_before_anybody_took_it_is_added_again(
-    redis: RedisServer, tmp_path: Path
-) -> None:
+async def test_a_ticket_that_redis_lost_is_added_again(redis: RedisServer, tmp_path: Path) -> None:
     settings, player = settings_for(redis), Player("one")
     found: dict[str, RolledOut] = {}
     async with training(settings, tmp_path) as trainer:
@@ -718,7 +716,7 @@ async def test_a_runtime_with_other_weights_than_the_others_ends(
     assert odd.asked == []
 
 
-async def test_where_nobody_can_say_who_is_right_it_ends(
+async def test_runtimes_that_disagree_without_a_majority_end_the_run(
     redis: RedisServer, tmp_path: Path
 ) -> None:
     settings, one, odd = settings_for(redis), Player("one"), Player("odd")
@@ -799,14 +797,14 @@ def test_a_url_is_checked() -> None:
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(emitted.calls, emitted.plain_data)
-def test_what_a_model_emits_goes_over_the_fleet_as_it_is(raw: str, more: Any) -> None:
+def test_rollouts_survive_the_fleet_unchanged(raw: str, more: Any) -> None:
     rows = [{"trajectory": emitted.rollout(raw), "truth": more}]
     assert repr(unpacked(packed(rows))) == repr(emitted.as_json(rows))
 
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(emitted.any_text, emitted.plain_data)
-def test_what_is_said_in_a_fleet_is_heard_as_it_is(text: str, more: Any) -> None:
+def test_tickets_survive_the_fleet_unchanged(text: str, more: Any) -> None:
     task = Task("a", [{"role": "user", "content": "?"}], "1", extra={"more": more})
     ticket = Ticket(incarnation="l", name="1", task=task, size=2, budget=BUDGET, oldest=0)
     found = Ticket.from_json(ticket.to_json())

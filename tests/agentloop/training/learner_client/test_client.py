@@ -155,7 +155,7 @@ async def test_it_is_asked_and_leaves_nothing(
         os.kill(pid, 0)
 
 
-async def test_who_asks_after_one_that_was_cancelled_gets_its_own_answer(
+async def test_a_request_after_a_cancelled_one_gets_its_own_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = tmp_path / "may_end"

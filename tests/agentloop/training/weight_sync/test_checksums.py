@@ -139,7 +139,7 @@ def test_the_type_that_auto_means() -> None:
         ({}, {"model_type": "deepseek_v3"}, "the model type deepseek_v3"),
     ],
 )
-def test_where_it_is_not_known_what_a_server_must_say_that_is_said(
+def test_the_reason_is_given_if_expected_checksums_are_unknown(
     info: dict[str, str], config: dict[str, str], why: str | None
 ) -> None:
     usual: dict[str, Any] = {"device": "cpu", "dtype": "float", "sglang": "0.5.23"}
@@ -186,7 +186,7 @@ PROOFS = st.dictionaries(
 
 @given(proofs=PROOFS, rest=st.sampled_from([None, "x", "y"]))
 @settings(deadline=None)
-def test_who_is_judged_right(proofs: dict[str, Proof], rest: str | None) -> None:
+def test_servers_are_judged_right_or_wrong(proofs: dict[str, Proof], rest: str | None) -> None:
     found = judge(proofs, rest)
     assert sorted([*found.right, *found.wrong]) == sorted(proofs), "each is one of the two"
     right = [proofs[url] for url in found.right]

@@ -164,7 +164,7 @@ async def test_nothing_runs_on_weights_of_which_a_part_is_new(
 
 
 @pytest.mark.parametrize("hangs", ["", "send"])
-async def test_who_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> None:
+async def test_a_server_that_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> None:
     """This holds even while the learner waits for the server: its request is cancelled, and it
     leaves."""
     async with parts(tmp_path, *fakes(3)) as here:
@@ -188,7 +188,7 @@ async def test_who_refuses_a_bucket_is_left_out(tmp_path: Path, hangs: str) -> N
         assert here.states() == ["healthy"] * 3
 
 
-async def test_who_does_not_come_out_of_a_broken_group_is_left_out(
+async def test_a_server_that_does_not_leave_a_broken_group_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner notices first, by its own deadline."""
@@ -210,7 +210,7 @@ async def test_who_does_not_come_out_of_a_broken_group_is_left_out(
         assert here.states() == ["stale", "healthy"]
 
 
-async def test_where_nobody_is_to_blame_it_is_not_tried_for_ever(tmp_path: Path) -> None:
+async def test_a_sync_that_fails_without_a_culprit_is_not_repeated(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(2)) as here:
         here.learner.fails["join"] = LearnerRefused("join: nobody came")
         with pytest.raises(ServerError, match="nobody came"):
@@ -232,7 +232,7 @@ async def test_a_learner_that_dies_is_an_error_and_leaves_no_server_waiting(
         assert here.nobody_waits()
 
 
-async def test_who_takes_too_long_is_stale(tmp_path: Path) -> None:
+async def test_a_server_that_takes_too_long_is_stale(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(1)) as here:
 
         async def hang(names: list[str]) -> None:

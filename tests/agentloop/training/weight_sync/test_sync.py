@@ -65,7 +65,7 @@ async def test_all_servers_serve_the_new_weights_at_once() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
-async def test_who_cannot_load_them_is_stale(weights: str | None) -> None:
+async def test_a_server_that_cannot_load_the_weights_is_stale(weights: str | None) -> None:
     """The weights cannot be read, take too long, or differ from the other servers'."""
     fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
@@ -113,7 +113,7 @@ async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
-async def test_what_runs_where_weights_are_unknown_goes_on_elsewhere(weights: str | None) -> None:
+async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: str | None) -> None:
     """Turns resume after their last token of known weights, before the server continues.
     Breaking them all does not affect the server's health."""
     moved: list[str] = []
@@ -316,7 +316,7 @@ async def test_most_servers_may_be_wrong(tmp_path: Path) -> None:
         assert states(router) == ["stale", "stale", "healthy"]
 
 
-async def test_what_nobody_can_compare_is_compared_among_the_servers(
+async def test_tensors_without_expected_checksums_are_compared_among_servers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This is logged once per server, since it proves nothing for a single one."""
@@ -359,7 +359,7 @@ def sampled(begun_s: float, servers: list[str], *versions: str) -> Trajectory:
 
 
 @pytest.mark.parametrize("how", ["tie", "single", "outvoted"])
-async def test_what_was_sampled_by_weights_of_the_wrong_name_is_distrusted(
+async def test_tokens_sampled_by_mislabelled_weights_are_distrusted(
     tmp_path: Path, how: str
 ) -> None:
     """This includes a sync that failed and was retried; turns that start afterwards are trusted."""
@@ -391,7 +391,7 @@ async def test_what_was_sampled_by_weights_of_the_wrong_name_is_distrusted(
         assert served.is_tainted(sampled(before, [fake.url], "1")) == (how == "tie")
 
 
-async def test_what_is_wrong_in_a_server_that_came_back_is_distrusted_too(tmp_path: Path) -> None:
+async def test_wrong_weights_of_a_returning_server_are_distrusted(tmp_path: Path) -> None:
     publish(tmp_path)
     fakes = [FakeSGLang(ANSWER, sums=sums()) for _ in range(2)]
     async with routed(*fakes, probe_interval_s=0.01) as router:

@@ -1,4 +1,4 @@
-"""The journal of a run: written despite disk errors, and read back."""
+"""The event log of a run: written despite disk errors, and read back."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ from agentloop.events import (
     RolloutScored,
     TokensSampled,
 )
-from agentloop.observe.exporters import journal as module
-from agentloop.observe.exporters.journal import Journal, JournalLimits, JournalSettings, read_events
+from agentloop.observe.exporters import event_log as module
+from agentloop.observe.exporters.event_log import (
+    EventLog,
+    EventLogLimits,
+    EventLogSettings,
+    read_events,
+)
 from agentloop.trajectory import ToolCallStatus, ToolResult
 from tests.agentloop.observe import story
 from tests.support import eventually
 
-OFTEN = JournalLimits(every_s=0.001)
-NEVER = JournalLimits(every_s=3600)  # but at its end
+OFTEN = EventLogLimits(every_s=0.001)
+NEVER = EventLogLimits(every_s=3600)  # but at its end
 
 
 async def written(
-    folder: Path, events: Sequence[Event], settings: JournalSettings = NEVER
+    folder: Path, events: Sequence[Event], settings: EventLogSettings = NEVER
 ) -> list[dict[str, Any]]:
-    async with Journal.open(folder, settings) as journal:
+    async with EventLog.open(folder, settings) as event_log:
         for event in events:
-            journal.on_event(event)
+            event_log.on_event(event)
     return list(read_events(folder))
 
 
@@ -85,8 +90,8 @@ async def test_tokens_are_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
-    async with Journal.open(tmp_path, OFTEN) as journal:
-        journal.on_event(RolloutAbandoned("r"))
+    async with EventLog.open(tmp_path, OFTEN) as event_log:
+        event_log.on_event(RolloutAbandoned("r"))
         await eventually(
             lambda: names(list(read_events(tmp_path))) == ["opened", "rollout_abandoned"]
         )
@@ -95,15 +100,15 @@ async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_queued_lines_are_written_if_the_run_fails(tmp_path: Path) -> None:
     async def fail() -> None:
-        async with Journal.open(tmp_path, NEVER) as journal:
-            journal.on_event(RolloutAbandoned("r"))
+        async with EventLog.open(tmp_path, NEVER) as event_log:
+            event_log.on_event(RolloutAbandoned("r"))
             raise ValueError("on purpose")
 
     with pytest.raises(ValueError, match="on purpose"):
         await fail()
     with anyio.move_on_after(0):
-        async with Journal.open(tmp_path, NEVER) as journal:
-            journal.on_event(RolloutAbandoned("s"))
+        async with EventLog.open(tmp_path, NEVER) as event_log:
+            event_log.on_event(RolloutAbandoned("s"))
             await anyio.sleep_forever()
     assert names(list(read_events(tmp_path))) == ["opened", "rollout_abandoned"] * 2
 
@@ -133,11 +138,11 @@ async def test_a_line_cut_short_by_a_kill_is_skipped(
 async def test_lines_beyond_the_queue_limit_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    few = JournalLimits(every_s=3600, max_waiting=3)
-    async with Journal.open(tmp_path, few) as journal:
+    few = EventLogLimits(every_s=3600, max_waiting=3)
+    async with EventLog.open(tmp_path, few) as event_log:
         for number in range(10):
-            journal.on_event(RolloutAbandoned(str(number)))
-        assert journal.num_dropped == 8
+            event_log.on_event(RolloutAbandoned(str(number)))
+        assert event_log.num_dropped == 8
     lines = list(read_events(tmp_path))
     assert names(lines) == ["opened", "rollout_abandoned", "rollout_abandoned", "dropped"]
     assert lines[-1]["num"] == 8
@@ -161,12 +166,12 @@ async def test_a_full_disk_does_not_end_the_run(
         return write(file, data)
 
     monkeypatch.setattr(os, "write", no_room)
-    async with Journal.open(tmp_path, OFTEN) as journal:
-        await eventually(lambda: journal.num_dropped == 1)
-        journal.on_event(RolloutAbandoned("r"))
-        await eventually(lambda: journal.num_dropped == 2)
+    async with EventLog.open(tmp_path, OFTEN) as event_log:
+        await eventually(lambda: event_log.num_dropped == 1)
+        event_log.on_event(RolloutAbandoned("r"))
+        await eventually(lambda: event_log.num_dropped == 2)
         is_full = False
-        journal.on_event(RolloutAbandoned("s"))
+        event_log.on_event(RolloutAbandoned("s"))
         await eventually(lambda: len(list(read_events(tmp_path))) == 2)
     assert [message.partition(": dropped")[2] for message in caplog.messages] == [
         " 1 (1 in total): No space left on device",
@@ -192,10 +197,10 @@ async def test_a_slow_disk_does_not_block_the_loop(
         return write(file, data)
 
     monkeypatch.setattr(os, "write", slow)
-    async with Journal.open(tmp_path, OFTEN) as journal:
+    async with EventLog.open(tmp_path, OFTEN) as event_log:
         await eventually(waits.is_set)
         for number in range(100):
-            journal.on_event(RolloutAbandoned(str(number)))
+            event_log.on_event(RolloutAbandoned(str(number)))
         await anyio.lowlevel.checkpoint()  # others go on meanwhile
         go_on.set()
     assert len(list(read_events(tmp_path))) == 101
@@ -203,7 +208,7 @@ async def test_a_slow_disk_does_not_block_the_loop(
 
 @pytest.mark.anyio
 async def test_the_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path) -> None:
-    small = JournalLimits(every_s=3600, max_mib=1)
+    small = EventLogLimits(every_s=3600, max_mib=1)
     for part in range(8):
         events: list[Event] = [RolloutAbandoned(f"{part}-{n:060}") for n in range(2000)]
         await written(tmp_path, events, small)
@@ -248,8 +253,8 @@ async def test_any_metrics_row_is_written(tmp_path: Path, value: object, read: o
 
 
 @pytest.mark.anyio
-async def test_the_journal_can_be_disabled(tmp_path: Path) -> None:
-    assert await written(tmp_path, story.run(), JournalSettings(enabled=False)) == []
+async def test_the_event_log_can_be_disabled(tmp_path: Path) -> None:
+    assert await written(tmp_path, story.run(), EventLogSettings(enabled=False)) == []
     assert os.listdir(tmp_path) == []
 
 

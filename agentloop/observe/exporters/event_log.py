@@ -45,7 +45,7 @@ from agentloop.events import (
 from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.plain_json import dumps, loads
 
-__all__ = ["Journal", "JournalLimits", "JournalSettings", "read_events"]
+__all__ = ["EventLog", "EventLogLimits", "EventLogSettings", "read_events"]
 
 _NEW, _OLD = "events.jsonl", "events.old.jsonl"
 _CLOSE_S = 5.0
@@ -54,20 +54,23 @@ _MAX_TEXT = 500  # characters of an answer, a reason or a tool name
 Line = dict[str, Any]
 
 
-class JournalSettings(pydantic.BaseModel):
+class EventLogSettings(pydantic.BaseModel):
     """The event log of a run."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    enabled: bool = pydantic.Field(True, description="Write events.jsonl to the run's folder.")
+    enabled: bool = pydantic.Field(
+        True, description="Write the events of the run to events.jsonl in its folder."
+    )
     max_mib: int = pydantic.Field(
         512,
         ge=1,
-        description="Maximum size on disk; when it is reached, the oldest half is deleted.",
+        description="Maximum size of the event log on disk; when it is reached, the older half is "
+        "deleted.",
     )
 
 
-class JournalLimits(JournalSettings):
+class EventLogLimits(EventLogSettings):
     """Limits of the event log, which only tests change."""
 
     every_s: float = pydantic.Field(
@@ -78,16 +81,16 @@ class JournalLimits(JournalSettings):
     )
 
     @classmethod
-    def of(cls, settings: JournalSettings) -> Self:
+    def of(cls, settings: EventLogSettings) -> Self:
         """Return `settings` with the usual limits, unless it has limits of its own."""
         return settings if isinstance(settings, cls) else cls(**settings.model_dump())
 
 
-class Journal:
-    """The event log of a run; pass every event to `on_event`. Create it with `Journal.open`."""
+class EventLog:
+    """The event log of a run; pass every event to `on_event`. Create it with `EventLog.open`."""
 
-    def __init__(self, folder: Path, settings: JournalSettings | None = None) -> None:
-        self._settings = JournalLimits.of(settings or JournalSettings())
+    def __init__(self, folder: Path, settings: EventLogSettings | None = None) -> None:
+        self._settings = EventLogLimits.of(settings or EventLogSettings())
         self._file = _File(folder, self._settings.max_mib * 2**20 // 2)
         self._waiting: list[Line] = []
         self._num_unrecorded = 0  # dropped lines that the file does not mention yet
@@ -96,27 +99,27 @@ class Journal:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, folder: Path, settings: JournalSettings | None = None
-    ) -> AsyncIterator[Journal]:
+        cls, folder: Path, settings: EventLogSettings | None = None
+    ) -> AsyncIterator[EventLog]:
         """Open the log, appending to an existing file; on leaving, write the rest within 5 seconds.
 
         Lines that cannot be written are dropped and logged; no error is raised.
         """
-        journal = cls(folder, settings)
-        journal._add("opened", {})
+        event_log = cls(folder, settings)
+        event_log._add("opened", {})
         try:
             async with task_group() as tasks:
-                if journal._settings.enabled:
-                    tasks.start_soon(journal._keep_writing)
-                yield journal
+                if event_log._settings.enabled:
+                    tasks.start_soon(event_log._keep_writing)
+                yield event_log
                 tasks.cancel_scope.cancel()
         finally:
-            num_left = len(journal._waiting)
+            num_left = len(event_log._waiting)
             with anyio.move_on_after(_CLOSE_S, shield=True) as late:
-                await journal._write(abandon=True)
+                await event_log._write(abandon=True)
             if late.cancelled_caught:
-                journal._drop(num_left, f"not written within {_CLOSE_S:g} s at the end")
-            journal._dropped.report()
+                event_log._drop(num_left, f"not written within {_CLOSE_S:g} s at the end")
+            event_log._dropped.report()
 
     @property
     def num_dropped(self) -> int:
