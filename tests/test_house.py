@@ -386,6 +386,13 @@ def test_no_file_is_longer_than_people_read() -> None:
     assert long == set(LONG_FILES)
 
 
+def test_train_has_at_most_230_settings() -> None:
+    from agentloop.cli.train import TrainSettings
+    from agentloop.config import describe_settings
+
+    assert len([*describe_settings(TrainSettings)]) <= 230
+
+
 def test_the_top_level_stays_small() -> None:
     """A newcomer reads the architecture off the top level: modules and packages, links included."""
     top = {path.stem for path in (ROOT / "agentloop").iterdir() if path.name[0] not in "_."}
