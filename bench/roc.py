@@ -2,8 +2,8 @@
 
     python -m bench.roc --model runs/latest/sft/model --plot docs/images/roc.png
 
-Every arm starts from the same model, the supervised start of docs/recipes/laptop.toml, half of
-whose calls fail, with the same tasks, number of rollouts and optimizer. They differ in the part of
+Every arm starts from the same model, that of the supervised fine-tuning of docs/recipes/laptop.toml,
+two in five of whose calls fail, with the same tasks, number of rollouts and optimizer. They differ in the part of
 a group of 16 that is trained on:
 
     grpo      all of them

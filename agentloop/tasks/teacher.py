@@ -4,8 +4,8 @@ Two in five of its calls fail on purpose and are retried. Most calls that succee
 operation or have their result ignored. Somewhat more than two in five dialogues end with the right
 answer, which says little about the calls before it: a model that imitates this teacher must learn
 from rewards what to compute and when to trust the tool, and from Resample-on-Correct to avoid
-failing calls. Tool responses are written in the format of the runtime and the sandbox (a test compares
-them), so no code has to run.
+failing calls. Tool responses are written in the format of the runtime and the sandbox (a test
+compares them), so no code has to run.
 """
 
 from __future__ import annotations
