@@ -53,8 +53,10 @@ def curves(folder: Path, run: str) -> list[dict[str, Any]]:
 
 
 def of_start(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the metrics of supervised fine-tuning beside those of the rollouts, whose steps count
-    anew: each name has `start/` in front."""
+    """Return a row of the metrics of supervised fine-tuning with `start/` in front of each name.
+
+    Its steps are counted apart from those of the rollouts.
+    """
     return {f"start/{name}": value for name, value in row.items()}
 
 
