@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import anyio
 import pydantic
 
+from agentloop.aio import task_group
 from agentloop.analysis.plots import plot_runs
 from agentloop.cli import console
 from agentloop.cli.resource_plan import plan
@@ -35,7 +36,7 @@ from agentloop.cli.sft import (
 )
 from agentloop.config import to_toml
 from agentloop.distribution import is_installed
-from agentloop.errors import SettingsError, sole
+from agentloop.errors import SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
 from agentloop.inference.sglang.sampling import Sampling
@@ -279,14 +280,11 @@ async def _watching(
 ) -> AsyncIterator[_Watch]:
     watch = _Watch(settings, stalls)
     progress = Progress(stalls, settings, more=more)
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch_lag, watch.heart)
-            tasks.start_soon(progress.watch)
-            yield watch
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise sole(group) from None
+    async with task_group() as tasks:
+        tasks.start_soon(watch_lag, watch.heart)
+        tasks.start_soon(progress.watch)
+        yield watch
+        tasks.cancel_scope.cancel()
 
 
 def _servers_in_words(runtime: Runtime) -> str:
