@@ -27,7 +27,7 @@ import anyio.to_thread
 from agentloop import errors
 from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
-from agentloop.errors import AgentLoopError, ServerError, SettingsError
+from agentloop.errors import AgentLoopError, RunFolderError, ServerError, SettingsError
 from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import (
     Result,
@@ -491,14 +491,14 @@ def _make(folder: Path, incarnation: str) -> None:
     """Create the folder for results, with a file by which runtimes recognize a shared folder.
 
     Raises:
-        SettingsError: it cannot be created.
+        RunFolderError: it cannot be created.
     """
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / incarnation).touch()
     except OSError as error:
-        raise SettingsError(f"run.folder: {folder}: {error.strerror or error}") from error
+        raise RunFolderError(f"run.folder: {folder}: {error.strerror or error}") from error
 
 
 async def _expire(name: str, after_ms: int, redis: Redis) -> None:
