@@ -28,7 +28,7 @@ from agentloop.sandbox import compat
 from agentloop.sandbox.api import BatchRequest, RequestRefused, RunRequest, SessionRequest, to_line
 from agentloop.sandbox.connections import Connections, Doors
 from agentloop.sandbox.errors import SessionLost
-from agentloop.sandbox.host import Guest
+from agentloop.sandbox.host import LinkedClient
 from agentloop.sandbox.openapi import document
 from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
@@ -167,7 +167,7 @@ class SandboxService:
                 heartbeat=HEARTBEAT_S, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
             )
             await socket.prepare(request)
-            await Guest(self._pool, hold).serve(socket)
+            await LinkedClient(self._pool, hold).serve(socket)
         return socket
 
     # -- compatible protocols ---------------------------------------------------------------
