@@ -233,11 +233,12 @@ threading.Thread(target=spin, daemon=True).start()
 """
 
 
+@pytest.mark.timeout(150)  # on a busy machine it uses little, and is found out late
 async def test_a_session_that_wakes_itself_is_ended(alone: Pool) -> None:
     async with alone.session() as session, alone.session() as other:
         await other.run("x = 1")
         assert (await session.run(AWAKE)).ok
-        await wait_until(lambda: session.lost)
+        await wait_until(lambda: session.lost, within_s=120)
         with pytest.raises(SessionLost):
             await session.run("1")
         assert (await other.run("x")).result == "1"
