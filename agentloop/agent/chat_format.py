@@ -150,10 +150,24 @@ class ChatFormat:
         # Imported here because it takes 0.7 s; AutoTokenizer would import torch as well.
         from transformers import PreTrainedTokenizerFast
 
+        name = str(model_path)
+        folder = Path(model_path).expanduser()
+        # transformers would take the path of a missing folder for a hub name, and try for minutes.
+        if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~"))):
+            raise ModelError(f"model: there is no folder {name!r}")
         try:
-            hf = PreTrainedTokenizerFast.from_pretrained(str(model_path))
+            hf = PreTrainedTokenizerFast.from_pretrained(str(folder) if folder.is_dir() else name)
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"no usable tokenizer in {str(model_path)!r}: {error}") from error
+            first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+            # "..., one of:" and a list of packages is what transformers says of missing files.
+            reason = "it has no tokenizer.json" if first.endswith(":") else first
+            if folder.is_dir():
+                raise ModelError(f"no usable tokenizer in {name!r}: {reason}") from error
+            raise ModelError(
+                f"model: {name!r} is neither a folder nor a model that could be loaded from the "
+                "Hugging Face hub or its cache. To download it, run: hf download OWNER/NAME "
+                f"--local-dir FOLDER ({reason})"
+            ) from error
         backend = getattr(hf, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ModelError(f"{str(model_path)!r} has no fast tokenizer (tokenizer.json)")
