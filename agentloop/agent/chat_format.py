@@ -160,13 +160,13 @@ class ChatFormat:
         except (OSError, ValueError, KeyError) as error:
             first, *_ = str(error).strip().splitlines() or [type(error).__name__]
             # "..., one of:" and a list of packages is what transformers says of missing files.
-            reason = "it has no tokenizer.json" if first.endswith(":") else first
+            reason = "it has no tokenizer.json" if first.rstrip().endswith(":") else first
             if folder.is_dir():
                 raise ModelError(f"no usable tokenizer in {name!r}: {reason}") from error
             raise ModelError(
                 f"model: {name!r} is neither a folder nor a model that could be loaded from the "
                 "Hugging Face hub or its cache. To download it, run: hf download OWNER/NAME "
-                f"--local-dir FOLDER ({reason})"
+                "--local-dir FOLDER"
             ) from error
         backend = getattr(hf, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
