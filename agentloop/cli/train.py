@@ -36,7 +36,7 @@ from agentloop.cli.sft import (
 )
 from agentloop.config import to_toml
 from agentloop.distribution import is_installed
-from agentloop.errors import SettingsError
+from agentloop.errors import DataError, SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
 from agentloop.inference.sglang.sampling import Sampling
@@ -485,7 +485,7 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
     """Print the plan of a run. The model's weights need not exist."""
     settings = told(TrainSettings, arguments, resume)
     sft, stages = settings.sft, settings.stages
-    refused, missing = _refusal(settings), _missing(settings)
+    refused, missing = _refusal(settings), await _missing(settings)
     changes = sft.learner.config if sft is not None else {}
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
@@ -520,13 +520,28 @@ def _refusal(settings: TrainSettings) -> str:
     return ""
 
 
-def _missing(settings: TrainSettings) -> str:
-    """Return what a start on this machine would lack, and how to get it."""
-    try:
-        _require_machine(settings)
-    except SettingsError as error:
-        return str(error)
-    return ""
+async def _missing(settings: TrainSettings) -> str:
+    """Return what a start on this machine would lack: packages, task files, the reward function."""
+
+    async def read_tasks() -> None:
+        if settings.tasks.paths:
+            await anyio.to_thread.run_sync(TaskSource.open, settings.tasks)
+
+    async def import_reward() -> None:
+        async with Grader(settings.reward) as grader:
+            await grader.ready()
+
+    found = []
+    for check in (
+        partial(anyio.to_thread.run_sync, _require_machine, settings),
+        read_tasks,
+        import_reward,
+    ):
+        try:
+            await check()
+        except (SettingsError, DataError) as error:
+            found.append(str(error))
+    return "; ".join(found)
 
 
 def _require_machine(settings: TrainSettings) -> None:
