@@ -27,6 +27,7 @@ import pydantic
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from agentloop.agent.tokenizer import load_tokenizer
 from agentloop.errors import ModelError, RequestError
 from agentloop.plain_json import valid_text
 from agentloop.trajectory import Message, Turn
@@ -147,30 +148,7 @@ class ChatFormat:
         Raises:
             ModelError: The tokenizer or the template is missing or cannot be used.
         """
-        # Imported here because it takes 0.7 s; AutoTokenizer would import torch as well.
-        from transformers import PreTrainedTokenizerFast
-
-        name = str(model_path)
-        folder = Path(model_path).expanduser()
-        # transformers would take the path of a missing folder for a hub name, and try for minutes.
-        if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~"))):
-            raise ModelError(f"model: there is no folder {name!r}")
-        try:
-            hf = PreTrainedTokenizerFast.from_pretrained(str(folder) if folder.is_dir() else name)
-        except (OSError, ValueError, KeyError) as error:
-            first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-            # "..., one of:" and a list of packages is what transformers says of missing files.
-            reason = "it has no tokenizer.json" if first.rstrip().endswith(":") else first
-            if folder.is_dir():
-                raise ModelError(f"no usable tokenizer in {name!r}: {reason}") from error
-            raise ModelError(
-                f"model: {name!r} is neither a folder nor a model that could be loaded from the "
-                "Hugging Face hub or its cache. To download it, run: hf download OWNER/NAME "
-                "--local-dir FOLDER"
-            ) from error
-        backend = getattr(hf, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            raise ModelError(f"{str(model_path)!r} has no fast tokenizer (tokenizer.json)")
+        hf = load_tokenizer(model_path)
         settings = settings or ChatSettings()
         if settings.template is not None:
             hf.chat_template = settings.template
@@ -194,7 +172,9 @@ class ChatFormat:
             )
             return str(text)
 
-        chat = cls(backend, render, end_token=settings.end_token, eos_token=hf.eos_token)
+        chat = cls(
+            hf.backend_tokenizer, render, end_token=settings.end_token, eos_token=hf.eos_token
+        )
         # With a padded vocabulary the model may sample ids that the tokenizer cannot decode.
         chat.vocab_size = max(chat.vocab_size, _padded_vocab_size(Path(model_path)))
         return chat

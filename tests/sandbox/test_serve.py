@@ -768,7 +768,7 @@ def test_the_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
         assert internal not in said
     assert "usage: python -m agentloop.sandbox.serve [--SETTING VALUE | SETTING=VALUE ...]" in said
     assert "--token TEXT Token that clients must send" in said
-    assert "--pool.hosts TEXT,... Machines that run" in said
+    assert "--pool.hosts TEXT,... URLs (http://host:port) of machines that run" in said
     assert '(default: [["numpy"], ["numpy", "sympy"]])' in said
 
 
