@@ -19,7 +19,7 @@ from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable, process
 from agentloop.sandbox.__main__ import CONTROLS, for_terminal, main
 from agentloop.sandbox.confine import why_refused
 from agentloop.sandbox.container import LAYERS
-from agentloop.sandbox.isolation import NEEDED, missing_walls
+from agentloop.sandbox.required_layers import NEEDED, missing_layers
 
 pytestmark = pytest.mark.timeout(60)  # real workers are started
 
@@ -79,14 +79,14 @@ async def test_a_pool_without_a_wall_does_not_start_unless_told_to(
 
 @given(st.dictionaries(st.sampled_from([*WEAK, "uid "]), st.text() | st.just("no: x")))
 def test_missing_isolation_layers_are_found(layers: Mapping[str, str]) -> None:
-    told = missing_walls(layers)
+    told = missing_layers(layers)
     assert len(told) == sum(
         text == "no" or (text.startswith("no") and not (text[2].isalnum() or text[2] == "_"))
         for name, text in layers.items()
         if name in NEEDED
     )
-    assert missing_walls(LAYERS) == []
-    assert missing_walls(WEAK) == [f"{name}: {WEAK[name]}" for name in NEEDED]
+    assert missing_layers(LAYERS) == []
+    assert missing_layers(WEAK) == [f"{name}: {WEAK[name]}" for name in NEEDED]
 
 
 def test_doctor_says_it_in_words_and_by_its_status(

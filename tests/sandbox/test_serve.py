@@ -325,11 +325,11 @@ async def test_too_many_requests_are_refused(pool: Pool) -> None:
     await wait_until(lambda: pool.stats()["busy"] == 0)
 
 
-FEW_SEATS = BARE.model_copy(update={"sessions_per_worker": 1})
+ONE_SESSION = BARE.model_copy(update={"sessions_per_worker": 1})
 
 
 async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
-    async with Pool(FEW_SEATS) as pool, service(pool) as client:
+    async with Pool(ONE_SESSION) as pool, service(pool) as client:
         assert (await client.post("/v1/sessions"))[0] == 201
         async with client.http.post(client.url + "/v1/sessions") as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
@@ -340,7 +340,7 @@ async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
 
 async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
     few = {"session_wait_s": 600, "max_waiting_sessions": 1, "max_requests": 1}
-    async with Pool(FEW_SEATS) as pool, service(pool, **few) as client:
+    async with Pool(ONE_SESSION) as pool, service(pool, **few) as client:
         _, opened = await client.post("/v1/sessions")
         async with anyio.create_task_group() as group:
             got: list[int] = []
@@ -360,7 +360,7 @@ async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
 
 
 async def test_a_client_that_leaves_waits_for_no_session() -> None:
-    async with Pool(FEW_SEATS) as pool, service(pool, session_wait_s=600) as client:
+    async with Pool(ONE_SESSION) as pool, service(pool, session_wait_s=600) as client:
         await client.post("/v1/sessions")
         async with anyio.create_task_group() as group:
             group.start_soon(client.post, "/v1/sessions")
