@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from agentloop.inference.sglang.sampling import Sampling
     from agentloop.rewards.reward import Reward
     from agentloop.runtime import Runtime, Settings
+    from agentloop.tasks.sources import Task
     from agentloop.trajectory import (
         StopReason,
         ToolCall,
@@ -50,6 +51,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StopReason",
+    "Task",
     "ToolCall",
     "ToolCallStatus",
     "ToolResult",
@@ -66,6 +68,7 @@ _MODULES = {
     "agentloop.inference.sglang.sampling": ("Sampling",),
     "agentloop.rewards.reward": ("Reward",),
     "agentloop.runtime": ("Runtime", "Settings"),
+    "agentloop.tasks.sources": ("Task",),
     "agentloop.trajectory": (
         "ToolCallStatus",
         "StopReason",

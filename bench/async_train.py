@@ -515,7 +515,7 @@ def real_table(runs: dict[int, list[dict[str, Any]]], warm_up: int) -> str:
         reward = mean("reward", metrics[-max(1, len(metrics) // 4) :])
         rows.append(
             f"| {max_staleness} | {3600 / step_s:.0f} | {gain} | {step_s:.1f} | "
-            f"{mean('wait_s'):.1f} | {mean('learn_s'):.1f} | {mean('hand_over_s'):.1f} | "
+            f"{mean('wait_s'):.1f} | {mean('learn_s'):.1f} | {mean('sync_s'):.1f} | "
             f"{tokens_per_s:,.0f} | {mean('staleness_mean'):.2f} | "
             f"{max(row['staleness_max'] for row in counted)} | {reward:.3f} |"
         )

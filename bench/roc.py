@@ -2,9 +2,9 @@
 
     python -m bench.roc --model runs/latest/sft/model --plot docs/images/roc.png
 
-Every arm starts from the same model, the supervised start of docs/recipes/laptop.toml, half of
-whose calls fail, with the same tasks, number of rollouts and optimizer. They differ in the part of
-a group of 16 that is trained on:
+Every arm starts from the same model, which supervised fine-tuning by docs/recipes/laptop.toml has
+made and two in five of whose calls fail, with the same tasks, number of rollouts and optimizer.
+They differ in the part of a group of 16 that is trained on:
 
     grpo      all of them
     roc       8: half of the wrong ones, and correct ones by their fraction of failed calls

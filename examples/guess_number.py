@@ -21,7 +21,7 @@ def make_task(rng: random.Random) -> dict[str, int]:
 
 
 @agentloop.environment(tasks=make_task)
-async def guess(task, agent):
+async def guess(task: agentloop.Task, agent: agentloop.Agent) -> dict[str, float]:
     game = Game(int(task.answer))
     await agent.run(f"Find my number, 1 to {task.top}.", tools=[game.guess])
     return {"found": game.found, "quick": game.found * (1 - game.tries / 20)}

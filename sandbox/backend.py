@@ -40,7 +40,7 @@ TUNED = (
 # In the order of their imports.
 WORKER_MODULES = (
     "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "usage",
-    "watch", "server",
+    "limits", "server",
 )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def worker_bytes(settings: PoolSettings, machine_bytes: int, num_workers: int) -
     slots = settings.slots_per_worker
     wanted = own + call * (slots + min(slots, settings.sessions_per_worker))
     there = machine_bytes * 3 // 4 // num_workers
-    return max(own + call, min(wanted * 8 // 7, there))  # an eighth is in reserve (watch.py)
+    return max(own + call, min(wanted * 8 // 7, there))  # an eighth: worker/limits.py
 
 
 def lane_size(settings: PoolSettings) -> str:

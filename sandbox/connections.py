@@ -1,11 +1,11 @@
 """Bounds on the service's connections: their number and their idle time.
 
     opened ──> waits for a request ──> has one ──> waits for the next ...
-                 └── after a timeout, or to make place for a new connection: closed
+                 └── after a timeout, or to make room for a new connection: closed
 
-`Connections` decides and `Doors` acts. A door is a protocol between the event loop and aiohttp's
-handler of a connection, since aiohttp bounds neither the number of connections nor the time that
-the head of a request may take. Requests in progress are subject to the service's own deadlines.
+`Connections` decides and `ConnectionLimiter` acts, with a protocol between the event loop and
+aiohttp's handler of a connection: aiohttp bounds neither the number of connections nor the time
+that the head of a request may take. Requests in progress are subject to the service's deadlines.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Connections:
         self._waiting[key].until = now + self._request_s
 
 
-class Doors:
-    """A protocol factory: `async with Doors(...) as doors: create_server(doors, ...)`.
+class ConnectionLimiter:
+    """A protocol factory that closes connections which wait for too long.
 
-    Closes connections that wait for too long while the context is open.
+    Use it as `async with ConnectionLimiter(...) as limiter: create_server(limiter, ...)`.
     """
 
     def __init__(self, connections: Connections, make_handler: Callable[[], asyncio.Protocol]):
@@ -108,12 +108,11 @@ class Doors:
 
     async def __aexit__(self, *exc: object) -> None:
         self._group.cancel_scope.cancel()
-        await self._group.__aexit__(
-            None, None, None
-        )  # without arguments, so that the block's error is raised unwrapped
+        # Without the block's error, which is then raised as it is, not in an exception group.
+        await self._group.__aexit__(None, None, None)
 
     def __call__(self) -> asyncio.Protocol:
-        return _Door(self, self._make_handler())
+        return _LimitedProtocol(self, self._make_handler())
 
     async def _sweep(self) -> None:
         while True:
@@ -165,19 +164,19 @@ def _num_unsent(transport: asyncio.Transport) -> int:
     return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
 
-class _Door(asyncio.Protocol):
+class _LimitedProtocol(asyncio.Protocol):
     """Forwards all events to the handler, which is the connection's key."""
 
-    def __init__(self, doors: Doors, handler: asyncio.Protocol) -> None:
-        self._doors = doors
+    def __init__(self, limiter: ConnectionLimiter, handler: asyncio.Protocol) -> None:
+        self._limiter = limiter
         self._handler = handler
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._doors.opened(self._handler, transport)  # type: ignore[arg-type]
+        self._limiter.opened(self._handler, transport)  # type: ignore[arg-type]
         self._handler.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._doors.received(self._handler)
+        self._limiter.received(self._handler)
         self._handler.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -190,5 +189,5 @@ class _Door(asyncio.Protocol):
         self._handler.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._doors.closed(self._handler)
+        self._limiter.closed(self._handler)
         self._handler.connection_lost(error)

@@ -27,7 +27,7 @@ def local_engine() -> str:
         return host
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     rootless = Path(runtime, "docker.sock")
-    if runtime and rootless.exists():
+    if runtime and os.path.exists(rootless):  # Path.exists raises where we may not look
         return f"unix://{rootless}"
     return "unix:///var/run/docker.sock"
 
@@ -134,7 +134,9 @@ def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
         case OSError(errno=errno.EACCES):
             return SandboxUnavailable(
                 f"this user may not use the Docker Engine at {engine}: permission denied. Add the "
-                "user to the group docker, or choose local processes by the setting backend=process"
+                "user to the group docker (and log in again), or choose local processes, which "
+                "isolate calls as `python -m agentloop.sandbox doctor` shows: set backend=process "
+                "(agentloop: sandbox.backend=process, sandbox.serve: pool.backend=process)"
             )
         case aiohttp.ClientConnectorCertificateError():
             said = str(origin.certificate_error)

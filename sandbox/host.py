@@ -38,7 +38,7 @@ class _Frames(FrameReader):
         return FrameReader._parse(body)
 
 
-class Guest:
+class LinkedClient:
     """A connected client with its calls and sessions, which end with the connection."""
 
     def __init__(self, pool: Pool, hold: Callable[[int], bool]) -> None:
@@ -50,6 +50,7 @@ class Guest:
         self._pool = pool
         self._hold = hold
         self._num_held = 0  # bytes held for open calls
+        self._reader = _Frames()
         self._outbox = Outbox()
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._cells: dict[int, anyio.CancelScope] = {}  # by session, including those being opened
@@ -58,7 +59,7 @@ class Guest:
 
     async def serve(self, socket: web.WebSocketResponse) -> None:
         """Serve the client until it leaves; close the connection, with a reason, on a bad frame."""
-        reader = _Frames()
+        reader = self._reader
         why = ""
         async with Sessions(self._pool) as self._sessions, anyio.create_task_group() as self._group:
             self._group.start_soon(self._outbox.send_all, socket)
@@ -70,7 +71,7 @@ class Guest:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         for frame in reader.feed(message.data):
                             self._on_frame(frame)
-                        if not self._hold(len(reader) + self._num_held):
+                        if not self._count():
                             raise ProtocolError("this host's memory is used up (max_held_mib)")
                         await anyio.lowlevel.checkpoint()  # yield: there may be many more frames
             except ProtocolError as error:
@@ -81,6 +82,12 @@ class Guest:
             log.warning("closing a client's connection: %s", why)
             reason = why.encode("ascii", "replace")[:MAX_REASON_BYTES]
             await socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=reason)
+
+    def _count(self) -> bool:
+        """Account for the bytes that are held for the client: frames that have come in part, open
+        calls, and responses that the client has not read. Return whether they are within the bound.
+        """
+        return self._hold(len(self._reader) + self._num_held + len(self._outbox))
 
     def _greet(self) -> None:
         settings = self._pool.settings
@@ -102,6 +109,7 @@ class Guest:
             if others != told:
                 self._outbox.put(encode({"op": "load", "others": others}))
                 told = others
+            self._count()  # what the client has read is free again
             await anyio.sleep(LOAD_EVERY_S)
 
     def _on_frame(self, frame: dict[str, Any]) -> None:
@@ -146,7 +154,7 @@ class Guest:
             if isinstance(session, int) and self._cells.get(session) is scope:
                 del self._cells[session]
             self._num_held -= size
-            self._hold(self._num_held)
+            self._count()
 
     async def _run(self, asked: LinkRequest) -> CallResult:
         what = (asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)

@@ -31,9 +31,9 @@ from agentloop.sandbox.backend import (
     worker_bytes,
 )
 from agentloop.sandbox.errors import SandboxUnavailable
-from agentloop.sandbox.isolation import missing_walls, refusal
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import make_dir, reap_dirs, remove_tree
+from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings
 
 CONFINE = Path(__file__).with_name("confine.py")
@@ -86,7 +86,7 @@ class ProcessBackend:
             link.write(greeting(self._settings, **more))
             await wait_ready(link, self._settings.start_timeout_s)
             self._layers = link.hello["layers"]
-            missing = missing_walls(self._layers)
+            missing = missing_layers(self._layers)
             if missing and not self._settings.allow_weak_isolation:
                 raise SandboxUnavailable(refusal(missing))
             yield link

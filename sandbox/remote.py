@@ -33,17 +33,17 @@ WRITE_TIMEOUT_S = 30.0
 
 
 class Outbox:
-    """A queue of outgoing frames, which are sent in batches.
-
-    It is bounded by the number of open calls, each of which has a few frames at most.
-    """
+    """A queue of outgoing frames, which are sent in batches. Its length is in bytes."""
 
     def __init__(self) -> None:
-        self._frames: list[bytes] = []
+        self._unsent = bytearray()
         self._filled = anyio.Event()
 
+    def __len__(self) -> int:
+        return len(self._unsent)
+
     def put(self, frame: bytes) -> None:
-        self._frames.append(frame)
+        self._unsent += frame
         self._filled.set()
 
     async def send_all(
@@ -54,11 +54,10 @@ class Outbox:
             while True:
                 await self._filled.wait()  # no deadline: as long as the link lives
                 self._filled = anyio.Event()
-                frames, self._frames = self._frames, []
-                data = b"".join(frames)
-                for start in range(0, len(data), MAX_MESSAGE_BYTES):
+                while data := bytes(self._unsent[:MAX_MESSAGE_BYTES]):
                     with anyio.fail_after(WRITE_TIMEOUT_S):
-                        await socket.send_bytes(data[start : start + MAX_MESSAGE_BYTES])
+                        await socket.send_bytes(data)
+                    del self._unsent[: len(data)]
         except (OSError, TimeoutError, aiohttp.ClientError, RuntimeError):
             with anyio.move_on_after(1, shield=True):
                 await socket.close()

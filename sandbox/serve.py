@@ -12,7 +12,7 @@ from functools import partial
 import anyio
 from aiohttp import web
 
-from agentloop.sandbox.connections import Doors
+from agentloop.sandbox.connections import ConnectionLimiter
 from agentloop.sandbox.errors import SandboxError, SandboxUnavailable
 from agentloop.sandbox.guard import http_log, url_at
 from agentloop.sandbox.pool import Pool
@@ -38,7 +38,10 @@ async def serving(pool: Pool, settings: SandboxServeSettings) -> AsyncIterator[s
         await runner.setup()
         assert runner.server is not None
         try:
-            async with app.doors(runner.server) as doors, _listening(doors, settings) as url:
+            async with (
+                app.limit_connections(runner.server) as limiter,
+                _listening(limiter, settings) as url,
+            ):
                 yield url
         finally:
             with anyio.move_on_after(10, shield=True):
@@ -46,11 +49,13 @@ async def serving(pool: Pool, settings: SandboxServeSettings) -> AsyncIterator[s
 
 
 @asynccontextmanager
-async def _listening(doors: Doors, settings: SandboxServeSettings) -> AsyncIterator[str]:
+async def _listening(
+    limiter: ConnectionLimiter, settings: SandboxServeSettings
+) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     try:
         server = await loop.create_server(
-            doors, settings.host, settings.port, backlog=min(4096, settings.max_connections)
+            limiter, settings.host, settings.port, backlog=min(4096, settings.max_connections)
         )
     except OSError as error:
         where = f"{settings.host}:{settings.port}"

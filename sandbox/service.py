@@ -26,9 +26,9 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from agentloop.sandbox import compat
 from agentloop.sandbox.api import BatchRequest, RequestRefused, RunRequest, SessionRequest, to_line
-from agentloop.sandbox.connections import Connections, Doors
+from agentloop.sandbox.connections import ConnectionLimiter, Connections
 from agentloop.sandbox.errors import SessionLost
-from agentloop.sandbox.host import Guest
+from agentloop.sandbox.host import LinkedClient
 from agentloop.sandbox.openapi import document
 from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
@@ -58,7 +58,7 @@ class SandboxService:
         most = num_connections(settings)
         self._connections = Connections(most, settings.io_timeout_s, settings.idle_timeout_s)
         self._limits = RequestLimits(settings, most)
-        self._doors: Doors
+        self._limiter: ConnectionLimiter
         self._sessions = Sessions(pool, settings.session_idle_s)
 
     async def __aenter__(self) -> Self:
@@ -68,10 +68,10 @@ class SandboxService:
     async def __aexit__(self, *exc: object) -> None:
         await self._sessions.__aexit__(*exc)
 
-    def doors(self, make_handler: Callable[[], asyncio.Protocol]) -> Doors:
+    def limit_connections(self, make_handler: Callable[[], asyncio.Protocol]) -> ConnectionLimiter:
         """Return the protocol factory for the event loop's server."""
-        self._doors = Doors(self._connections, make_handler)
-        return self._doors
+        self._limiter = ConnectionLimiter(self._connections, make_handler)
+        return self._limiter
 
     def build(self) -> web.Application:
         app = web.Application(
@@ -167,7 +167,7 @@ class SandboxService:
                 heartbeat=HEARTBEAT_S, max_msg_size=MAX_MSG_SIZE, compress=False, timeout=2.0
             )
             await socket.prepare(request)
-            await Guest(self._pool, hold).serve(socket)
+            await LinkedClient(self._pool, hold).serve(socket)
         return socket
 
     # -- compatible protocols ---------------------------------------------------------------
@@ -268,7 +268,7 @@ class SandboxService:
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        with self._doors.request(request.protocol):
+        with self._limiter.request(request.protocol):
             return await handler(request)
 
 

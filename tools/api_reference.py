@@ -85,8 +85,9 @@ def _of_class(name: str, cls: type) -> str:
     if signature := class_signature(cls):
         parts.append(f"```python\n{_wrapped(f'{name}{signature}')}\n```\n")
     parts.append(_markdown(cls.__doc__))
-    if not fields(cls):
-        parts.append(_markdown(getattr(vars(cls).get("__init__"), "__doc__", None)))
+    constructor = vars(cls).get("__init__")
+    if constructor and not fields(cls):  # without the check: None's own docstring, from 3.13 on
+        parts.append(_markdown(constructor.__doc__))
     if rows := list(fields(cls)):
         parts.append("| field | type | default | |\n|---|---|---|---|")
         parts += [

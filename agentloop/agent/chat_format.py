@@ -27,6 +27,7 @@ import pydantic
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from agentloop.agent.tokenizer import load_tokenizer
 from agentloop.errors import ModelError, RequestError
 from agentloop.plain_json import valid_text
 from agentloop.trajectory import Message, Turn
@@ -147,16 +148,7 @@ class ChatFormat:
         Raises:
             ModelError: The tokenizer or the template is missing or cannot be used.
         """
-        # Imported here because it takes 0.7 s; AutoTokenizer would import torch as well.
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            hf = PreTrainedTokenizerFast.from_pretrained(str(model_path))
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"no usable tokenizer in {str(model_path)!r}: {error}") from error
-        backend = getattr(hf, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            raise ModelError(f"{str(model_path)!r} has no fast tokenizer (tokenizer.json)")
+        hf = load_tokenizer(model_path)
         settings = settings or ChatSettings()
         if settings.template is not None:
             hf.chat_template = settings.template
@@ -180,7 +172,9 @@ class ChatFormat:
             )
             return str(text)
 
-        chat = cls(backend, render, end_token=settings.end_token, eos_token=hf.eos_token)
+        chat = cls(
+            hf.backend_tokenizer, render, end_token=settings.end_token, eos_token=hf.eos_token
+        )
         # With a padded vocabulary the model may sample ids that the tokenizer cannot decode.
         chat.vocab_size = max(chat.vocab_size, _padded_vocab_size(Path(model_path)))
         return chat

@@ -27,7 +27,7 @@ import anyio.to_thread
 import orjson
 
 from agentloop.analysis.entropy import Sampled, k3
-from agentloop.errors import DataError, SettingsError
+from agentloop.errors import DataError, RunFolderError
 from agentloop.tasks.sources import read_jsonl
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import Learner, LearnerError
@@ -95,7 +95,7 @@ class Origin:
 
     @classmethod
     def of(cls, weights: Path, *, version: str | None, temperature: float) -> Origin:
-        """Identify the weights in a folder. Raises SettingsError if it cannot be read."""
+        """Identify the weights in a folder. Raises RunFolderError if it cannot be read."""
         try:
             if (manifest := weights / "published.json").is_file():  # it has their checksums
                 told = manifest.read_bytes()
@@ -104,7 +104,7 @@ class Origin:
                 stats = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
                 told = repr(stats).encode()
         except OSError as error:
-            raise SettingsError(f"{weights}: {error.strerror or error}") from error
+            raise RunFolderError(f"{weights}: {error.strerror or error}") from error
         identity = hashlib.sha256(told).hexdigest()[:16]
         return cls(str(weights.resolve()), identity, version, temperature)
 
@@ -182,7 +182,7 @@ class EntropyFolder:
     def keep(
         self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin, found: GroupScores
     ) -> None:
-        """Cache the entropies of a group. Raises SettingsError if they cannot be written."""
+        """Cache the entropies of a group. Raises RunFolderError if they cannot be written."""
         pairs = zip(rollouts, found.entropies, strict=True)
         rows = [{"id": one.id, "entropies": entropies} for one, entropies in pairs]
         about = self._about()
@@ -193,7 +193,7 @@ class EntropyFolder:
             _write(self._file(number), b"".join(orjson.dumps(row) + b"\n" for row in rows))
             _write(self.path / "about.json", orjson.dumps(about, option=orjson.OPT_INDENT_2))
         except OSError as error:
-            raise SettingsError(f"{self.path}: {error.strerror or error}") from error
+            raise RunFolderError(f"{self.path}: {error.strerror or error}") from error
 
     def _file(self, number: int) -> Path:
         return self.path / f"group-{number:07}.jsonl"
@@ -221,7 +221,7 @@ async def score(
 
     Raises:
         LearnerError: the learner failed, or a result is not finite.
-        SettingsError: a file cannot be written.
+        RunFolderError: a file cannot be written.
     """
     some = [one for one in rollouts if any(one.mask)]
     if not some:

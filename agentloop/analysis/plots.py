@@ -64,7 +64,7 @@ PANELS = {
         parts={
             "wait_s": "waiting for rollouts",
             "learn_s": "learning",
-            "hand_over_s": "loading weights",
+            "sync_s": "loading weights",
         },
     ),
 }

@@ -95,7 +95,7 @@ class RoomWait(TypedDict):
 class Waits(TypedDict):
     """The response to `GET /v1/waits`."""
 
-    still_s: float
+    no_progress_s: float
     waits: list[Wait]
     for_room: list[RoomWait]
     servers: list[ServerView]
@@ -388,7 +388,7 @@ class AgentService:
     async def waits(self, request: web.Request) -> web.Response:
         """List everything that waits, with reasons and durations, and the state of the servers."""
         body: Waits = {
-            "still_s": self._dashboard.stalls.still_s,
+            "no_progress_s": self._dashboard.stalls.no_progress_s,
             "waits": self._dashboard.stalls.waits(),
             "for_room": [
                 {"rollout_id": key, "why": why, "waited_s": waited_s}

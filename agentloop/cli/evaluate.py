@@ -6,6 +6,7 @@ tasks ──> the agent, or an external endpoint ──> the run's folder ──
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -23,8 +24,10 @@ from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.config import load_known, load_settings, to_toml
+from agentloop.environments.environment import EnvSettings, load, open_tasks
+from agentloop.environments.episodes import group_runner
 from agentloop.errors import SettingsError
-from agentloop.evaluation.agent import Agent
+from agentloop.evaluation.agent import AgentSampler
 from agentloop.evaluation.endpoint import Endpoint, EndpointSettings
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Sampler
 from agentloop.evaluation.results import figures_of, markdown, notes, results, table, text
@@ -40,8 +43,7 @@ from agentloop.models import SMALL
 from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import Pool
-from agentloop.tasks.problems import GENERATORS
-from agentloop.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
+from agentloop.tasks.sources import Task, TasksSettings
 from agentloop.training.group_metrics import mean
 from agentloop.training.run_folder import RunFolder, RunSettings
 from agentloop.training.run_status import RunStatus
@@ -52,7 +54,7 @@ _GENERATED = 64  # default number of tasks of a generator, which has no end
 _LINES = 20  # progress lines printed without a terminal
 _TICK_S = 0.5
 # Settings that may not change on --resume: otherwise the samples would be mixed.
-_FIXED = ("model", "chat", "tools", "tool_timeout_s", "sampling", "tasks", "reward")
+_FIXED = ("model", "chat", "tools", "tool_timeout_s", "sampling", "env", "tasks", "reward")
 
 
 class EvaluateSettings(Settings):
@@ -60,6 +62,7 @@ class EvaluateSettings(Settings):
 
     evaluate: EvaluationSettings = pydantic.Field(default_factory=lambda: EvaluationSettings())
     endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
+    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
@@ -155,17 +158,14 @@ def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
         SettingsError: there are no tasks, or a package is missing.
     """
     s, wanted = settings.tasks, settings.evaluate.num_tasks
+    source = open_tasks(s, load(settings.env))
     if s.held_out:
-        tasks = TaskSource.open(s).held_out()
-    elif s.kind in GENERATORS:
-        source = TaskSource.open(s)
-        wanted = wanted or _GENERATED
-        tasks = [next(source) for _ in range(wanted)]
+        tasks = source.held_out()
+    elif source.distinct is not None:
+        tasks = source.distinct
     else:
-        first: dict[str, Task] = {}
-        for task in read_tasks(s):
-            first.setdefault(task.id, task)
-        tasks = list(first.values())
+        wanted = wanted or _GENERATED
+        tasks = list(itertools.islice(source, wanted))
     if wanted and wanted < len(tasks):
         drawn = set(random.Random(s.seed).sample(range(len(tasks)), wanted))
         tasks = [task for index, task in enumerate(tasks) if index in drawn]
@@ -239,9 +239,9 @@ async def _open_sampler(
         scene.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
             tg.start_soon(scene.stalls.watch, s.serve.no_progress_s)
-            run_group = partial(runtime.run_group, on_event=scene.emit, with_text=False)
+            run_group = group_runner(s.env, runtime, s.sampling, scene.emit)
             model = s.model or (runtime.router.model_path if s.servers else None)
-            agent = Agent(run_group, runtime.router.wait_for_capacity)
+            agent = AgentSampler(run_group, s.budget, runtime.router.wait_for_capacity)
             try:
                 yield agent, grader, s.model_copy(update={"model": model})
             finally:

@@ -78,8 +78,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         roc = RocSettings.model_validate(recipe["roc"])
         reward = RewardSettings.model_validate(recipe["reward"])
         env = EnvSettings.model_validate(recipe["env"])
-        if env.name:
-            load(env.name, env.args)  # report mistakes before the servers start
+        load(env)  # report mistakes before the servers start
         async with Grader(reward) as grader:
             await grader.ready()  # report missing packages before the servers start
         async with (

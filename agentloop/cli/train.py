@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import anyio
 import pydantic
 
+from agentloop.aio import task_group
 from agentloop.analysis.plots import plot_runs
 from agentloop.cli import console
 from agentloop.cli.resource_plan import plan
@@ -35,9 +36,9 @@ from agentloop.cli.sft import (
 )
 from agentloop.config import to_toml
 from agentloop.distribution import is_installed
-from agentloop.environments.environment import EnvSettings, load
+from agentloop.environments.environment import EnvSettings, load, open_tasks
 from agentloop.environments.episodes import group_runner
-from agentloop.errors import SettingsError, sole
+from agentloop.errors import DataError, SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
 from agentloop.inference.sglang.sampling import Sampling
@@ -138,12 +139,7 @@ async def train(
     settings = _whole(settings)
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
-    environment = load(settings.env.name, settings.env.args) if settings.env.name else None
-    tasks_of = settings.tasks
-    if environment is not None and environment.tasks and "kind" not in tasks_of.model_fields_set:
-        tasks_of = tasks_of.model_copy(update={"kind": "environment"})
-    make = environment.tasks if environment else None
-    opened = partial(TaskSource.open, tasks_of, function=make)
+    opened = partial(open_tasks, settings.tasks, load(settings.env))
     if resume is None:
         tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
     async with (
@@ -287,14 +283,11 @@ async def _watching(
 ) -> AsyncIterator[_Watch]:
     watch = _Watch(settings, stalls)
     progress = Progress(stalls, settings, more=more)
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch_lag, watch.heart)
-            tasks.start_soon(progress.watch)
-            yield watch
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise sole(group) from None
+    async with task_group() as tasks:
+        tasks.start_soon(watch_lag, watch.heart)
+        tasks.start_soon(progress.watch)
+        yield watch
+        tasks.cancel_scope.cancel()
 
 
 def _servers_in_words(runtime: Runtime) -> str:
@@ -505,7 +498,7 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
     """Print the plan of a run. The model's weights need not exist."""
     settings = told(TrainSettings, arguments, resume)
     sft, stages = settings.sft, settings.stages
-    refused, missing = _refusal(settings), _missing(settings)
+    refused, missing = _refusal(settings), await _missing(settings)
     changes = sft.learner.config if sft is not None else {}
     made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
     if as_json:
@@ -540,13 +533,29 @@ def _refusal(settings: TrainSettings) -> str:
     return ""
 
 
-def _missing(settings: TrainSettings) -> str:
-    """Return what a start on this machine would lack, and how to get it."""
-    try:
-        _require_machine(settings)
-    except SettingsError as error:
-        return str(error)
-    return ""
+async def _missing(settings: TrainSettings) -> str:
+    """Return what a start on this machine would lack: packages, task files, the reward function."""
+
+    async def read_tasks() -> None:
+        environment = load(settings.env)
+        if settings.tasks.paths or environment:
+            await anyio.to_thread.run_sync(open_tasks, settings.tasks, environment)
+
+    async def import_reward() -> None:
+        async with Grader(settings.reward) as grader:
+            await grader.ready()
+
+    found = []
+    for check in (
+        partial(anyio.to_thread.run_sync, _require_machine, settings),
+        read_tasks,
+        import_reward,
+    ):
+        try:
+            await check()
+        except (SettingsError, DataError) as error:
+            found.append(str(error))
+    return "; ".join(found)
 
 
 def _require_machine(settings: TrainSettings) -> None:

@@ -39,6 +39,7 @@ class Agent:
     """The agent that an environment runs.
 
     Attributes:
+        id: the rollout's id.
         failure: the infrastructure's failure, if there was one.
     """
 
@@ -57,7 +58,7 @@ class Agent:
             budget: limits of each conversation; `timeout_s` is that of the environment as a whole.
         """
         self._run = run
-        self._id = id
+        self.id = id
         self._sampling = sampling
         self._budget = budget
         self._num_begun = 0
@@ -96,7 +97,7 @@ class Agent:
         """
         conversation = _conversation(messages, system)
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        key = f"{self._id}+{number}" if number else self._id
+        key = f"{self.id}+{number}" if number else self.id
         sampling = self._sampling.of_group(str(number)) if number else self._sampling
         try:
             trajectory = await self._run(
@@ -122,7 +123,7 @@ class Agent:
         system: str | None = None,
         max_tokens: int | None = None,
     ) -> str:
-        """Have the model write one message, without tools, and return it.
+        """Return one message of the model, which has no tools.
 
         Raises:
             AgentFailed: the infrastructure failed.

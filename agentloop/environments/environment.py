@@ -32,6 +32,7 @@ import pydantic
 
 from agentloop.errors import SettingsError
 from agentloop.rewards.reward import Reward
+from agentloop.tasks.sources import TaskSource, TasksSettings
 
 __all__ = [
     "EnvSettings",
@@ -40,6 +41,7 @@ __all__ = [
     "TaskFunction",
     "environment",
     "load",
+    "open_tasks",
     "reward_of",
 ]
 
@@ -161,12 +163,14 @@ def _made(
     return Environment(function, tasks, weights)
 
 
-def load(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
-    """Import the environment `module:name`, with its arguments.
+def load(settings: EnvSettings) -> Environment | None:
+    """Import the environment of the settings, with its arguments; None if they name none.
 
     Raises:
         SettingsError: there is no such environment, or an argument is invalid.
     """
+    if not (name := settings.name):
+        return None
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise SettingsError(f"env.name: {name!r} is not of the form module:function")
@@ -191,7 +195,23 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
         raise SettingsError(
             f"env.name: {name} is not an environment: decorate it with @agentloop.environment"
         )
-    return found.with_arguments(arguments or {})
+    return found.with_arguments(settings.args)
+
+
+def open_tasks(
+    settings: TasksSettings,
+    environment: Environment | None,
+    cursor: Mapping[str, Any] | None = None,
+) -> TaskSource:
+    """Open the tasks of the settings: by default those that the environment makes, if it does.
+
+    Raises:
+        DataError, SettingsError: as `TaskSource.open`.
+    """
+    function = environment.tasks if environment else None
+    if function and "kind" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"kind": "environment"})
+    return TaskSource.open(settings, cursor, function=function)
 
 
 def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:

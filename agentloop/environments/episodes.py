@@ -13,6 +13,7 @@ tasks ends the run.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +52,8 @@ def group_runner(settings: EnvSettings, runner: Runner, sampling: Sampling, emit
     Raises:
         SettingsError: there is no such environment, or an argument of it is invalid.
     """
-    if not settings.name:
+    environment = load(settings)
+    if environment is None:
         return PromptGroups(partial(runner.run_group, on_event=emit, with_text=False))
 
     def conversation(group: str) -> RunOne:
@@ -63,7 +65,7 @@ def group_runner(settings: EnvSettings, runner: Runner, sampling: Sampling, emit
 
         return partial(runner.rollout, on_event=labelled)
 
-    return EnvironmentGroups(load(settings.name, settings.args), conversation, sampling=sampling)
+    return EnvironmentGroups(environment, conversation, sampling=sampling)
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class Episode:
 
     Attributes:
         id: its name.
-        trajectories: its conversations with the model; the built-in agent has exactly one.
+        trajectories: its conversations with the model, at least one; of the built-in agent one.
         reward: what its environment says that it is worth; None: its answer is to be checked.
     """
 
@@ -183,9 +185,10 @@ class EnvironmentGroups:
         if len(failures) == size:
             raise RequestError(f"environment {self._environment.name}: {failures[0]}")
         straggler = Reward(None, None, "stopped: enough of its group had ended")
+        found = [rewards.get(index, straggler) for index in range(size)]
         return [
-            Episode(f"{name}.{index}", agent.trajectories, rewards.get(index, straggler))
-            for index, agent in enumerate(agents)
+            Episode(agent.id, agent.trajectories or [_empty(agent.id, reward)], reward)
+            for agent, reward in zip(agents, found, strict=True)
         ]
 
     async def _played(self, task: Task, agent: Agent, timeout_s: float) -> tuple[Reward, bool]:
@@ -205,3 +208,8 @@ class EnvironmentGroups:
         if not is_own:
             why = f"infrastructure: {why}"
         return Reward(None, None, why), is_own
+
+
+def _empty(id: str, reward: Reward) -> Trajectory:
+    """Return the record of a rollout without a conversation, so that its reason is not lost."""
+    return Trajectory(id, [], created_unix_s=time.time(), error=reward.reason)

@@ -1,27 +1,30 @@
-"""Sample with our own agent loop: rollouts with tools on our servers."""
+"""Sample on our own servers: the built-in agent, or an environment's."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from agentloop.agent.rollout import Budget
+from agentloop.environments.episodes import RunGroup
 from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.tasks.sources import Task
-from agentloop.trajectory import Trajectory
 
-__all__ = ["Agent"]
+__all__ = ["AgentSampler"]
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class AgentSampler:
     """Samples tasks with the runtime; implements `agentloop.evaluation.loop.Sampler`.
 
     Attributes:
-        run_group: `Runtime.run_group`.
+        run_group: see `agentloop.environments.episodes.group_runner`.
+        budget: limits of each rollout.
         room: `Router.wait_for_capacity`.
     """
 
-    run_group: Callable[..., Awaitable[Sequence[Trajectory]]]
+    run_group: RunGroup
+    budget: Budget
     room: Callable[[int], Awaitable[None]]
 
     async def wait_for_capacity(self, size: int) -> None:
@@ -30,5 +33,7 @@ class Agent:
     async def group(
         self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
     ) -> Sequence[EvaluatedSample]:
-        trajectories = await self.run_group(task.prompt, size=size, name=name, on_queued=on_queued)
-        return [EvaluatedSample(trajectory) for trajectory in trajectories]
+        episodes = await self.run_group(
+            task, size=size, name=name, budget=self.budget, on_queued=on_queued
+        )
+        return [EvaluatedSample(one.trajectories, reward=one.reward) for one in episodes]

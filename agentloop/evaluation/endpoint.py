@@ -273,7 +273,7 @@ class Endpoint:
                 self._emit(RolloutAbandoned(trajectory.id))
                 raise
             self._emit(RolloutFinished(trajectory.id, trajectory, num_tokens))
-        return EvaluatedSample(trajectory, num_tokens)
+        return EvaluatedSample([trajectory], num_tokens)
 
     async def _record(self, trajectory: Trajectory, body: bytes) -> int | None:
         """Send a request, store the answer in `trajectory` and return its token count, if known."""

@@ -84,11 +84,14 @@ class EvaluatedSample:
     """A rollout, or an answer of an endpoint.
 
     Attributes:
-        num_tokens: Number of sampled tokens; None: those of the trajectory.
+        trajectories: One, or several if an environment held several conversations.
+        num_tokens: Number of sampled tokens; None: those of the trajectories.
+        reward: The environment's reward; None: the answer is to be checked.
     """
 
-    trajectory: Trajectory
+    trajectories: Sequence[Trajectory]
     num_tokens: int | None = None
+    reward: Reward | None = None
 
 
 class Sampler(Protocol):
@@ -227,7 +230,8 @@ class Evaluation:
                 rows = folder.read_group(path)
                 if not rows:
                     raise DataError(f"{self._folder.path / path}: the file is empty")
-                row = {"task": rows[0]["task"], "rollouts": [one["figures"] for one in rows]}
+                figures = [sample[0]["figures"] for sample in _by_sample(rows)]
+                row = {"task": rows[0]["task"], "rollouts": figures}
             if (outcome := self._outcomes.get(row["task"])) is not None:
                 outcome.number, outcome.rollouts = number, row["rollouts"]
         self._taken = set(files)
@@ -245,23 +249,23 @@ class Evaluation:
     async def _sample(
         self, sampler: Sampler, grader: Grader, outcome: Outcome, on_queued: Callable[[], None]
     ) -> Sequence[Trajectory]:
-        rows: list[Row | None] = [None] * self._settings.num_samples
+        samples: list[list[Row]] = []
         if outcome.rollouts:
             path = f"trajectories/group-{outcome.number:07}.jsonl"
-            found = await anyio.to_thread.run_sync(self._folder.read_group, path)
-            rows[: len(found)] = found
-        tried = max((row["attempt"] + 1 for row in rows if row is not None), default=0)
+            samples = _by_sample(await anyio.to_thread.run_sync(self._folder.read_group, path))
+        tried = max((rows[0]["attempt"] + 1 for rows in samples), default=0)
+        samples += [[] for _ in range(self._settings.num_samples - len(samples))]
         for attempt in range(tried, tried + self._settings.retries + 1):
-            missing = [i for i, row in enumerate(rows) if row is None or row["reward"] is None]
+            missing = [i for i, rows in enumerate(samples) if not rows or rows[0]["reward"] is None]
             if not missing:
                 break
             found = await self._sample_group(sampler, grader, outcome, missing, attempt, on_queued)
             on_queued = _nothing
-            for index, row in zip(missing, found, strict=True):
-                rows[index] = row
-        whole = [row for row in rows if row is not None]
+            for index, rows in zip(missing, found, strict=True):
+                samples[index] = rows
+        whole = [row for rows in samples for row in rows]
         await anyio.to_thread.run_sync(self._folder.add_group, outcome.number, whole)
-        outcome.rollouts = [row["figures"] for row in whole]
+        outcome.rollouts = [rows[0]["figures"] for rows in samples]
         return ()
 
     async def _sample_group(
@@ -272,8 +276,8 @@ class Evaluation:
         indexes: Sequence[int],
         attempt: int,
         on_queued: Callable[[], None],
-    ) -> list[Row]:
-        """Sample and score the given samples of a task."""
+    ) -> list[list[Row]]:
+        """Sample and score the given samples of a task; return the rows of each."""
         task, number = outcome.task, outcome.number
         # A name of its own, so that the seeds of all samples differ.
         name = f"{number}-again-{attempt}-{task.id}" if attempt else f"{number}-{task.id}"
@@ -288,9 +292,12 @@ class Evaluation:
             mean = statistics.fmean(values) if values else None
             self._emit(GroupFinished(name, mean_reward=mean, is_chosen=False))
         for index, sample in zip(indexes, samples, strict=True):
-            sample.trajectory.id = f"{number}-{task.id}.{index}"
-        common = {"group": number, "version": None, "attempt": attempt}
-        return await anyio.to_thread.run_sync(_rows, common, task, samples, rewards)
+            for later, trajectory in enumerate(sample.trajectories):
+                trajectory.id = f"{number}-{task.id}.{index}" + (f"+{later}" if later else "")
+        common = {"group": number, "version": None, "attempt": attempt, "task": task.id}
+        return await anyio.to_thread.run_sync(
+            _rows, {**common, "truth": task.answer}, indexes, samples, rewards
+        )
 
     async def _score(
         self, grader: Grader, samples: Sequence[EvaluatedSample], task: Task
@@ -299,10 +306,12 @@ class Evaluation:
 
         async def score(index: int) -> None:
             begun_s = time.monotonic()
-            trajectory = samples[index].trajectory
-            one = rewards[index] = await grader.score(trajectory, task)
+            sample = samples[index]
+            one = sample.reward or await grader.score(sample.trajectories[0], task)
+            rewards[index] = one
             fields = (one.value, one.answer, one.reason, time.monotonic() - begun_s)
-            self._emit(RolloutScored(trajectory.id, *fields))
+            for trajectory in sample.trajectories:
+                self._emit(RolloutScored(trajectory.id, *fields))
 
         async with anyio.create_task_group() as scoring:
             for index in range(len(samples)):
@@ -331,31 +340,45 @@ def _nothing() -> None:
     """Do nothing: the task is already queued."""
 
 
+def _by_sample(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of a group's file by sample: one for each of its trajectories."""
+    found: dict[int, list[Row]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault(row.get("rollout", number), []).append(row)
+    return list(found.values())
+
+
 def _rows(
-    common: Row, task: Task, samples: Sequence[EvaluatedSample], rewards: Sequence[Reward]
-) -> list[Row]:
-    """Return rows like those of a training run (agentloop/training/rollouts.py)."""
+    common: Row,
+    indexes: Sequence[int],
+    samples: Sequence[EvaluatedSample],
+    rewards: Sequence[Reward],
+) -> list[list[Row]]:
+    """Return rows like those of a training run (agentloop/training/rollouts.py), by sample."""
     return [
-        {
-            **common,
-            "task": task.id,
-            "truth": task.answer,
-            "reward": reward.value,
-            "answer": reward.answer,
-            "reason": reward.reason,
-            "advantage": None,
-            "dropped": DropReason.INFRASTRUCTURE if reward.value is None else None,
-            "figures": _sample_metrics(sample, reward),
-            "trajectory": sample.trajectory.to_dict(),
-        }
-        for sample, reward in zip(samples, rewards, strict=True)
+        [
+            {
+                **common,
+                "rollout": index,
+                "reward": reward.value,
+                "parts": dict(reward.parts),
+                "answer": reward.answer,
+                "reason": reward.reason,
+                "advantage": None,
+                "dropped": DropReason.INFRASTRUCTURE if reward.value is None else None,
+                "figures": _sample_metrics(sample, reward),
+                "trajectory": trajectory.to_dict(),
+            }
+            for trajectory in sample.trajectories
+        ]
+        for index, sample, reward in zip(indexes, samples, rewards, strict=True)
     ]
 
 
 def _sample_metrics(sample: EvaluatedSample, reward: Reward) -> Row:
-    trajectory = sample.trajectory
-    figures = of_rollout([trajectory], reward.value)
-    figures["versions"] = sorted({span.version for turn in trajectory for span in turn.versions})
+    turns = [turn for trajectory in sample.trajectories for turn in trajectory]
+    figures = of_rollout(sample.trajectories, reward.value)
+    figures["versions"] = sorted({span.version for turn in turns for span in turn.versions})
     if sample.num_tokens is not None:
         figures["num_tokens"] = sample.num_tokens
     if reward.value is None:

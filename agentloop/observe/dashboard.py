@@ -70,7 +70,7 @@ class Dashboard:
             sources.servers,
             sources.num_waiting,
             sandbox=sources.sandbox,
-            still_s=lambda: self.stalls.still_s,
+            no_progress_s=lambda: self.stalls.no_progress_s,
             queue=queue,
             num_refused=num_refused,
             dropped=self._num_dropped,

@@ -258,7 +258,7 @@ class Live:
         now = {
             **self.board.now(),
             "num_waiting": s.num_waiting(),
-            "still_s": round(self.stalls.still_s, 1),
+            "no_progress_s": round(self.stalls.no_progress_s, 1),
             "loop_lag_ms": round(1000 * self._lag_s, 1),
             **s.more(),
         }

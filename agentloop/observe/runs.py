@@ -53,13 +53,15 @@ def curves(folder: Path, run: str) -> list[dict[str, Any]]:
 
 
 def of_start(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the supervised start's metrics beside those of the rollouts, whose steps count
-    anew: each name has `start/` in front."""
+    """Return a row of the metrics of supervised fine-tuning with `start/` in front of each name.
+
+    Its steps are counted apart from those of the rollouts.
+    """
     return {f"start/{name}": value for name, value in row.items()}
 
 
 def start_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run's supervised start, as `of_start` names them; none if it has none."""
+    """The metrics of a run's supervised fine-tuning, named as by `of_start`; none without it."""
     return [of_start(row) for row in read_metrics(folder / "sft")]
 
 

@@ -120,7 +120,7 @@ class Stalls:
                 wait.what, wait.since_s = "its next turn", now
 
     @property
-    def still_s(self) -> float:
+    def no_progress_s(self) -> float:
         """Seconds without progress, or 0 if nothing is waiting."""
         return self.unmoved_s if self._open or self._others else 0.0
 
@@ -156,7 +156,7 @@ class Stalls:
         is_logged = False
         while True:
             await anyio.sleep(after_s / 4)
-            if self.still_s < after_s:
+            if self.no_progress_s < after_s:
                 if is_logged:
                     log.warning("progress has resumed")
                 is_logged = False
@@ -167,7 +167,7 @@ class Stalls:
     def report(self, more: str = "") -> str:
         """Return a description of the current stall."""
         waits = self.waits()
-        lines = [f"no progress for {self.still_s:.0f} s; {len(waits)} waiting:"]
+        lines = [f"no progress for {self.no_progress_s:.0f} s; {len(waits)} waiting:"]
         lines += [f"  {w.rollout_id}: {w.what}, {w.waited_s:.0f} s" for w in waits[:_MAX_LOGGED]]
         if len(waits) > _MAX_LOGGED:
             lines.append(f"  and {len(waits) - _MAX_LOGGED} more")

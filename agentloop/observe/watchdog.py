@@ -177,19 +177,19 @@ class Progress:
     def look(self) -> None:
         """Log the start and the end of a stall, and raise NoProgress if it lasts too long."""
         s = self._settings
-        still_s = self._stalls.unmoved_s
-        if still_s < s.no_progress_s:
+        unmoved_s = self._stalls.unmoved_s
+        if unmoved_s < s.no_progress_s:
             if self._is_logged:
                 log.warning("progress has resumed")
             self._is_logged = False
             return
-        if s.give_up_s and still_s >= s.give_up_s:
-            raise NoProgress(f"{self._report(still_s)}\nending the run: watchdog.give_up_s")
+        if s.give_up_s and unmoved_s >= s.give_up_s:
+            raise NoProgress(f"{self._report(unmoved_s)}\nending the run: watchdog.give_up_s")
         if not self._is_logged:
-            log.error("%s", self._report(still_s))
+            log.error("%s", self._report(unmoved_s))
         self._is_logged = True
 
-    def _report(self, still_s: float) -> str:
+    def _report(self, unmoved_s: float) -> str:
         if self._stalls.waits():
             return self._stalls.report(self._more())
-        return f"no progress for {still_s:.0f} s, and no waits are known\n{self._more()}"
+        return f"no progress for {unmoved_s:.0f} s, and no waits are known\n{self._more()}"

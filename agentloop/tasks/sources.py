@@ -154,14 +154,19 @@ class TaskSource(ABC):
     """An endless iterator over the training tasks, with a list of held-out tasks.
 
     Pass the result of `cursor()` to `open` to resume with the same tasks in the same order.
+
+    Attributes:
+        distinct: all tasks in the order of the source; None: it generates them without end.
     """
+
+    distinct: list[Task] | None = None
 
     @staticmethod
     def open(
         settings: TasksSettings | None = None,
         cursor: Mapping[str, Any] | None = None,
         *,
-        function: Callable[[Random], Mapping[str, Any]] | None = None,
+        function: Callable[[Random], Any] | None = None,
     ) -> TaskSource:
         """Read or prepare the tasks, and continue from `cursor` if given.
 
@@ -287,9 +292,7 @@ class _Generated(TaskSource):
 class _Made(_Generated):
     """Tasks made by a function of random numbers."""
 
-    def __init__(
-        self, settings: TasksSettings, function: Callable[[Random], Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, settings: TasksSettings, function: Callable[[Random], Any]) -> None:
         super().__init__(settings)
         self._function = function
 
@@ -319,6 +322,7 @@ class _Listed(TaskSource):
         for task in read_tasks(settings):
             tasks.setdefault(task.id, task)
         self._tasks = tasks
+        self.distinct = list(tasks.values())
         ids = sorted(tasks)
         held_out = settings.held_out
         if held_out < 1:

@@ -1,11 +1,11 @@
 """A noisy teacher: synthetic dialogues that use Python for arithmetic, often wrongly. Pure.
 
-Half of its calls fail on purpose and are retried. Calls that succeed mostly compute the wrong
-operation or have their result ignored. About a third of the dialogues end with the right answer,
-which says little about the calls before it: a model that imitates this teacher must learn from
-rewards what to compute and when to trust the tool, and from Resample-on-Correct to avoid failing
-calls. Tool responses are written in the format of the runtime and the sandbox (a test compares
-them), so no code has to run.
+Two in five of its calls fail on purpose and are retried. Most calls that succeed compute the wrong
+operation or have their result ignored. Somewhat more than two in five dialogues end with the right
+answer, which says little about the calls before it: a model that imitates this teacher must learn
+from rewards what to compute and when to trust the tool, and from Resample-on-Correct to avoid
+failing calls. Tool responses are written in the format of the runtime and the sandbox (a test
+compares them), so no code has to run.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SIGNS = {
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 # Frequency of each kind of call, in percent.
 _CALLS = {
-    "right": 17,
-    "wrong": 15,  # computes another operation without an error
+    "right": 26,
+    "wrong": 16,  # computes another operation without an error
     "ignored": 18,  # is right, but the result is not used
-    "broken": 22,  # is not valid JSON
-    "unknown tool": 22,
-    "syntax": 6,
+    "broken": 18,  # is not valid JSON
+    "unknown tool": 18,
+    "syntax": 4,
 }
 _UNKNOWN = ("python", "calculator", "run_code")
 _MAX_CALLS = 4

@@ -131,7 +131,7 @@ class BatchTrainer:
             if self._waits_for_weights:
                 self._pace.waits("waiting for the servers to load the new weights")
                 await self._weights.until_live()
-            metrics.hand_over_s = time.monotonic() - learned_s
+            metrics.sync_s = time.monotonic() - learned_s
         else:
             self._buffer.learned_nothing()
         metrics.step_s = self._waited_s + time.monotonic() - begun

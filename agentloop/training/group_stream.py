@@ -28,7 +28,8 @@ from typing import Generic, TypeVar
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
-from agentloop.errors import RequestError, sole
+from agentloop.aio import Signal, task_group
+from agentloop.errors import RequestError
 from agentloop.trajectory import Trajectory
 
 __all__ = ["FinishedGroup", "finished_groups"]
@@ -79,14 +80,9 @@ async def finished_groups(
         raise RequestError(f"max_open: must be at least 1, got {max_open}")
     open_slots = anyio.Semaphore(max_open)
     finished: deque[FinishedGroup[T]] = deque()
-    changed = anyio.Event()
+    changed = Signal()
     num_running = 0
     is_exhausted = False
-
-    def notify() -> None:
-        nonlocal changed
-        changed.set()
-        changed = anyio.Event()
 
     async def run(index: int, task: T, *, task_status: TaskStatus[None]) -> None:
         nonlocal num_running
@@ -100,7 +96,7 @@ async def finished_groups(
             task_status.started()
         num_running -= 1
         finished.append(FinishedGroup(index, task, trajectories, error))
-        notify()
+        changed.notify()
 
     async def feed(tasks: TaskGroup) -> None:
         nonlocal num_running, is_exhausted
@@ -116,7 +112,7 @@ async def finished_groups(
                 num_running += 1
                 await tasks.start(run, index, task)
         is_exhausted = True
-        notify()
+        changed.notify()
 
     async def read() -> AsyncGenerator[FinishedGroup[T], None]:
         while finished or num_running or not is_exhausted:
@@ -126,14 +122,11 @@ async def finished_groups(
             else:
                 await changed.wait()  # no deadline: each rollout has one
 
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(feed, tasks)
-            async with aclosing(read()) as groups:
-                yield groups
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        raise sole(group) from None
+    async with task_group() as tasks:
+        tasks.start_soon(feed, tasks)
+        async with aclosing(read()) as groups:
+            yield groups
+        tasks.cancel_scope.cancel()
 
 
 async def _iterate(source: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:

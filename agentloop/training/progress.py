@@ -41,7 +41,7 @@ class Pace:
         seconds = {
             "waiting for rollouts": metrics.wait_s,
             "learning": metrics.learned.learn_s,
-            "loading weights": metrics.hand_over_s,
+            "loading weights": metrics.sync_s,
         }
         step_s = metrics.step_s or math.inf
         shares = [f"{100 * (part or 0.0) / step_s:.0f}% {what}" for what, part in seconds.items()]

@@ -70,7 +70,7 @@ class StepMetrics:
         rollouts: metrics of all rollouts of the step, including those of groups that were replaced.
         num_groups_replaced: number of groups without a learning signal that were replaced.
         staleness_mean, staleness_max: versions by which the groups were behind at their admission.
-        wait_s, hand_over_s, step_s: seconds of waiting for the batch, of handing the new weights to
+        wait_s, sync_s, step_s: seconds of waiting for the batch, of syncing the new weights to
             the servers, and of the whole step; None: the step was repeated after a restart.
         loop_lag_s: longest blocking of the event loop during the step, in seconds.
     """
@@ -84,7 +84,7 @@ class StepMetrics:
     staleness_max: int
     learned: Learned
     wait_s: float | None = None
-    hand_over_s: float | None = None
+    sync_s: float | None = None
     step_s: float | None = None
     loop_lag_s: float | None = None
     weights: WeightSyncMetrics = field(default_factory=WeightSyncMetrics)
@@ -114,7 +114,7 @@ class StepMetrics:
         """Return the metrics as plain data: a line of `metrics.jsonl`."""
         timings = {
             "wait_s": self.wait_s,
-            "hand_over_s": self.hand_over_s,
+            "sync_s": self.sync_s,
             "step_s": self.step_s,
             "loop_lag_s": self.loop_lag_s,
             "rollout_tokens_per_s": self.rollout_tokens_per_s,

@@ -135,7 +135,7 @@ def become_nobody(spec: Spec, lane: int) -> None:
     os.setsid()  # a signal to its own process group stays inside
     os.chdir(spec.home(lane))
     if spec.ruleset is not None:
-        landlock.shut_in(spec.ruleset)
+        landlock.restrict_self(spec.ruleset)
 
 
 def read_job() -> tuple[Job | None, int | None]:

@@ -121,7 +121,7 @@ class Forked:
         self.call: Call | None = None
         self.oom_kills = 0  # the kernel's, before its last cell ended
         self.session: int | None = None
-        # What watch.py knows of it:
+        # What limits.py knows of it:
         self.used = 0  # bytes of memory, when it looked last
         self.audit_after = 0.0
         self.nice = 0

@@ -52,7 +52,7 @@ def make_ruleset(scratch: str, own_proc: bool) -> int:
     return ruleset
 
 
-def shut_in(ruleset: int) -> None:
+def restrict_self(ruleset: int) -> None:
     """Give up, in this process and its children, what the ruleset does not hold. Raises OSError."""
     if _syscall(RESTRICT_SELF, ruleset, 0) != 0:
         raise OSError(ctypes.get_errno(), "landlock")

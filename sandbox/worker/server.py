@@ -29,8 +29,8 @@ from agentloop.sandbox.worker.kernel import (
     prctl,
 )
 from agentloop.sandbox.worker.lanes import Lanes
+from agentloop.sandbox.worker.limits import CallLimits
 from agentloop.sandbox.worker.spec import Spec
-from agentloop.sandbox.worker.watch import UsageWatch
 from agentloop.sandbox.worker.wire import (
     FORK,
     JOB_FD,
@@ -91,7 +91,7 @@ class WorkerServer:
         self.watch(wake, lambda _: self.on_sigchld(wake))
         self.watch(self.read_control, self.on_control)
         self.top_up()
-        self.watcher = UsageWatch(self.spec, self.lanes, self.zygote_pids, self.condemn)
+        self.limits = CallLimits(self.spec, self.lanes, self.zygote_pids, self.condemn)
         self.send(
             {
                 "op": "ready",
@@ -157,15 +157,15 @@ class WorkerServer:
 
     def next_deadline(self) -> float:
         first = self.deadlines[0][0] if self.deadlines else math.inf
-        first = min(first, self.top_up_at or math.inf, self.watcher.due)
+        first = min(first, self.top_up_at or math.inf, self.limits.due)
         return min(60.0, max(0.0, first - time.monotonic()))
 
     def check_deadlines(self) -> None:
         now = time.monotonic()
         if 0 < self.top_up_at <= now:
             self.top_up()
-        if self.watcher.due <= now:
-            self.watcher.check(now, self.children)
+        if self.limits.due <= now:
+            self.limits.check(now, self.children)
         while self.deadlines and self.deadlines[0][0] <= now:
             call = heapq.heappop(self.deadlines)[2]
             child = self.calls.get(call.id)
@@ -321,8 +321,8 @@ class WorkerServer:
         self.calls[call.id] = child
         deadline = call.started + call.timeout_s
         heapq.heappush(self.deadlines, (deadline, next(self.serial), call))
-        self.watcher.expect(call.started)
-        self.watcher.wake(child)
+        self.limits.expect(call.started)
+        self.limits.wake(child)
         try:
             child.send(call)
         except OSError as error:  # if it died while it waited, news of its end are on their way

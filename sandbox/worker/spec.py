@@ -35,8 +35,8 @@ class Spec:
         #: Its /proc shows a call no process but its own.
         self.own_proc: bool = given.get("own_proc", False)
         #: Calls are shut in by landlock.py; not where each sees mounts of its own.
-        self.fenced: bool = "view" not in given and landlock.abi() >= landlock.LEAST_ABI
-        hidden = self.own_proc or self.fenced
+        self.uses_landlock: bool = "view" not in given and landlock.abi() >= landlock.LEAST_ABI
+        hidden = self.own_proc or self.uses_landlock
         self.layers["other calls' processes"] = "hidden" if hidden else UNHIDDEN
         #: How everything of a call dies: by its "uid", with its "pidns", by a walk of its "tree".
         self.kill_by: str = given.get("kill_by", "auto")

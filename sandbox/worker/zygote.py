@@ -69,7 +69,7 @@ class Zygote:
         poll.register(wake, select.POLLIN)
         warm.freeze()
         limit_address_space(self.spec)
-        if self.spec.fenced:
+        if self.spec.uses_landlock:
             self.spec.ruleset = landlock.make_ruleset(self.spec.scratch, self.spec.own_proc)
         self.server.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
         while True:

@@ -339,7 +339,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         errors = page.get_by_role("region", name="Tool errors in correct rollouts").locator("b")
         expect(errors.first).to_have_text("–")
         expect(page.get_by_role("heading", name="@k")).to_have_text("pass@k")  # there is no avg@k
-        page.get_by_label("Phase").select_option("supervised start")
+        page.get_by_label("Phase").select_option("supervised fine-tuning")
         loss = page.get_by_role("region", name="Loss").locator("b")
         expect(loss).to_have_text("2.5")
         expect(shown.first).not_to_be_visible()

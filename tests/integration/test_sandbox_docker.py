@@ -18,7 +18,7 @@ import aiodocker
 import anyio
 import pytest
 
-from agentloop.sandbox import CallStatus, Pool, PoolSettings
+from agentloop.sandbox import CallStatus, Pool, PoolSettings, Session
 from agentloop.sandbox.container import LABEL
 from agentloop.sandbox.engine import connect
 from agentloop.sandbox.errors import SandboxUnavailable
@@ -182,36 +182,35 @@ async def test_neighbours_do_not_notice(pool: Pool, noise: str) -> None:
     """Beside it calls are right, and a session keeps what it has. They take longer only as
     processors are shared: not many times as long."""
     code, expected = NOISE[noise]
-    timeout_s = 2 if CallStatus.TIMEOUT in expected else 20
+    timeout_s = 2 if CallStatus.TIMEOUT in expected else 60
 
-    async def quick(num_calls: int) -> float:
-        times = []
-        for n in range(num_calls):
-            result = await pool.run(f"print(open('f', 'w').write('x' * 10_000), {n})")
-            assert result.stdout == f"10000 {n}\n", result
-            times.append(result.run_s)
-        return statistics.median(times)
+    async def quick() -> float:
+        result = await pool.run("print(open('f', 'w').write('x' * 10_000))", timeout_s=30)
+        assert result.stdout == "10000\n", result
+        return result.run_s
 
-    ends: set[CallStatus] = set()
+    async def slowdown(session: Session) -> float:
+        """Return the ratio of the time of a call beside the noise to that of a call alone."""
+        alone = statistics.median([await quick() for _ in range(30)])
+        beside: list[float] = []
+        async with anyio.create_task_group() as group:
 
-    async def be_noisy() -> None:
-        while True:
-            ends.add((await pool.run(code, timeout_s=timeout_s)).status)
+            async def be_noisy() -> None:
+                ends.append((await pool.run(code, timeout_s=timeout_s)).status)
+
+            ends: list[CallStatus] = []
+            group.start_soon(be_noisy)
+            group.start_soon(be_noisy)
+            while len(ends) < 2 or len(beside) < 20:
+                beside.append(await quick())
+                assert (await session.run("x + 1", timeout_s=30)).result == "42"
+        assert set(ends) <= expected
+        return statistics.median(beside) / alone
 
     async with pool.session() as session:
         await session.run("x = 41")
-        alone = await quick(30)
-        async with anyio.create_task_group() as group:
-            group.start_soon(be_noisy)
-            group.start_soon(be_noisy)
-            beside: list[float] = []
-            while not ends or len(beside) < 5:
-                beside.append(await quick(20))
-                assert (await session.run("x + 1", timeout_s=20)).result == "42"
-            group.cancel_scope.cancel()
-    assert ends <= expected
-    print(f"{noise}: {alone * 1000:.2f} ms alone, {min(beside) * 1000:.2f} beside")
-    assert min(beside) < 20 * alone  # the others may have met somebody else's noise
+        # What else the machine does may begin or end meanwhile: then both are measured again.
+        assert await slowdown(session) < 20 or await slowdown(session) < 20
 
 
 CAP_SYS_RESOURCE = 24

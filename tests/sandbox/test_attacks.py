@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from agentloop.sandbox import Pool, process
-from agentloop.sandbox.isolation import missing_walls
+from agentloop.sandbox.required_layers import missing_layers
 from tests.sandbox.attacks import (
     AFTER,
     ATTACKS,
@@ -143,5 +143,5 @@ async def test_every_form_of_this_machine_keeps_calls_apart(pool: Pool) -> None:
     layers = pool.stats()["layers"]
     if layers["processes apart"].startswith("no"):
         pytest.skip("this machine refuses namespaces")
-    assert missing_walls(layers) == []
+    assert missing_layers(layers) == []
     assert layers["other calls' processes"] == "hidden"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aiodocker
@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
 from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable
-from agentloop.sandbox.engine import _unavailable, connect
+from agentloop.sandbox.engine import _unavailable, connect, local_engine
 from agentloop.sandbox.errors import NoEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
@@ -100,6 +100,47 @@ async def test_an_engine_that_listens_is_never_replaced(engine: FakeEngine, told
     assert ("failed: the disk is full" in str(caught.value)) == (told == "answers")
 
 
+@contextmanager
+def as_ordinary_user() -> Iterator[None]:
+    """Act as a user to whom permissions apply."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(23_456)  # nobody has it
+    try:
+        yield
+    finally:
+        os.seteuid(own)
+
+
+async def test_an_engine_that_this_user_may_not_use_is_never_replaced(engine: FakeEngine) -> None:
+    engine.answers.set()
+    with pytest.raises(SandboxUnavailable, match="failed"):  # import whatever a pool needs
+        async with Pool(PoolSettings(workers=1, preload=[])):
+            pass
+    os.chmod(Path(engine.path).parent, 0o755)
+    os.chmod(engine.path, 0)
+    told: list[str] = []
+    with as_ordinary_user(), pytest.raises(SandboxUnavailable) as caught:
+        async with Pool(PoolSettings(workers=1, preload=[]), on_progress=told.append):
+            pass
+    assert not isinstance(caught.value, NoEngine)
+    assert f"this user may not use the Docker Engine at unix://{engine.path}" in str(caught.value)
+    assert "set backend=process" in str(caught.value)
+    assert not told
+
+
+def test_a_runtime_directory_of_another_user_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    with tempfile.TemporaryDirectory() as folder:
+        closed = Path(folder, "closed")
+        closed.mkdir(0)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(closed))
+        with as_ordinary_user():
+            assert local_engine() == "unix:///var/run/docker.sock"
+
+
 @pytest.mark.parametrize("left", ["nothing", "a socket of a dead engine"])
 async def test_local_processes_where_no_engine_listens(
     monkeypatch: pytest.MonkeyPatch, left: str, capfd: pytest.CaptureFixture[str]
@@ -146,7 +187,7 @@ KEY = ConnectionKey("box", 2376, True, True, None, None, None)
     [
         (errno.ENOENT, NoEngine, "there is no such socket"),
         (errno.ECONNREFUSED, NoEngine, "nothing listens there"),
-        (errno.EACCES, SandboxUnavailable, "group docker, or choose local processes"),
+        (errno.EACCES, SandboxUnavailable, "group docker (and log in again), or choose"),
         (errno.EHOSTUNREACH, SandboxUnavailable, "No route to host; is it installed"),
     ],
 )

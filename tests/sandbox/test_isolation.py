@@ -19,7 +19,7 @@ from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable, process
 from agentloop.sandbox.__main__ import CONTROLS, for_terminal, main
 from agentloop.sandbox.confine import why_refused
 from agentloop.sandbox.container import LAYERS
-from agentloop.sandbox.isolation import NEEDED, missing_walls
+from agentloop.sandbox.required_layers import NEEDED, missing_layers
 
 pytestmark = pytest.mark.timeout(60)  # real workers are started
 
@@ -79,14 +79,14 @@ async def test_a_pool_without_a_wall_does_not_start_unless_told_to(
 
 @given(st.dictionaries(st.sampled_from([*WEAK, "uid "]), st.text() | st.just("no: x")))
 def test_missing_isolation_layers_are_found(layers: Mapping[str, str]) -> None:
-    told = missing_walls(layers)
+    told = missing_layers(layers)
     assert len(told) == sum(
         text == "no" or (text.startswith("no") and not (text[2].isalnum() or text[2] == "_"))
         for name, text in layers.items()
         if name in NEEDED
     )
-    assert missing_walls(LAYERS) == []
-    assert missing_walls(WEAK) == [f"{name}: {WEAK[name]}" for name in NEEDED]
+    assert missing_layers(LAYERS) == []
+    assert missing_layers(WEAK) == [f"{name}: {WEAK[name]}" for name in NEEDED]
 
 
 def test_doctor_says_it_in_words_and_by_its_status(
@@ -127,13 +127,15 @@ def test_the_setting_that_refuses_namespaces_is_named(
 BIND = """
 import ctypes, os, sys
 from agentloop.sandbox import confine
-top, root = sys.argv[1:]
+top, root, form = sys.argv[1:]
 confine.checked(confine.libc.unshare(confine.CLONE_NEWNS), "unshare")
 confine.mount("none", "/", flags=confine.MS_REC | confine.MS_PRIVATE)
 os.makedirs(f"{top}/a b/below")
 confine.mount("tmpfs", f"{top}/a b", "tmpfs")
 os.mkdir(f"{top}/a b/below")
 confine.mount("tmpfs", f"{top}/a b/below", "tmpfs")
+if form == "user":
+    confine.checked(confine.libc.unshare(confine.CLONE_NEWUSER | confine.CLONE_NEWNS), "unshare")
 for number in (confine.MOUNT_SETATTR, -1):  # and as before Linux 5.12, which has no such call
     confine.MOUNT_SETATTR = number
     confine.bind(top, f"{root}/{number}")
@@ -147,9 +149,14 @@ for number in (confine.MOUNT_SETATTR, -1):  # and as before Linux 5.12, which ha
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")
-def test_what_is_mounted_below_a_read_only_directory_is_read_only_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["root", "user"])
+def test_what_is_mounted_below_a_read_only_directory_is_read_only_too(
+    tmp_path: Path, form: str
+) -> None:
     roots = [str(tmp_path / "top"), str(tmp_path / "root")]
-    command = [sys.executable, "-c", BIND, *roots]
+    for folder in roots:
+        os.mkdir(folder)
+    command = [sys.executable, "-c", BIND, *roots, form]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "unshare" in done.stderr:
         pytest.skip("this machine refuses namespaces")

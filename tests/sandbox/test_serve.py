@@ -8,17 +8,22 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import pytest
 from pydantic import SecretStr
 
 from agentloop.sandbox import Pool
 from agentloop.sandbox.guard import Guard
+from agentloop.sandbox.held import HeldBytes
+from agentloop.sandbox.host import LinkedClient
 from agentloop.sandbox.protocol import encode
+from agentloop.sandbox.remote import MAX_MESSAGE_BYTES
 from agentloop.sandbox.serve import main, serving
 from agentloop.sandbox.serve_settings import SandboxServeSettings, load
 from tests.sandbox.conftest import BARE
@@ -320,11 +325,11 @@ async def test_too_many_requests_are_refused(pool: Pool) -> None:
     await wait_until(lambda: pool.stats()["busy"] == 0)
 
 
-FEW_SEATS = BARE.model_copy(update={"sessions_per_worker": 1})
+ONE_SESSION = BARE.model_copy(update={"sessions_per_worker": 1})
 
 
 async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
-    async with Pool(FEW_SEATS) as pool, service(pool) as client:
+    async with Pool(ONE_SESSION) as pool, service(pool) as client:
         assert (await client.post("/v1/sessions"))[0] == 201
         async with client.http.post(client.url + "/v1/sessions") as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
@@ -335,7 +340,7 @@ async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
 
 async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
     few = {"session_wait_s": 600, "max_waiting_sessions": 1, "max_requests": 1}
-    async with Pool(FEW_SEATS) as pool, service(pool, **few) as client:
+    async with Pool(ONE_SESSION) as pool, service(pool, **few) as client:
         _, opened = await client.post("/v1/sessions")
         async with anyio.create_task_group() as group:
             got: list[int] = []
@@ -355,7 +360,7 @@ async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
 
 
 async def test_a_client_that_leaves_waits_for_no_session() -> None:
-    async with Pool(FEW_SEATS) as pool, service(pool, session_wait_s=600) as client:
+    async with Pool(ONE_SESSION) as pool, service(pool, session_wait_s=600) as client:
         await client.post("/v1/sessions")
         async with anyio.create_task_group() as group:
             group.start_soon(client.post, "/v1/sessions")
@@ -363,6 +368,9 @@ async def test_a_client_that_leaves_waits_for_no_session() -> None:
             group.cancel_scope.cancel()
         await until_stat(client, "sessions_waiting", 0)
         assert pool.stats()["sessions"] == 1
+
+
+KILL = encode({"op": "kill", "id": 1})
 
 
 def frame(size: int, sent: int = 0) -> bytes:
@@ -403,6 +411,52 @@ async def test_what_links_hold_is_counted_and_bounded(pool: Pool) -> None:
                 await three.send_bytes(encode(call))
                 assert b'"result":"42"' in (await three.receive()).data
         await until_stat(client, "held_bytes", 0)
+
+
+async def test_a_link_takes_no_long_message(pool: Pool) -> None:
+    async with service(pool) as client, client.http.ws_connect(client.url + "/v1/link") as link:
+        await link.receive()
+        await link.send_bytes(KILL * (MAX_MESSAGE_BYTES // len(KILL) + 1))
+        assert (await link.receive()).data == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+
+
+class Flood:
+    """A link whose client sends messages without a pause, and reads nothing."""
+
+    def __init__(self, message: bytes, most: int | None = None) -> None:
+        self.message = aiohttp.WSMessage(aiohttp.WSMsgType.BINARY, message, None)
+        self.most = most
+        self.num_sent = 0
+        self.reason = b""
+
+    async def __aiter__(self) -> AsyncIterator[aiohttp.WSMessage]:
+        while self.num_sent != self.most:
+            self.num_sent += 1
+            yield self.message
+
+    async def send_bytes(self, data: bytes) -> None:
+        await anyio.sleep_forever()
+
+    async def close(self, code: int = 1000, message: bytes = b"") -> None:
+        self.reason = message
+
+
+async def test_a_link_full_of_frames_lets_others_run(pool: Pool) -> None:
+    flood: Any = Flood(KILL * 1000)
+    async with anyio.create_task_group() as group:
+        group.start_soon(LinkedClient(pool, lambda num_bytes: True).serve, flood)
+        while flood.num_sent < 20:
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+
+
+async def test_responses_that_a_link_does_not_read_are_counted_and_bounded(pool: Pool) -> None:
+    held = HeldBytes(50_000)
+    refused = encode({"op": "run", "id": 1, "code": None})
+    flood: Any = Flood(refused, most=5000)
+    await LinkedClient(pool, partial(held.hold, "link")).serve(flood)
+    assert b"max_held_mib" in flood.reason
+    assert held.total > 40_000
 
 
 async def test_a_link_takes_no_frame_that_is_long_to_parse(pool: Pool) -> None:
@@ -714,7 +768,7 @@ def test_the_help_is_in_words(capfd: pytest.CaptureFixture[str]) -> None:
         assert internal not in said
     assert "usage: python -m agentloop.sandbox.serve [--SETTING VALUE | SETTING=VALUE ...]" in said
     assert "--token TEXT Token that clients must send" in said
-    assert "--pool.hosts TEXT,... Machines that run" in said
+    assert "--pool.hosts TEXT,... URLs (http://host:port) of machines that run" in said
     assert '(default: [["numpy"], ["numpy", "sympy"]])' in said
 
 

@@ -35,7 +35,7 @@ _CUT = "\ue000"
 
 @dataclass(frozen=True)
 class SmallModelSettings:
-    """SmallModelSettings of the training.
+    """Settings of the training.
 
     `batch_tokens` counts padding; samples longer than `max_tokens` are left out.
     """

@@ -23,7 +23,7 @@ from agentloop.cli import console
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
 from agentloop.config import load_known, load_settings
 from agentloop.distribution import require
-from agentloop.errors import DataError, SettingsError
+from agentloop.errors import RunFolderError, DataError, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL, not_a_model
 from agentloop.analysis.entropy import Analysis, Kind, TokenPosition, analyze, nearest_version
@@ -217,7 +217,7 @@ async def _found(
     try:
         await anyio.to_thread.run_sync(partial(folder.path.mkdir, exist_ok=True))
     except OSError as error:
-        raise SettingsError(f"{folder.path}: {error.strerror or error}") from error
+        raise RunFolderError(f"{folder.path}: {error.strerror or error}") from error
     # A log folder of its own, since the run may still be writing to its logs.
     async with started(
         learner_settings.model_dump(mode="json"),

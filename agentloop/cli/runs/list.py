@@ -15,7 +15,7 @@ from typing import Any
 import anyio.to_thread
 
 from agentloop.cli import console
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError, SettingsError
 from agentloop.training.group_metrics import mean, percent
 from agentloop.analysis.run_list import RunState, RunSummary, find_runs, summarize
 
@@ -78,7 +78,7 @@ async def _ls(folder: Path, *, as_json: bool) -> int:
         try:
             runs = await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
         except OSError as error:
-            raise SettingsError(f"{folder}: {error.strerror or error}") from error
+            raise RunFolderError(f"{folder}: {error.strerror or error}") from error
     if as_json:
         console.print_json([_data(one) for one in runs])
     elif runs:

@@ -166,7 +166,7 @@ _SUMMED = (
     ("learner/skipped", "skipped_updates", "Updates skipped because gradients were not finite."),
     ("step_s", "step_seconds", "Duration of training steps, including all waits."),
 )
-_PHASES = {"wait_s": "wait", "learn_s": "learn", "hand_over_s": "sync"}
+_PHASES = {"wait_s": "wait", "learn_s": "learn", "sync_s": "sync"}
 
 
 class Metrics:
@@ -178,7 +178,7 @@ class Metrics:
         num_waiting: Callable[[], int],
         *,
         sandbox: Callable[[], Mapping[str, Any]] | None = None,
-        still_s: Callable[[], float] | None = None,
+        no_progress_s: Callable[[], float] | None = None,
         queue: Callable[[], tuple[int, int]] | None = None,
         num_refused: Callable[[], int] | None = None,
         dropped: Mapping[str, Callable[[], int]] | None = None,
@@ -189,7 +189,7 @@ class Metrics:
             servers: Called at each scrape, like all other functions; None omits the metrics.
             num_waiting: Number of queued requests.
             sandbox: `Pool.stats`; may return nothing if there is no pool yet.
-            still_s: `Stalls.still_s`.
+            no_progress_s: `Stalls.no_progress_s`.
             queue: Number of finished groups that wait for the learner, and their bytes.
             num_refused: Number of requests refused while the service was paused.
             dropped: For other readers of events, by name, the number of items they dropped.
@@ -199,7 +199,7 @@ class Metrics:
             servers,
             num_waiting,
             sandbox,
-            still_s,
+            no_progress_s,
             queue,
             num_refused,
             {} if dropped is None else dropped,  # may be empty now and be filled later
@@ -440,7 +440,7 @@ class _StateCollector(Collector):
         servers: Callable[[], Sequence[ServerView]],
         num_waiting: Callable[[], int],
         sandbox: Callable[[], Mapping[str, Any]] | None,
-        still_s: Callable[[], float] | None,
+        no_progress_s: Callable[[], float] | None,
         queue: Callable[[], tuple[int, int]] | None,
         num_refused: Callable[[], int] | None,
         dropped: Mapping[str, Callable[[], int]],
@@ -448,7 +448,7 @@ class _StateCollector(Collector):
         self._servers = servers
         self._num_waiting = num_waiting
         self._sandbox = sandbox
-        self._still_s = still_s
+        self._no_progress_s = no_progress_s
         self._queue = queue
         self._num_refused = num_refused
         self._dropped = dropped
@@ -458,9 +458,9 @@ class _StateCollector(Collector):
         yield from self._of_servers()
         if self._sandbox is not None and (stats := self._sandbox()):
             yield from _of_sandbox(stats)
-        if self._still_s is not None:
+        if self._no_progress_s is not None:
             text = "Time without progress while something is waiting."
-            yield _gauge("no_progress_seconds", text, self._still_s())
+            yield _gauge("no_progress_seconds", text, self._no_progress_s())
         if self._queue is not None:
             num_groups, num_bytes = self._queue()
             yield _gauge("queue_groups", "Finished groups that wait for the learner.", num_groups)

@@ -26,7 +26,7 @@
     ["20", "20 steps"],
   ];
   const PHASES = [
-    ["start", "supervised start"],
+    ["start", "supervised fine-tuning"],
     ["run", "rollouts"],
   ];
 
@@ -64,7 +64,7 @@
       stack: [
         ["wait_s", "waiting for rollouts", "lane-wait"],
         ["learn_s", "learning", "lane-decode"],
-        ["hand_over_s", "loading weights", "lane-prefill"],
+        ["sync_s", "loading weights", "lane-prefill"],
         ["rest_s", "other", "lane-tool"],
       ],
       text: span,
@@ -76,7 +76,7 @@
 
   const AT_K = /^(held_out\/)?(avg|pass)(?:@(\d+)|_at_k)?$/;
 
-  // The supervised start has steps of its own, whose names have start/ in front; `agentloop sft` has no others.
+  // Supervised fine-tuning has steps of its own, whose names have start/ in front; `agentloop sft` has no others.
   const START = "start/";
   const isOfStart = (row) => isNumber(row[`${START}step`]);
   const ofPhase = (rows, phase) => {
@@ -90,7 +90,7 @@
     const steps = new Map();
     for (const row of rows) if (isNumber(row.step)) steps.set(row.step, { ...steps.get(row.step), ...row });
     for (const row of steps.values()) {
-      const known = ["wait_s", "learn_s", "hand_over_s"].reduce((sum, name) => sum + (row[name] ?? 0), 0);
+      const known = ["wait_s", "learn_s", "sync_s"].reduce((sum, name) => sum + (row[name] ?? 0), 0);
       if (known && isNumber(row.step_s) && row.step_s - known > 0.001) row.rest_s = row.step_s - known;
     }
     return new Map([...steps].sort(([a], [b]) => a - b));

@@ -129,7 +129,7 @@
     const node = h("section", { class: "progress", "aria-label": "Progress" }, h("div", {}, stage, facts), bar, sentence, still);
     const update = () => {
       const { now } = store;
-      // The supervised start and an evaluation count by themselves: the run's loop has no step yet.
+      // Supervised fine-tuning and an evaluation count by themselves: the run's loop has no step yet.
       const step = now.step ?? now.stage_step;
       const numSteps = now.num_steps ?? now.stage_num_steps;
       const hasSteps = isNumber(step) && isNumber(numSteps) && numSteps > 0;
@@ -152,8 +152,8 @@
       const waits = now.ended ? "" : (now.waits ?? "");
       setText(sentence, waits && waits[0].toUpperCase() + waits.slice(1));
       sentence.hidden = !waits;
-      still.hidden = Boolean(now.ended) || !(now.still_s >= 10);
-      if (!still.hidden) setText(still, `No progress for ${span(now.still_s)}.`);
+      still.hidden = Boolean(now.ended) || !(now.no_progress_s >= 10);
+      if (!still.hidden) setText(still, `No progress for ${span(now.no_progress_s)}.`);
       node.hidden = !now.stage && !facts.textContent && !waits && still.hidden;
     };
     return { node, update };

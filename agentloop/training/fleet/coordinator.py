@@ -26,7 +26,8 @@ import anyio.to_thread
 
 from agentloop import errors
 from agentloop.agent.rollout import Budget
-from agentloop.errors import AgentLoopError, ServerError, SettingsError, sole
+from agentloop.aio import task_group
+from agentloop.errors import AgentLoopError, RunFolderError, ServerError, SettingsError
 from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import (
     Result,
@@ -148,14 +149,11 @@ class Fleet:
                 # Tickets and results of an earlier trainer process.
                 await link.do(lambda redis: redis.delete(link.tickets, link.groups))
                 await fleet._publish_state(takes_over=True)
-                try:
-                    async with anyio.create_task_group() as tasks:
-                        tasks.start_soon(fleet._beat)
-                        tasks.start_soon(fleet._receive)
-                        yield fleet
-                        tasks.cancel_scope.cancel()
-                except BaseExceptionGroup as group:
-                    raise sole(group) from None
+                async with task_group() as tasks:
+                    tasks.start_soon(fleet._beat)
+                    tasks.start_soon(fleet._receive)
+                    yield fleet
+                    tasks.cancel_scope.cancel()
                 # Not after an error: runtimes then wait for the run to be resumed.
                 with anyio.move_on_after(_CLOSE_S, shield=True), suppress(AgentLoopError):
                     await fleet._end()
@@ -493,14 +491,14 @@ def _make(folder: Path, incarnation: str) -> None:
     """Create the folder for results, with a file by which runtimes recognize a shared folder.
 
     Raises:
-        SettingsError: it cannot be created.
+        RunFolderError: it cannot be created.
     """
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / incarnation).touch()
     except OSError as error:
-        raise SettingsError(f"run.folder: {folder}: {error.strerror or error}") from error
+        raise RunFolderError(f"run.folder: {folder}: {error.strerror or error}") from error
 
 
 async def _expire(name: str, after_ms: int, redis: Redis) -> None:

@@ -25,6 +25,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
+from agentloop.aio import task_group
 from agentloop.errors import (
     AgentLoopError,
     DataError,
@@ -32,7 +33,6 @@ from agentloop.errors import (
     RewardError,
     ServerError,
     SettingsError,
-    sole,
 )
 from agentloop.training.fleet.messages import (
     Result,
@@ -145,14 +145,12 @@ class Member:
                 has another version of this package.
         """
         try:
-            async with anyio.create_task_group() as tasks:
+            async with task_group() as tasks:
                 tasks.start_soon(self._beat)
                 tasks.start_soon(self._have_weights)
                 tasks.start_soon(self._take_tickets)
                 await self._listen()
                 tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
         finally:
             with anyio.move_on_after(_CLOSE_S, shield=True), suppress(AgentLoopError):
                 await self._link.do(self._leave)

@@ -32,7 +32,8 @@ import anyio.to_thread
 import orjson
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from agentloop.errors import AgentLoopError, sole
+from agentloop.aio import task_group
+from agentloop.errors import AgentLoopError
 from agentloop.inference.processes.supervise import guarded
 from agentloop.training.learner_client.launch import (
     RanksSettings,
@@ -220,22 +221,19 @@ class LearnerProcesses:
         """
         found: list[T] = []
         died: list[str] = []
-        try:
-            async with anyio.create_task_group() as tasks:
+        async with task_group() as tasks:
 
-                async def die() -> None:
-                    # Do not raise: the request to the dead rank fails, too, with a better error.
-                    died.append(await self.wait_dead())
-                    tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_S
+            async def die() -> None:
+                # Do not raise: the request to the dead rank fails, too, with a better error.
+                died.append(await self.wait_dead())
+                tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_S
 
-                async def do() -> None:
-                    found.append(await work())
-                    tasks.cancel_scope.cancel()
+            async def do() -> None:
+                found.append(await work())
+                tasks.cancel_scope.cancel()
 
-                tasks.start_soon(die)
-                tasks.start_soon(do)
-        except BaseExceptionGroup as group:
-            raise sole(group) from None
+            tasks.start_soon(die)
+            tasks.start_soon(do)
         if found:
             return found[0]
         raise LearnerLost(died[0])

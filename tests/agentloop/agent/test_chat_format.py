@@ -360,6 +360,24 @@ def test_a_model_folder_is_loaded_and_an_unusable_one_rejected(tmp_path: Path) -
         ChatSettings(arguments={"tools": []})
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/no/such/folder", "model: there is no folder '/no/such/folder'"),
+        ("./models/mine", "model: there is no folder './models/mine'"),
+        ("missing", "model: 'missing' is neither a folder nor a model that could be loaded"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_in_one_line(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError) as caught:
+        ChatFormat.load(name)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_template_file_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "one.jinja"
     file.write_text(TEMPLATE)

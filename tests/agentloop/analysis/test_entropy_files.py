@@ -19,7 +19,7 @@ from agentloop.analysis.entropy_files import (
     read_rollouts,
     score,
 )
-from agentloop.errors import DataError, SettingsError
+from agentloop.errors import DataError, RunFolderError
 from agentloop.training.learner_client.client import LearnerError, LearnerRefused
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import (
@@ -211,7 +211,7 @@ def test_a_place_that_cannot_be_written_is_named(
     tmp_path: Path, rollouts: list[RecordedRollout]
 ) -> None:
     (tmp_path / "entropy").touch()
-    with pytest.raises(SettingsError, match="entropy"):
+    with pytest.raises(RunFolderError, match="entropy"):
         EntropyFolder(tmp_path).keep(1, rollouts, ORIGIN, GroupScores([[], []], 0.0))
 
 

@@ -27,7 +27,7 @@ def run(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def steps(num: int, **more: Any) -> list[dict[str, Any]]:
     """Return rows as training writes them, with an evaluation before the first step."""
     measured = {"step": 0, "held_out/reward": 0.4, "held_out/tool_errors_in_correct": None}
-    times = {"step_s": 2.0, "wait_s": 1.0, "learn_s": 0.5, "hand_over_s": None}
+    times = {"step_s": 2.0, "wait_s": 1.0, "learn_s": 0.5, "sync_s": None}
     return [
         measured,
         *(

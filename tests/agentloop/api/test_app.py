@@ -534,7 +534,7 @@ async def test_who_waits_is_told() -> None:
         async with at.http.get(f"{at.url}/v1/waits") as response:
             told = await response.json()
     assert told["waits"] == []
-    assert told["still_s"] == 0
+    assert told["no_progress_s"] == 0
     why = "no server has free KV capacity for it"
     assert told["for_room"] == [{"rollout_id": "r", "why": why, "waited_s": 1.5}]
     assert told["servers"][0]["state"] == "healthy"

@@ -96,7 +96,7 @@ def test_a_runs_own_settings_can_be_used_again(tmp_path: Path) -> None:
 
 
 def test_the_laptops_stages_fit_together() -> None:
-    """The rollouts use the tools and the kind of problems that the supervised start has taught."""
+    """The rollouts use the tools and kinds of problems that the dialogues have."""
     settings = load_settings(TrainSettings, [RECIPES / "laptop.toml"])
     assert settings.sft is not None
     (row,) = lessons(1, levels=[2])

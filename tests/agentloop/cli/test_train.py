@@ -82,6 +82,21 @@ def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -
     assert "refused    loop.group_size: 1 rollouts" in capsys.readouterr().out
 
 
+def test_a_plan_says_which_files_a_start_would_lack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    run = ["tasks.kind=jsonl", f"tasks.paths=['{tasks}']", "reward.function=no_such_module:score"]
+    assert main(["--dry-run", *run]) == 0
+    said = capsys.readouterr().out
+    assert f"{tasks}: No such file" in said
+    assert "reward.function: " in said
+    assert "no_such_module" in said
+    tasks.write_text('{"problem": "1 plus 1?"}\n')
+    assert main(["--dry-run", *run]) == 0
+    assert "'answer', 'ground_truth' is required" in capsys.readouterr().out
+
+
 def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(Path(__file__).parents[3] / "docs" / "recipes" / "small.toml")
     assert main(["--dry-run", "--json", recipe]) == 0

@@ -12,7 +12,7 @@ import pytest
 import agentloop
 from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import Agent, AgentFailed
-from agentloop.environments.environment import Environment, load, reward_of
+from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
 from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
@@ -190,7 +190,8 @@ async def counting(task: Any, agent: Agent, *, most: int, name: str = "a") -> fl
 
 
 def test_arguments_are_checked_against_the_signature() -> None:
-    found = load(f"{__name__}:counting", {"most": "3"})
+    found = load(EnvSettings(name=f"{__name__}:counting", args={"most": "3"}))
+    assert found is not None
     assert found.arguments == {"most": 3, "name": "a"}
     for arguments, problem in (
         ({}, "env.args.most: Field required"),
@@ -198,7 +199,7 @@ def test_arguments_are_checked_against_the_signature() -> None:
         ({"most": 1, "mots": 2}, r"env.args.mots: Extra .* \(arguments of counting: most, name\)"),
     ):
         with pytest.raises(SettingsError, match=problem):
-            load(f"{__name__}:counting", arguments)
+            load(EnvSettings(name=f"{__name__}:counting", args=arguments))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_arguments_are_checked_against_the_signature() -> None:
 )
 def test_a_name_that_is_no_environment_is_refused(name: str, problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
-        load(name)
+        load(EnvSettings(name=name))
 
 
 def test_only_async_functions_of_a_task_and_an_agent_are_environments() -> None:

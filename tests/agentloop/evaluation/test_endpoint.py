@@ -100,10 +100,10 @@ async def test_a_conversation_is_sent_unchanged() -> None:
 async def test_an_answer_becomes_a_trajectory() -> None:
     async with FakeEndpoint(deque([said("\\boxed{1}")])).serving() as fake:
         ((sample),) = await sampled(fake)
-    assert sample.trajectory.text == "\\boxed{1}"
-    assert sample.trajectory.stop_reason is StopReason.ANSWERED
+    assert sample.trajectories[0].text == "\\boxed{1}"
+    assert sample.trajectories[0].stop_reason is StopReason.ANSWERED
     assert sample.num_tokens == 7
-    assert sample.trajectory.id == "1-one.0"
+    assert sample.trajectories[0].id == "1-one.0"
 
 
 @pytest.mark.anyio
@@ -124,7 +124,7 @@ async def test_transient_errors_are_retried(first: Answer) -> None:
     async with FakeEndpoint(deque([first, first])).serving() as fake:
         (sample,) = await sampled(fake)
     assert len(fake.requests) == 3
-    assert sample.trajectory.stop_reason is StopReason.ANSWERED
+    assert sample.trajectories[0].stop_reason is StopReason.ANSWERED
 
 
 @pytest.mark.anyio
@@ -133,17 +133,17 @@ async def test_a_request_without_an_answer_is_an_infrastructure_failure() -> Non
     async with FakeEndpoint(deque([answer] * 3)).serving() as fake:
         (sample,) = await sampled(fake, max_tries=3)
     assert len(fake.requests) == 3
-    assert sample.trajectory.stop_reason is StopReason.INFRASTRUCTURE
-    assert sample.trajectory.error == f"{fake.url}: 503 no server is healthy"
-    assert sample.trajectory.turns == []
+    assert sample.trajectories[0].stop_reason is StopReason.INFRASTRUCTURE
+    assert sample.trajectories[0].error == f"{fake.url}: 503 no server is healthy"
+    assert sample.trajectories[0].turns == []
 
 
 @pytest.mark.anyio
 async def test_a_slow_answer_is_an_infrastructure_failure() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         (sample,) = await sampled(fake, max_tries=1, timeout_s=0.05)
-    assert sample.trajectory.stop_reason is StopReason.INFRASTRUCTURE
-    assert "no answer within 0.05 s (endpoint.timeout_s)" in (sample.trajectory.error or "")
+    assert sample.trajectories[0].stop_reason is StopReason.INFRASTRUCTURE
+    assert "no answer within 0.05 s (endpoint.timeout_s)" in (sample.trajectories[0].error or "")
 
 
 @pytest.mark.anyio
@@ -151,7 +151,7 @@ async def test_an_unreachable_endpoint_is_named() -> None:
     async with FakeEndpoint().serving() as fake:
         pass
     (sample,) = await sampled(fake, max_tries=2)
-    assert fake.url in (sample.trajectory.error or "")
+    assert fake.url in (sample.trajectories[0].error or "")
     with pytest.raises(ServerUnavailable, match=fake.url):
         await sampled(fake, model="")
 

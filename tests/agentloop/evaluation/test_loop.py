@@ -63,13 +63,13 @@ class Player:
         made = Trajectory(f"{name}.{index}", [1, 2])
         if index < self.broken and not (self.mends and "again" in name):
             made.error = "a server died"
-            return EvaluatedSample(made)
+            return EvaluatedSample([made])
         made.stop_reason = StopReason.ANSWERED
         answer = task.answer if self.given[task.id] < self.right else "none of it"
         self.given[task.id] += 1
         text = f"<answer>\\boxed{{{answer}}}</answer>"
         made.turns = [Turn(output_ids=[3, 4, 5], logprobs=[0.0] * 3, text=text, end=TurnEnd.STOP)]
-        return EvaluatedSample(made)
+        return EvaluatedSample([made])
 
 
 def settings(**told: Any) -> EvaluationSettings:

@@ -60,7 +60,7 @@ STEP_ROW: dict[str, Any] = {
     "wait_s": 3.0,
     "num_learned": 2,
     "learn_s": 2.0,
-    "hand_over_s": 0.5,
+    "sync_s": 0.5,
     "step_s": 6.0,
     "loop_lag_s": 0.004,
     "learner/loss": -0.01,

@@ -60,7 +60,7 @@ def test_the_wait_of_a_rollout_at_each_point() -> None:
         stalls.on_event(event)
         assert [wait.what for wait in stalls.waits()] == expected, event
         clock.now_s += 2
-        assert stalls.still_s == (2 if expected else 0)
+        assert stalls.no_progress_s == (2 if expected else 0)
     assert stalls.waits() == []
 
 
@@ -81,12 +81,12 @@ def test_other_parts_report_their_waits() -> None:
     clock.now_s += 1000  # idle, which is no stall
     with stalls.waiting("the learner", "a batch"):
         clock.now_s += 5
-        assert stalls.still_s == 5
+        assert stalls.no_progress_s == 5
         stalls.on_event(RolloutStarted(Trajectory("r", [])))
         clock.now_s += 2
-        assert stalls.still_s == 2
+        assert stalls.no_progress_s == 2
         stalls.moved()
-        assert stalls.still_s == 0
+        assert stalls.no_progress_s == 0
         assert "the learner: a batch, 7 s\n  r: its first turn, 2 s" in stalls.report()
     assert [wait.what for wait in stalls.waits()] == ["its first turn"]
 
@@ -103,7 +103,7 @@ def test_giving_up_a_wait_is_not_progress() -> None:
 
     with pytest.raises(TimeoutError):
         gives_up()
-    assert stalls.still_s == 5
+    assert stalls.no_progress_s == 5
     assert len(stalls.waits()) == 1
 
 

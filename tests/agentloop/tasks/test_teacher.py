@@ -23,7 +23,7 @@ def tasks(count: int, *levels: int) -> list[Task]:
 
 
 @pytest.mark.parametrize("level", [1, 2, 6])
-def test_a_third_is_right_and_half_of_the_calls_are_faulty(level: int) -> None:
+def test_two_in_five_are_right_and_two_in_five_calls_fail(level: int) -> None:
     asked = tasks(3000, level)
     num_right = num_calls = num_faulty = 0
     ratios = []
@@ -41,9 +41,9 @@ def test_a_third_is_right_and_half_of_the_calls_are_faulty(level: int) -> None:
         # Who says that the tool says so says what it says; who guesses is wrong.
         says_so = "The tool says so." in last["content"]
         assert (boxed[1] == results[-1]) if says_so else (boxed[1] != task.answer)
-    assert 0.28 < num_right / 3000 < 0.4 + 0.1 * (level == 1)  # 1 + 0 is 1 - 0, whatever the call
-    assert 0.45 < num_faulty / num_calls < 0.55
-    assert 0.25 < statistics.fmean(ratios) < 0.33  # a failed call costs nothing but another
+    assert 0.38 < num_right / 3000 < 0.5 + 0.1 * (level == 1)  # 1 + 0 is 1 - 0, whatever the call
+    assert 0.35 < num_faulty / num_calls < 0.45
+    assert 0.18 < statistics.fmean(ratios) < 0.28  # a failed call costs nothing but another
 
 
 def test_dialogues_are_deterministic() -> None:

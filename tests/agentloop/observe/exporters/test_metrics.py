@@ -64,7 +64,7 @@ def fed(events: Sequence[Event] = ()) -> Metrics:
         lambda: [view],
         lambda: 7,
         sandbox=lambda: STATS,
-        still_s=lambda: 12.5,
+        no_progress_s=lambda: 12.5,
         queue=lambda: (3, 4096),
         num_refused=lambda: 9,
         dropped={"event_log": lambda: 8},

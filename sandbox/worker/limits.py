@@ -1,4 +1,4 @@
-"""Watches what the calls of a worker use, and acts before one takes it from the others.
+"""Enforces the limits of calls: their memory, and their share of the processors.
 
     check (every TICK_S while calls run) ──> memory has grown, or a call runs long ──> census
       a call may hold more than its bound ──> audit, in a helper ──> it does ──> "oom", that call
@@ -49,7 +49,7 @@ _TOTAL = struct.Struct("<q")
 _LEVEL = math.log(1.25)  # of priority: each has 1.25 times the share of the next
 
 
-class UsageWatch:
+class CallLimits:
     """`due` is the next time to call `check`. `condemn` ends a call for a reason."""
 
     def __init__(

@@ -12,7 +12,7 @@ list one of them, such as containers, provides it inherently."""
 _IS_MISSING = re.compile(r"no\b")
 
 
-def missing_walls(layers: Mapping[str, str]) -> list[str]:
+def missing_layers(layers: Mapping[str, str]) -> list[str]:
     """Return the required layers that are missing, each with the reason."""
     found = [(name, layers.get(name, "")) for name in NEEDED]
     return [f"{name}: {text}" for name, text in found if _IS_MISSING.match(text)]

@@ -1,0 +1,47 @@
+"""Load the tokenizer of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from agentloop.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["load_tokenizer"]
+
+
+def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a model folder, or of a hub name that is cached or can be downloaded.
+
+    Raises:
+        ModelError: There is no such model, or it has no fast tokenizer.
+    """
+    # Imported here because it takes 0.7 s; AutoTokenizer would import torch as well.
+    from transformers import PreTrainedTokenizerFast
+
+    name = str(model_path)
+    folder = Path(model_path).expanduser()
+    # transformers would take the path of a missing folder for a hub name, and try for minutes.
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~"))):
+        raise ModelError(f"model: there is no folder {name!r}")
+    try:
+        hf = PreTrainedTokenizerFast.from_pretrained(str(folder) if folder.is_dir() else name)
+    except (OSError, ValueError, KeyError) as error:
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        # "..., one of:" and a list of packages is what transformers says of missing files.
+        reason = "it has no tokenizer.json" if first.rstrip().endswith(":") else first
+        if folder.is_dir():
+            raise ModelError(f"no usable tokenizer in {name!r}: {reason}") from error
+        raise ModelError(
+            f"model: {name!r} is neither a folder nor a model that could be loaded from the "
+            "Hugging Face hub or its cache. To download it, run: hf download OWNER/NAME "
+            "--local-dir FOLDER"
+        ) from error
+    if not isinstance(getattr(hf, "backend_tokenizer", None), Tokenizer):
+        raise ModelError(f"{name!r} has no fast tokenizer (tokenizer.json)")
+    return hf
