@@ -10,6 +10,7 @@ import enum
 import functools
 import inspect
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -52,12 +53,25 @@ def public_classes() -> Iterator[tuple[str, type]]:
     """Yield each public class with its full name."""
     for package in PACKAGES:
         for name in package.__all__:
-            yield f"{package.__name__}.{name}", getattr(package, name)
+            if inspect.isclass(cls := getattr(package, name)):
+                yield f"{package.__name__}.{name}", cls
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """Yield each public function with its full name."""
+    for package in PACKAGES:
+        for name in package.__all__:
+            if inspect.isfunction(function := getattr(package, name)):
+                yield f"{package.__name__}.{name}", function
 
 
 def signatures() -> str:
-    """Return a line for each public class, method, property, field and member."""
-    lines: list[str] = []
+    """Return a line for each public function, class, method, property, field and member."""
+    lines = [
+        f"{_kind(function)} {full_name}{signature}"
+        for full_name, function in public_functions()
+        for signature in _overloads(function)
+    ]
     for full_name, cls in public_classes():
         bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not object)
         lines.append(f"class {full_name}({bases})" if bases else f"class {full_name}")
@@ -76,8 +90,21 @@ def reference() -> str:
     parts = [INTRODUCTION]
     for package in PACKAGES:
         parts.append(f"## {package.__name__}\n")
-        parts += [_of_class(name, getattr(package, name)) for name in package.__all__]
+        for name in package.__all__:
+            one = getattr(package, name)
+            parts.append((_of_class if inspect.isclass(one) else _of_function)(name, one))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _of_function(name: str, function: Any) -> str:
+    shown = [_wrapped(f"{_kind(function)} {name}{one}") for one in _overloads(function)]
+    lines = "\n".join(shown)
+    return f"### {name}\n\n```python\n{lines}\n```\n\n{_markdown(function.__doc__)}"
+
+
+def _overloads(function: Any) -> list[str]:
+    """Return the signatures of a function: those of its overloads, if it has any."""
+    return [_signature(one) for one in typing.get_overloads(function) or [function]]
 
 
 def _of_class(name: str, cls: type) -> str:
