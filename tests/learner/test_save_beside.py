@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,24 +20,23 @@ from tests.learner.test_ranks import SETTINGS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-# The learner with a disk that blocks as long as there is a file `hold`.
-SLOW = """
-import builtins, os, sys, time
-really, hold = builtins.open, os.path.join(os.path.dirname(sys.argv[1]), "hold")
-def slow(file, mode="r", *rest, **named):
-    while "w" in mode and str(file).endswith("optim_states.pt") and os.path.exists(hold):
-        time.sleep(0.01)
-    return really(file, mode, *rest, **named)
-builtins.open = slow
-from agentloop.learner.__main__ import main
-sys.exit(main())
-"""
+
+def slow_disk(folder: Path) -> None:
+    """Writing an optimizer's file blocks as long as there is a file `hold`."""
+    usual, hold = builtins.open, folder / "hold"
+
+    def slow_open(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        while "w" in mode and str(file).endswith("optim_states.pt") and hold.exists():
+            time.sleep(0.01)
+        return usual(file, mode, *rest, **named)
+
+    builtins.open = slow_open  # type: ignore[assignment]
 
 
 def slow(folder: Path, zero_stage: int = 1) -> AbstractContextManager[Ranks]:
     make_batch().save(folder / "batch")
     settings = SETTINGS.model_copy(update={"zero_stage": zero_stage, "keep_checkpoints": 2})
-    return started(folder, settings, 2, ("-c", SLOW))
+    return started(folder, settings, 2, slow_disk)
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["zero1", "zero3"])
