@@ -30,7 +30,7 @@ def slow_disk(folder: Path) -> None:
             time.sleep(0.01)
         return usual(file, mode, *rest, **named)
 
-    builtins.open = slow_open  # type: ignore[assignment]
+    builtins.open = slow_open
 
 
 def slow(folder: Path, zero_stage: int = 1) -> AbstractContextManager[Ranks]:
