@@ -33,7 +33,7 @@ from agentloop.training.learner_client.settings import (
     TrainingSettings,
 )
 from agentloop.training.run_folder import RunFolder, RunSettings, checkpoints_in
-from agentloop.training.supervised import (
+from agentloop.training.sft import (
     DialoguesSettings,
     FineTuning,
     SupervisedSettings,

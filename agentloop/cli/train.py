@@ -61,7 +61,7 @@ from agentloop.training.queue import GroupQueue
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
-from agentloop.training.supervised import FineTuning
+from agentloop.training.sft import FineTuning
 from agentloop.training.undo import finish_undo, undo
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, Serving

@@ -3,7 +3,7 @@
     request ──> learner ──lost──> restart ──> load the newest checkpoint ──> redo steps ──> request
 
 A `Trainer` provides the state and repeats steps; everything else is the same for training on
-rollouts (steps.py) and on dialogues (supervised.py).
+rollouts (steps.py) and on dialogues (sft.py).
 """
 
 from __future__ import annotations

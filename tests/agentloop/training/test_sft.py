@@ -28,7 +28,7 @@ from agentloop.training.learner_client.batch import Sample
 from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerLost
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
-from agentloop.training.supervised import (
+from agentloop.training.sft import (
     Dialogue,
     DialoguesSettings,
     FineTuning,
