@@ -19,13 +19,7 @@ from typing import Any
 import anyio.to_thread
 import pydantic
 
-from agentloop.cli import console
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
-from agentloop.config import load_known, load_settings
-from agentloop.distribution import require
-from agentloop.errors import RunFolderError, DataError, SettingsError
-from agentloop.inference.sglang.sampling import Sampling
-from agentloop.models import SMALL, not_a_model
 from agentloop.analysis.entropy import Analysis, Kind, TokenPosition, analyze, nearest_version
 from agentloop.analysis.entropy_files import (
     EntropyFolder,
@@ -36,9 +30,20 @@ from agentloop.analysis.entropy_files import (
     read_rollouts,
     score,
 )
-from agentloop.training.learner_client.client import (started)
+from agentloop.cli import console
+from agentloop.config import load_known, load_settings
+from agentloop.distribution import require
+from agentloop.errors import DataError, RunFolderError, SettingsError
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.models import SMALL, not_a_model
+from agentloop.training.learner_client.client import started
 from agentloop.training.learner_client.launch import RanksSettings
-from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings, RlLearnerSettings, RlLossSettings
+from agentloop.training.learner_client.settings import (
+    LearnerSettings,
+    LoraSettings,
+    RlLearnerSettings,
+    RlLossSettings,
+)
 from agentloop.training.loop_settings import LoopSettings
 
 __all__ = ["EntropyReport", "EntropySettings", "entropy", "main"]

@@ -28,8 +28,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from agentloop.cli import console
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
 
 __all__ = ["ModelSource", "export", "find", "main"]

@@ -14,10 +14,11 @@ import anyio
 import pydantic
 from aiohttp import web
 
-from agentloop.cli import console
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.analysis.run_list import summarize
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.listen import bind, serving
+from agentloop.cli import console
 from agentloop.config import load_settings
 from agentloop.distribution import version
 from agentloop.errors import ModelError, NotThere, SettingsError
@@ -26,7 +27,6 @@ from agentloop.observe.archive import Archive
 from agentloop.observe.one_file import one_file
 from agentloop.observe.page import Page
 from agentloop.training.run_folder import RunFolder
-from agentloop.analysis.run_list import summarize
 
 __all__ = ["ViewSettings", "main"]
 

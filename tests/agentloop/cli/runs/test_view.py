@@ -12,8 +12,8 @@ import aiohttp
 import anyio
 import pytest
 
-from agentloop.cli.runs import view
 from agentloop.__main__ import main
+from agentloop.cli.runs import view
 from agentloop.models import SMALL
 from agentloop.training.run_folder import RunFolder
 from tests.agentloop.observe.test_archive import rollout
