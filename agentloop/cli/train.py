@@ -36,7 +36,7 @@ from agentloop.cli.sft import (
 )
 from agentloop.config import to_toml
 from agentloop.distribution import is_installed
-from agentloop.errors import DataError, SettingsError
+from agentloop.errors import DataError, RunFolderError, SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
 from agentloop.inference.sglang.sampling import Sampling
@@ -145,9 +145,9 @@ async def train(
     ):
         if resume is not None:
             if folder.has_rollouts and not await queue.counts():
-                raise SettingsError(
+                raise RunFolderError(
                     f"--resume: {folder.path}: there are rollouts or checkpoints, and no group in "
-                    "queue.sqlite, the run's journal: without it nobody knows what was learned from"
+                    "queue.sqlite, the run's journal: restore the file, or start a new run"
                 )
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)

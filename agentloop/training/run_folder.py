@@ -21,7 +21,7 @@ import pydantic
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.plain_json import dumps, loads
 
-__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_active"]
+__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "config_of", "is_active"]
 
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
@@ -98,14 +98,17 @@ class RunFolder:
             name: the subfolder.
         """
         async with RunFolder.open(self.path / name) as part:
-            part.tell((self.path / "config.toml").read_text("utf-8"))
+            with _writing(self.path):
+                config = (self.path / "config.toml").read_text("utf-8")
+            part.tell(config)
             yield part
 
     def tell(self, config: str) -> None:
         """Write the run's settings and mark it as active. Raises RunFolderError if that fails."""
         self.write("config.toml", config)
-        for name in ("ended", "failed"):
-            (self.path / name).unlink(missing_ok=True)
+        with _writing(self.path):
+            for name in ("ended", "failed"):
+                (self.path / name).unlink(missing_ok=True)
 
     def end(self) -> None:
         """Mark the run as complete. Raises RunFolderError if that cannot be written."""
@@ -150,12 +153,12 @@ class RunFolder:
         """Return the checkpoint that holds this step.
 
         Raises:
-            SettingsError: there is none.
+            RunFolderError: there is none.
         """
         checkpoints = self.checkpoints
         if step not in checkpoints:
             there = ", ".join(map(str, sorted(checkpoints))) or "none"
-            raise SettingsError(f"--from: no checkpoint of step {step}; available: {there}")
+            raise RunFolderError(f"--from: no checkpoint of step {step}; available: {there}")
         return checkpoints[step]
 
     def undo(self, step: int, *, name: str = "", files: Iterable[str] = ()) -> None:
@@ -168,8 +171,8 @@ class RunFolder:
             files: files of groups to move.
 
         Raises:
-            SettingsError: there is no checkpoint of that step.
-            RunFolderError: something cannot be moved, or metrics.jsonl is damaged.
+            RunFolderError: there is no checkpoint of that step, something cannot be moved, or
+                metrics.jsonl is damaged.
         """
         self.checkpoint_of(step)
         aside = self.path / "undone" / (name or time.strftime("%Y%m%d-%H%M%S"))
@@ -194,14 +197,14 @@ class RunFolder:
         """Return the folder of the newest model of the run at `path`.
 
         Raises:
-            SettingsError: there is no run, or it has no model.
+            RunFolderError: there is no run, or it has no model.
         """
         published = [one for one in (path / "weights").glob("*") if one.name.isdigit()]
         newest = sorted(published, key=lambda one: int(one.name))[-1:]
         for folder in (*newest, path / "model", path / "sft" / "model"):
             if (folder / "config.json").is_file():
                 return folder
-        raise SettingsError(f"{path} is not a run with a model. Try `agentloop runs list`.")
+        raise RunFolderError(f"{path} is not a run with a model. Try `agentloop runs list`.")
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl. Raises RunFolderError if that fails (disk full)."""
@@ -261,6 +264,22 @@ class RunFolder:
         except FileNotFoundError:
             return []
         return _parsed(whole.splitlines(), self.path / name)
+
+
+def config_of(run: Path, option: str = "") -> Path:
+    """Return the file with the settings of the run in a folder.
+
+    Args:
+        option: the command-line option that names the run, for the message of the error.
+
+    Raises:
+        RunFolderError: there is no run.
+    """
+    config = run / "config.toml"
+    if not config.is_file():
+        where = f"{option}: {run}" if option else str(run)
+        raise RunFolderError(f"{where} is not a run (no config.toml). Try `agentloop runs list`.")
+    return config
 
 
 def checkpoints_in(run: Path) -> dict[int, Path]:

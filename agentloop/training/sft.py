@@ -31,7 +31,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import truncated
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema
-from agentloop.errors import DataError, RequestError, SettingsError
+from agentloop.errors import DataError, RequestError, RunFolderError
 from agentloop.events import Emit, Measured, ignore
 from agentloop.tasks.sources import read_jsonl
 from agentloop.tasks.teacher import lessons
@@ -327,7 +327,7 @@ class FineTuning:
         """Plan the steps, which takes seconds for many samples.
 
         Raises:
-            SettingsError: the steps of the checkpoint were trained on other batches.
+            RunFolderError: the steps of the checkpoint were trained on other batches.
         """
         self._settings = settings
         self._samples = samples
@@ -350,7 +350,7 @@ class FineTuning:
     def _check(self, state: Mapping[str, Any]) -> None:
         step = state["step"]
         if step >= len(self._lineage) or state.get("lineage") != self._lineage[step]:
-            raise SettingsError(
+            raise RunFolderError(
                 f"--resume: {self._folder.path}: its first {step} steps were trained on other "
                 "batches: leave data.*, loop.batch_tokens, loop.seed and "
                 "learner.micro_batch_tokens as they were, or start a new run"
@@ -505,9 +505,18 @@ def lineage(samples: Sequence[Sample], steps: Sequence[tuple[int, Sequence[int]]
 
 
 def _version_in(model: Path) -> str | None:
-    """Return the version of the published model in a folder, or None if there is none."""
+    """Return the version of the published model in a folder, or None if there is none.
+
+    Raises:
+        RunFolderError: the file that names it is damaged.
+    """
+    published = model / "published.json"
     try:
-        version: str = json.loads((model / "published.json").read_bytes())["version"]
+        version: str = json.loads(published.read_bytes())["version"]
     except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{published}: cannot be read: {error!r}; remove {model} to publish it again"
+        ) from error
     return version

@@ -45,6 +45,7 @@ from agentloop.training.learner_client.settings import (
     RlLossSettings,
 )
 from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.run_folder import config_of
 
 __all__ = ["EntropyReport", "EntropySettings", "entropy", "main"]
 
@@ -113,7 +114,8 @@ async def entropy(
 
     Raises:
         DataError: there are no rollouts, or they are damaged.
-        SettingsError: there are no weights.
+        RunFolderError: the run has kept no weights.
+        SettingsError: `weights` is not a model folder.
         LearnerError: the learner failed, as in `agentloop.training.learner_client.client`.
     """
     progress("Reading the rollouts")
@@ -181,7 +183,9 @@ def _origin(
             return Origin.of(first, version=None, temperature=temperature)
         kept.setdefault(0, first)
     if not kept:
-        raise SettingsError(f"{run}: the run has kept no weights; pass a model folder as --weights")
+        raise RunFolderError(
+            f"{run}: the run has kept no weights; pass a model folder as --weights"
+        )
     version = nearest_version(numbered, kept)
     return Origin.of(kept[version], version=str(version), temperature=temperature)
 
@@ -431,9 +435,7 @@ def main(arguments: list[str]) -> int:
 
 async def _entropy(options: argparse.Namespace) -> int:
     run = options.run.expanduser()
-    if not (run / "config.toml").is_file():
-        raise SettingsError(f"{run} is not a run (no config.toml). Try `agentloop runs list`.")
-    base = load_known(EntropySettings, run / "config.toml")
+    base = load_known(EntropySettings, config_of(run))
     settings = load_settings(EntropySettings, (), options.settings, base=base)
     with console.ProgressLine("Starting to analyze") as progress:
         report = await entropy(

@@ -30,6 +30,7 @@ from agentloop.aio import task_group
 from agentloop.errors import AgentLoopError, RunFolderError, ServerError, SettingsError
 from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import (
+    FleetError,
     Result,
     Ticket,
     TrainerState,
@@ -130,7 +131,8 @@ class Fleet:
         Raises:
             ServerError: Redis or all runtimes were unavailable for too long, or a group failed too
                 often.
-            SettingsError: Redis rejected the login, or another trainer has taken over the run.
+            SettingsError: Redis rejected the login.
+            FleetError: another trainer has taken over the run.
         """
         incarnation = uuid.uuid4().hex[:12]
         state = TrainerState(
@@ -414,7 +416,7 @@ class Fleet:
         heard = await link.do(lambda redis: redis.get(link.trainer))
         before = None if heard is None else incarnation_in(heard)
         if before not in (None, incarnation) and not takes_over:
-            raise SettingsError(
+            raise FleetError(
                 f"fleet.run: another trainer has taken over {link.trainer} at "
                 f"{self._settings.redis}: stop one of them or set another fleet.run"
             )

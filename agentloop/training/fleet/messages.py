@@ -19,13 +19,14 @@ import pydantic
 
 from agentloop import distribution
 from agentloop.agent.rollout import Budget
-from agentloop.errors import SettingsError
+from agentloop.errors import AgentLoopError
 from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.plain_json import ValidText, dumps, loads
 from agentloop.tasks.sources import Task
 from agentloop.training.rollouts import Purpose
 
 __all__ = [
+    "FleetError",
     "Result",
     "Ticket",
     "TrainerState",
@@ -57,7 +58,11 @@ class _Message(pydantic.BaseModel):
         return cls.model_validate(loads(data))
 
 
-class VersionError(SettingsError):
+class FleetError(AgentLoopError):
+    """The processes of a fleet do not fit together: their versions, settings or trainers differ."""
+
+
+class VersionError(FleetError):
     """A process of the fleet has another version of this package.
 
     Attributes:

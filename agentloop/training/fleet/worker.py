@@ -32,9 +32,9 @@ from agentloop.errors import (
     RequestError,
     RewardError,
     ServerError,
-    SettingsError,
 )
 from agentloop.training.fleet.messages import (
+    FleetError,
     Result,
     Ticket,
     TrainerState,
@@ -141,8 +141,9 @@ class Member:
         Raises:
             ServerError: Redis or the trainer was unavailable for too long, or our weights are
                 wrong.
-            SettingsError: Redis rejected the login, the run's settings have changed, or the trainer
-                has another version of this package.
+            SettingsError: Redis rejected the login.
+            FleetError: the run's settings have changed, or the trainer has another version of this
+                package.
         """
         try:
             async with task_group() as tasks:
@@ -173,7 +174,7 @@ class Member:
 
     def _follow(self, state: TrainerState) -> None:
         if state.recipe != self._state.recipe and not state.over:
-            raise SettingsError("the run's settings have changed: restart this runtime")
+            raise FleetError("the run's settings have changed: restart this runtime")
         if state == self._state:
             return
         if state.incarnation != self._state.incarnation:

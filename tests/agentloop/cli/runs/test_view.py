@@ -60,7 +60,9 @@ def test_a_folder_without_a_run_is_an_error(
     assert not (tmp_path / "out.html").exists()
 
 
-@pytest.mark.parametrize("config", ["model = ", "\x00", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "config", ["model = ", "\x00", b"\xff\xfe", "model = 3", "[chat]\ntemplate = '/no/such'"]
+)
 def test_settings_that_cannot_be_read_are_named(
     tmp_path: Path, config: str | bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.tasks.sources import Task, TaskSource
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import (
+    FleetError,
     Result,
     Ticket,
     VersionError,
@@ -505,7 +506,7 @@ async def test_a_second_trainer_takes_the_run_and_the_first_says_so(
 ) -> None:
     settings = settings_for(redis)
     with pytest.raises(  # noqa: PT012
-        SettingsError, match="another trainer has taken over agentloop:test:trainer"
+        FleetError, match="another trainer has taken over agentloop:test:trainer"
     ):
         async with training(settings, tmp_path):
             async with training(settings, tmp_path / "other"):
