@@ -257,7 +257,7 @@ async def imitate(
         settings.learner, model=model, chat_template=chat.template
     )
     async with KeptLearner(
-        learner_settings.model_dump(mode="json"),
+        learner_settings,
         settings.ranks,
         log_dir=folder.path / "logs",
         on_progress=progress,

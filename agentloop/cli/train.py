@@ -229,7 +229,7 @@ async def _roll_out_and_learn(
         )
         learner = await stack.enter_async_context(
             KeptLearner(
-                learner_settings(settings).model_dump(mode="json"),
+                learner_settings(settings),
                 settings.ranks,
                 log_dir=logs,
                 on_progress=progress,

@@ -20,8 +20,9 @@ import pydantic
 
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.plain_json import dumps, loads
+from agentloop.training.learner_client.protocol import TrainingState
 
-__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "config_of", "is_active"]
+__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "config_of", "is_active", "training_state"]
 
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
@@ -294,9 +295,22 @@ def _checkpoints(run: Path) -> list[tuple[int, Path]]:
     """
     found = []
     for path in sorted((run / "checkpoints").glob("*/state.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            found.append((int(json.loads(path.read_bytes())["state"]["step"]), path.parent))
+        with suppress(RunFolderError):
+            found.append((training_state(path.parent).step, path.parent))
     return found
+
+
+def training_state(checkpoint: Path) -> TrainingState:
+    """Return the state that the trainer saved with a checkpoint.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    file = checkpoint / "state.json"
+    try:
+        return TrainingState.model_validate(json.loads(file.read_bytes())["state"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{file}: not the state of a checkpoint: {error}") from error
 
 
 def is_active(run: Path) -> bool:

@@ -229,7 +229,7 @@ async def _found(
         raise RunFolderError(f"{folder.path}: {error.strerror or error}") from error
     # A log folder of its own, since the run may still be writing to its logs.
     async with started(
-        learner_settings.model_dump(mode="json"),
+        learner_settings,
         settings.ranks,
         log_dir=(folder.path / "logs").absolute(),
         on_progress=progress,

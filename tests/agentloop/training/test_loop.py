@@ -33,6 +33,7 @@ from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.learner_client.client import Learner, LearnerError, LearnerLost
+from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
@@ -216,7 +217,7 @@ async def played(
                 stages=stages,
                 budget=Budget(max_turns=10, max_response_tokens=100),
                 weights=weights,
-                restored=restored,
+                restored=TrainingState(**restored) if restored else None,
                 kept=kept,
                 max_restarts=2,
                 collapse=collapse,
