@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import pydantic
@@ -50,6 +50,7 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet.coordinator import Fleet
+from agentloop.training.fleet.messages import Recipe
 from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
@@ -334,13 +335,22 @@ async def _rolling_out(
             yield rollouts, serving, partial(_servers_in_words, runtime)
 
 
-def recipe_of(settings: TrainSettings) -> dict[str, Any]:
+def recipe_of(settings: TrainSettings) -> Recipe:
     """Return the settings that runtimes on other machines take from the trainer."""
-    names = {"model", "chat", "tools", "tool_timeout_s", "sampling", "budget", "reward", "roc"}
-    loop = settings.loop.model_dump(
-        include={"group_size", "seed", "shuffle_rewards", "early_stop_at"}
+    return Recipe(
+        model=str(settings.model or SMALL),
+        chat=settings.chat,
+        tools=settings.tools,
+        tool_timeout_s=settings.tool_timeout_s,
+        sampling=settings.sampling,
+        budget=settings.budget,
+        reward=settings.reward,
+        roc=settings.roc,
+        group_size=settings.loop.group_size,
+        seed=settings.loop.seed,
+        shuffle_rewards=settings.loop.shuffle_rewards,
+        early_stop_at=settings.loop.early_stop_at,
     )
-    return settings.model_dump(mode="json", include=names) | loop
 
 
 def learner_settings(settings: TrainSettings) -> LearnerSettings:

@@ -31,6 +31,7 @@ from agentloop.errors import AgentLoopError, RunFolderError, ServerError, Settin
 from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import (
     FleetError,
+    Recipe,
     Result,
     Ticket,
     TrainerState,
@@ -116,7 +117,7 @@ class Fleet:
         settings: FleetSettings,
         *,
         run: str,
-        recipe: Mapping[str, Any],
+        recipe: Recipe,
         folder: Path,
         say: Callable[[str], None],
     ) -> AsyncIterator[Fleet]:
@@ -124,7 +125,7 @@ class Fleet:
 
         Args:
             run: the name under which runtimes look for the trainer.
-            recipe: settings that runtimes take from the trainer, as plain data for JSON.
+            recipe: settings that runtimes take from the trainer.
             folder: a folder for results; runtimes that share this file system write them there.
             say: called with a line of text when a runtime joins or leaves.
 

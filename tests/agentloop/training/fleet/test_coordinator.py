@@ -42,14 +42,13 @@ from agentloop.training.rollouts import RolledOut, Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.weight_sync.disk import PublishedFolder
 from tests import emitted
-from tests.agentloop.training.fleet_player import LEASE_S, Player, playing
+from tests.agentloop.training.fleet_player import LEASE_S, RECIPE, Player, playing
 from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
 from tests.redis_server import RedisServer, redis_server
 from tests.support import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # a real Redis, and real deaths
 
-RECIPE = {"group_size": 2}
 BUDGET = Budget(max_turns=7)
 
 
