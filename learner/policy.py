@@ -307,7 +307,7 @@ class Policy:
         fitting = batch.up_to(self.settings.micro_batch_tokens)
         num_too_long = len(batch.lengths) - (0 if fitting is None else len(fitting.lengths))
         metrics = self._empty_metrics() if fitting is None else self._step(fitting, lr)
-        return StepReply(**metrics, num_too_long=num_too_long)
+        return StepReply.model_validate({**metrics, "num_too_long": num_too_long})
 
     def _empty_metrics(self) -> Metrics:
         counts = {"num_samples": 0, "num_tokens": 0, "skipped": 0, **asdict(self.counters())}

@@ -113,7 +113,7 @@ class _Counters(Reply):
 
 
 class TrainingState(_Message):
-    """What a trainer saves with a checkpoint, so that it can resume from it.
+    """The state that a trainer saves with a checkpoint, to resume from it.
 
     Checkpoints keep it as JSON, so those of earlier versions may have more fields.
 
