@@ -60,7 +60,7 @@ def test_steps_neither_wait_for_the_write_nor_change_it(two: tuple[Ranks, Path])
     ranks.ask("step", batch=batch)
     weights = ranks.ask("publish", folder=folder / "then", version="1")["sha256"]
     (folder / "hold").touch()
-    saved = ranks.ask("save", folder=target, state={"cursor": 1}, beside=True)
+    saved = ranks.ask("save", folder=target, state={"step": 1}, beside=True)
     assert (saved["folder"], saved["num_updates"]) == (str(target), 1)
     losses = [ranks.ask("step", batch=batch)["loss"] for _ in range(2)]
     assert ranks.ask("logprobs", batch=batch, out=folder / "out")["ok"]
@@ -71,7 +71,7 @@ def test_steps_neither_wait_for_the_write_nor_change_it(two: tuple[Ranks, Path])
     assert ranks.ask("saved", wait=True) == {**nothing, "folder": str(target)}
     assert names(target.parent) == {"1"}
     loaded = ranks.ask("load", folder=target)
-    assert (loaded["num_updates"], loaded["state"]) == (1, {"cursor": 1})
+    assert (loaded["num_updates"], loaded["state"]["step"]) == (1, 1)
     assert ranks.ask("publish", folder=folder / "again", version="1")["sha256"] == weights
     assert [ranks.ask("step", batch=batch)["loss"] for _ in range(2)] == losses
 
