@@ -32,7 +32,7 @@ from agentloop.sandbox.host import LinkedClient
 from agentloop.sandbox.openapi import document
 from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
-from agentloop.sandbox.request_limits import MIB, Handler, RequestLimits, json_response
+from agentloop.sandbox.middleware import MIB, Handler, RequestLimits, json_response
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.serve_settings import SandboxServeSettings, num_connections
 from agentloop.sandbox.sessions import Sessions

@@ -29,20 +29,23 @@ from typing_extensions import TypedDict
 from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
 from agentloop.api.guard import ApiGuard
-from agentloop.api.http import error_of, json_response, name_request, read_body, send
-from agentloop.api.listen import serving
-from agentloop.api.openai import (
-    ChunkWriter,
-    chunk_frame,
-    completion,
+from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
+from agentloop.api.http import (
     error_body,
-    model_list,
+    error_of,
+    json_response,
+    name_request,
+    read_body,
+    send,
 )
+from agentloop.api.listen import serving
 from agentloop.api.openapi import document, service
 from agentloop.api.requests import ChatRequest, parse
 from agentloop.api.schemas import (
     ChatCompletionChunk,
     HealthStatus,
+    Model,
+    ModelList,
     RolloutLine,
     ToolDefinition,
 )
@@ -370,11 +373,20 @@ class AgentService:
         return response
 
     async def models(self, request: web.Request) -> web.Response:
-        return json_response(model_list(self._runtime.model_name, self._created))
+        body: ModelList = {"object": "list", "data": [self._model_entry()]}
+        return json_response(body)
 
     async def model(self, request: web.Request) -> web.Response:
         self._check_model(request.match_info["model"])
-        return json_response(model_list(self._runtime.model_name, self._created)["data"][0])
+        return json_response(self._model_entry())
+
+    def _model_entry(self) -> Model:
+        return {
+            "id": self._runtime.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "agentloop",
+        }
 
     async def healthz(self, request: web.Request) -> web.Response:
         servers = self._runtime.router.view()

@@ -9,16 +9,21 @@ from typing import Any
 import anyio
 from aiohttp import web
 
-from agentloop.api.openai import error_body
 from agentloop.api.schemas import ErrorBody
 from agentloop.errors import AgentLoopError, RequestError, UnknownModel
 from agentloop.plain_json import dumps
 
-__all__ = ["error_of", "json_response", "name_request", "read_body", "send"]
+__all__ = ["error_body", "error_of", "json_response", "name_request", "read_body", "send"]
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=dumps(body), status=status, content_type="application/json")
+
+
+def error_body(
+    message: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> ErrorBody:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_of(error: AgentLoopError) -> tuple[int, ErrorBody]:

@@ -1,4 +1,4 @@
-"""What requests may take of the service: their number, their bodies' memory, their time.
+"""The service's middlewares: they bound the requests, the memory of their bodies, and their time.
 
 request ──> counted ──> allowed (guard.py) ──> bounded ──> its body is read ──> handler
     a refusal at any of these is a RequestRefused, which becomes the response
